@@ -23,8 +23,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 DUPLICATE_LINES = 8
 DISTINCT_SHAPES = 6  # of the eight lines: rows that look alike are data, not a duplicate
 LIMITS = {  # what is reached may not be lost
-    "modules": 193,
-    "lines of Python": 49_800,
+    "modules": 194,
+    "lines of Python": 49_900,
     "lines of JavaScript": 2_700,
     "modules with a single importer": 30,
     "import circles": 0,

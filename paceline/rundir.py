@@ -8,6 +8,7 @@ half-written last line. Nothing here depends on what a step or a process is.
 import errno
 import json
 import os
+import shlex
 import socket
 import stat
 import sys
@@ -96,6 +97,11 @@ class RunDir:
     def kernel_log(self, attempt: int, host: str) -> Path:
         """What the kernel log of another host has about its ranks; absent where it has nothing, or cannot be read."""
         return self.logs(attempt) / f"kernel-{host}.log"
+
+    @property
+    def quoted(self) -> str:
+        """Its path, as a shell takes it."""
+        return shlex.quote(str(self.path))
 
     def rank_error(self, attempt: int, rank: int) -> Path:
         """The exception that ended a rank: {time, type, message, fix, traceback, step}."""
@@ -186,7 +192,7 @@ def unwritable_file(path: Path, error: OSError) -> PacelineError:
         )
     return PacelineError(
         f"{path} cannot be written: {error.strerror}",
-        fix=f"make the run folder writable again, then: paceline resume {path.parent}",
+        fix=f"make the run folder writable again, then: paceline resume {shlex.quote(str(path.parent))}",
     )
 
 
@@ -304,7 +310,7 @@ class RunInUse(PacelineError):
         self.pid = int(word) if word.isdigit() and is_here else None
         process = f"process {word or 'unknown'}" + ("" if is_here else f" on {host}")
         super().__init__(
-            f"run {run.name} is in use by {process}", fix=f"paceline stop {run.path} ends it; or give another --name"
+            f"run {run.name} is in use by {process}", fix=f"paceline stop {run.quoted} ends it; or give another --name"
         )
 
 

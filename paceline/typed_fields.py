@@ -5,6 +5,7 @@ For views a field of a wrong type counts as absent. A command that uses a run ag
 empty or cut ends it with an error that names the file.
 """
 
+import shlex
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,12 +82,12 @@ def find_training_run(name: str, *, runs_dir: str) -> RunDir:
     if is_queued(run):
         raise PacelineError(
             f"{run.name} was submitted to Slurm and has not begun",
-            fix=f"paceline watch {run.path} shows where it is; where its job has ended, the same command submits it again",
+            fix=f"paceline watch {run.quoted} shows where it is; where its job has ended, the same command submits it again",
         )
     if is_script_run(run):
         raise PacelineError(
             f"{run.name} is the run of a script, not a training run of paceline's own",
-            fix=f"paceline run {run.config_toml} runs it again",
+            fix=f"paceline run {shlex.quote(str(run.config_toml))} runs it again",
         )
     if not read_run_file(run.config_toml, tomllib.loads):
         raise damaged(run.config_toml, "is empty")
@@ -113,5 +114,9 @@ def read_run_file(path: Path, parse: Callable[[str], T]) -> T:
 def damaged(path: Path, problem: str) -> PacelineError:
     """Returns the error for a file of a run folder that is of no use. problem: what is wrong with it, a verb first."""
     config = path.with_name("config.toml")
-    other = "start a new run" if path == config else f"start a new run with paceline train {config} --name NEW"
+    other = (
+        "start a new run"
+        if path == config
+        else f"start a new run with paceline train {shlex.quote(str(config))} --name NEW"
+    )
     return PacelineError(f"{path} {problem}", fix=f"restore it, such as from a copy of the run, or {other}")

@@ -14,21 +14,20 @@ import json
 import os
 import pickle
 import re
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.explain.collectives import FLIGHT_RECORDER, Wait, compare_waits
 from paceline.explain.curve_verdict import CurveFinding, judge_curves
-from paceline.explain.explanation import Explanation, Record
+from paceline.explain.explanation import Record
 from paceline.explain.log import Log
 from paceline.explain.reader import read_log
 from paceline.explain.series import read_run_series
-from paceline.rundir import RECORDER_DUMP, RunDir, is_locked, is_script_run, open_file, read_end
+from paceline.rundir import RECORDER_DUMP, RunDir, open_file, read_end
 from paceline.units import format_bytes, format_ranks
 
 MAX_DUMP_BYTES = 1 << 26
@@ -314,17 +313,3 @@ def slurm_logs(run: RunDir, events: Sequence[Mapping[str, Any]], *, has_attempt:
         lines = [line for line in text.splitlines(keepends=True) if SLURM_LINE.match(line) or not has_attempt]
         logs.append(read_log(lines, source=str(path)))
     return logs
-
-
-def apply_missing_end(explanation: Explanation, run: RunDir, events: Sequence[Mapping[str, Any]]) -> Explanation:
-    """Where nothing failed, but an attempt has no end and no process holds the run, the command itself was killed."""
-    names = {event.get("event") for event in events}
-    has_end = bool(names & {"attempt_ended", "finished"})
-    was_held = run.lock.exists() and not is_locked(run)
-    if explanation.shows_failure or "attempt" not in names or has_end or not was_held:
-        return explanation
-    summary = "the command that ran this attempt recorded no end: it was killed (SIGKILL), or its machine went down"
-    fix = f"`paceline resume {shlex.quote(str(run.path))}` goes on from the last checkpoint"
-    if is_script_run(run):
-        fix = f"`paceline run {shlex.quote(str(run.config_toml))}` runs it again"
-    return replace(explanation, cause="supervisor-lost", confidence=0.9, summary=summary, fix=fix)

@@ -29,7 +29,6 @@ from paceline.explain.evidence import (
     RAS_NAME,
     SAMPLE_BYTES,
     Sample,
-    apply_missing_end,
     clock_texts,
     companion_logs,
     count_lines,
@@ -44,7 +43,6 @@ from paceline.explain.evidence import (
 )
 from paceline.explain.explanation import (
     KERNEL_LOG,
-    SUPERVISOR_CAUSES,
     Evidence,
     Explanation,
     LogProgress,
@@ -56,6 +54,7 @@ from paceline.explain.line_filter import Shapes
 from paceline.explain.log import Log
 from paceline.explain.log_curves import judge_progress
 from paceline.explain.reader import CHUNK_BYTES, read_log
+from paceline.explain.recorded_end import apply_recorded_end
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.several_runs import choose_runs, explain_chosen, reach_verdict
@@ -66,7 +65,6 @@ from paceline.typed_fields import typed_content, well_typed
 from paceline.units import parse_time, unix_time
 
 SURE = 0.8
-HANG_LINES = ("mark:", "State:", "File ")  # of hangs/<attempt>/<rank>.txt
 HOST_MEMORY, KILLED = "host-oom-killed", "killed-from-outside"
 SAMPLE_EVIDENCE = (  # evidence in the hosts' samples, and the causes that it supports
     (partial(fill_texts, MEMORY), {HOST_MEMORY, KILLED, "dataloader-worker-killed", UNKNOWN}),
@@ -103,7 +101,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     if attempt is None and (ends := slurm_logs(run, list(read_json_lines(run.events)), has_attempt=False)):
         return reach_verdict(ends, values=run_values(run))
     if attempt is None:
-        fix = f"paceline {'watch' if is_queued(run) else 'resume'} {run.path}"
+        fix = f"paceline {'watch' if is_queued(run) else 'resume'} {run.quoted}"
         raise PacelineError(f"{run.name} has no logs: nothing was started", fix=fix)
     all_events = list(read_json_lines(run.events))
     events = [event for event in all_events if event.get("attempt") in (None, attempt)]
@@ -130,8 +128,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     if not any(explanation.rank in hosts[host] for host in far_hosts):  # its kernel log cannot be read from here
         explanation = correct_kill(explanation, events, values)
     explanation = apply_reported_error(explanation, error_files)
-    explanation = apply_supervisor_verdict(explanation, run, events, attempt)
-    explanation = apply_missing_end(explanation, run, events)
+    explanation = apply_recorded_end(explanation, run, events, attempt)
     explanation = name_host(explanation, hosts)
     state = [  # of the hosts at the end of the attempt
         Evidence(count_lines(run.health(host)), text, None, f"health/{host}.jsonl")
@@ -240,32 +237,6 @@ def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) 
             if fix := error.get("fix"):
                 return replace(explanation, cause=cause, rank=rank, summary=message, fix=fix, confidence=confidence)
     return explanation
-
-
-def apply_supervisor_verdict(
-    explanation: Explanation, run: RunDir, events: Sequence[Mapping[str, Any]], attempt: int
-) -> Explanation:
-    """If the supervisor observed a cause that no log shows, or the logs show no failure at all, its verdict counts."""
-    verdict = next((event for event in reversed(events) if event.get("event") == "verdict"), None)
-    cause = verdict.get("cause") if verdict else None
-    if verdict is None or cause in ("healthy", None) or (cause not in SUPERVISOR_CAUSES and explanation.shows_failure):
-        return explanation
-    names = ("cause", "rank", "step", "host", "summary", "fix", "confidence")
-    fields: dict[str, Any] = {name: verdict.get(name) for name in names}
-    evidence = hang_evidence(run, attempt, fields["rank"]) if fields["cause"] == "hang" else ()
-    return replace(explanation, **fields, also=(), evidence=(*evidence, *explanation.evidence))
-
-
-def hang_evidence(run: RunDir, attempt: int, rank: int | None) -> list[Evidence]:
-    """The last heartbeat, the process state and the stack of the rank that the others wait for."""
-    path = run.hang(attempt) / f"{rank}.txt"
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-    except OSError:
-        return []
-    firsts = [next((i for i, line in enumerate(lines) if line.startswith(start)), None) for start in HANG_LINES]
-    source = str(path.relative_to(run.path))
-    return [Evidence(i + 1, lines[i], rank, source) for i in sorted(i for i in firsts if i is not None)]
 
 
 def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Explanation:

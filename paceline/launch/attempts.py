@@ -15,6 +15,7 @@ from functools import partial
 from paceline.errors import Interrupted, PacelineError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_explanation, format_summary
+from paceline.explain.recorded_end import SUPERVISOR_LOST, lost_supervisor_texts
 from paceline.explain.run_folder import explain_run
 from paceline.launch.failure import explain_end, read_log_tail
 from paceline.launch.notify import run_services
@@ -30,7 +31,6 @@ from paceline.watch.run_reader import RunReader
 from paceline.watch.summary import goodput_line
 
 POLL_S = 0.05
-SUPERVISOR_LOST = "supervisor-lost"  # a cause
 TRACEBACK_LINES = 40
 LOG_LINES = 10  # shown of a rank that left no traceback
 MESSAGE_CHARS = 160
@@ -183,7 +183,7 @@ def run_one_attempt(job: Job, number: int, signals: StopSignals) -> tuple[Outcom
             raise
         raise PacelineError(
             f"attempt {number} could not start: no space in {job.run.path}",
-            fix=f"make room in its file system (df -h), then: paceline resume {job.run.path}",
+            fix=f"make room in its file system (df -h), then: paceline resume {job.run.quoted}",
         ) from error
     seconds = time.monotonic() - started
     if outcome.state != "failed":
@@ -217,11 +217,7 @@ def record_lost_supervisor(job: Job) -> None:
     if not events or events[-1]["event"] == "attempt_ended":
         return
     attempt, head = events[-1]["attempt"], events[-1].get("head")
-    summary = f"the command that ran attempt {attempt} was itself killed before it could report why; its workers ended with it"
-    fix = "find out who killed it: a closed session without nohup or tmux, a batch system, or the kernel when memory ran out"
-    if head:
-        summary = f"the command that ran attempt {attempt} on {head} ended without a report, or {head} was lost; its workers ended"
-        fix = f"see that {head} is on and who killed the command there: --detach keeps it from the end of a session"
+    summary, fix = lost_supervisor_texts(attempt, head)
     record_verdict(job, attempt, Explanation(SUPERVISOR_LOST, host=head, confidence=1.0, summary=summary, fix=fix))
     job.show([f"attempt {attempt}: {summary}"])
 

@@ -7,6 +7,7 @@ signal saves a checkpoint and ends, the second ends at once.
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -45,7 +46,7 @@ def detach(run: RunDir, lock: int, *, destinations: Sequence[str] = ()) -> bool:
     pid = os.fork()
     if pid:
         print(f"detached: process {pid}, output in {path}")
-        print(f"next    paceline watch {run.path}\n        paceline stop {run.path}", flush=True)
+        print(f"next    paceline watch {run.quoted}\n        paceline stop {run.quoted}", flush=True)
         return True
     os.setsid()  # a terminal that closes reaches it no more
     with path.open("ab") as log, Path(os.devnull).open("rb") as nothing:
@@ -80,7 +81,7 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
         fix = (
             "the command that submitted it does so again"
             if is_queued(run)
-            else f"paceline resume {run.path} continues it"
+            else f"paceline resume {run.quoted} continues it"
         )
         raise PacelineError(f"{run.name} is not running", fix=fix)
     word, _, host = holder.partition(" ")
@@ -101,7 +102,7 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)
     except PermissionError as error:
-        raise PacelineError(f"process {pid} is another user's", fix=f"sudo paceline stop {run.path}") from error
+        raise PacelineError(f"process {pid} is another user's", fix=f"sudo paceline stop {run.quoted}") from error
     while holder_of(run) == holder:
         time.sleep(POLL_S)
     return {"run": str(run.path), "pid": pid, **state_of(run)}
@@ -131,4 +132,6 @@ def format_stop(result: dict[str, Any]) -> str:
     step = result["checkpoint_step"]
     saved = "no checkpoint" if step is None else f"checkpoint at step {step:,}"
     lines = [f"{result['state']}: {result['run']}, {saved}"]
-    return "\n".join(lines if result["state"] == "finished" else [*lines, f"next    paceline resume {result['run']}"])
+    if result["state"] != "finished":
+        lines.append(f"next    paceline resume {shlex.quote(result['run'])}")
+    return "\n".join(lines)

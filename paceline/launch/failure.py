@@ -23,9 +23,10 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.evidence import flight_recorder_logs
 from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
 from paceline.explain.log import Log
+from paceline.explain.recorded_end import DISK_FULL, explain_full_disk
+from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
-from paceline.model.publish import free_space
 from paceline.plan.host import memory_limit, physical_memory_bytes
 from paceline.rundir import RunDir, read_json_lines
 from paceline.units import format_bytes, parse_time
@@ -61,10 +62,8 @@ LINK_LOST = "link-lost"  # the host answers again
 BLOCKED = ("hosts-unconnected", "hosts-path-mtu")
 OF_HOSTS = (HOST_LOST, LINK_LOST, *BLOCKED)
 EXITED = "exited-early"  # with exit code 0, which no log tells from success
-DISK_FULL = "disk-full"
 FULL_DISK = os.strerror(errno.ENOSPC)  # in what another host reports
 
-FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any output
 NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")  # pids, addresses and sizes differ where the error is the same
 
 
@@ -110,6 +109,20 @@ def find_early_exits(run: RunDir, ranks: list[dict[str, Any]]) -> list[Failure]:
         seconds = end["time"] - end.get("clock_s", 0.0)
         failures.append(Failure(end["rank"], 0, None, message, seconds, consequence=False, host=end.get("host")))
     return failures
+
+
+def find_script_exits(ranks: list[dict[str, Any]], failures: Sequence[Failure]) -> list[Failure]:
+    """Returns a script's ranks that exited with 0, where all that the others report is that they lost a peer."""
+    if not failures or not all(failure.consequence for failure in failures):
+        return []
+    message = "ended with exit code 0 while other ranks still exchanged data with it"
+    return [
+        Failure(
+            end["rank"], 0, None, f"rank {end['rank']} {message}", end["time"], consequence=False, host=end.get("host")
+        )
+        for end in ranks
+        if end["exit_code"] == 0 and not end["ended_by_us"]
+    ]
 
 
 def blame_order(failure: Failure) -> tuple[bool, bool, bool, float]:
@@ -218,20 +231,19 @@ def explain_end(
     elif root.exit_code == 0:
         fix = (
             f"look at its last output in logs/*/{root.rank}.log of the run;"
-            " usually a library called exit, or SIGTERM came before the first step"
+            " usually the script or a library called exit, or SIGTERM came before the first step"
         )
         explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=root.message, fix=fix, confidence=1.0)
     elif hang is not None:
         explanation = explain_hang(explanation, hang, recorder_logs=flight_recorder_logs(run, attempt, events))
     elif root.signal == "SIGKILL" and root.traceback is None and not root.consequence:
         explanation = explain_kill(explanation, root, memory_ran_out=memory_ran_out)
-    if explanation.cause == "healthy":  # the logs show nothing, but a rank failed
+    if explanation.cause in (UNKNOWN, HEALTHY):
+        explanation = explain_full_disk(explanation, run, events, free_bytes.get(root.host or ""), host=root.host)
+    if explanation.cause == HEALTHY:  # its logs show no failure, and it failed
         fix = f"read the end of its log: {run.rank_log(attempt, root.rank or 0)}"
-        explanation = replace(
-            explanation, cause="unknown", summary=f"{root.subject}: {root.message}", fix=fix, confidence=0.0
-        )
-    if explanation.cause == "unknown":
-        explanation = explain_full_disk(explanation, run, free_bytes.get(root.host or ""), host=root.host)
+        summary = f"{root.subject}: {root.message}"
+        explanation = replace(explanation, cause=UNKNOWN, rank=root.rank, summary=summary, fix=fix, confidence=0.0)
     record: dict[str, Any] = {}  # what the trainer's rank to blame wrote about its error
     if root.rank is not None:
         with suppress(OSError, ValueError, TypeError):
@@ -290,23 +302,6 @@ def explain_host(explanation: Explanation, root: Failure) -> Explanation:
         cause = DISK_FULL
         fix = f"make room there: ssh {root.host} df -h ~/.cache; it joins the run again when it has some"
     return replace(explanation, cause=cause, rank=None, summary=summary, fix=root.fix or fix, confidence=1.0)
-
-
-def explain_full_disk(
-    explanation: Explanation, run: RunDir, free_bytes: int | None, *, host: str | None
-) -> Explanation:
-    """Explains an end without any output by a full disk, if there is one. free_bytes: of another host's."""
-    where, how = f"the disk of {host}", f"ssh {host} df -h ~/.cache"
-    if free_bytes is None:
-        where, how = "the disk of the run folder", f"df -h {run.path}"
-        free_bytes = free_space(run.path)
-    if free_bytes is None or free_bytes >= FULL_DISK_BYTES:
-        return explanation
-    summary, fix = (
-        f"{where} is full: nothing could be written",
-        f"make room on it ({how}); then paceline resume {run.path}",
-    )
-    return replace(explanation, cause=DISK_FULL, summary=summary, fix=fix)
 
 
 def explain_kill(explanation: Explanation, root: Failure, *, memory_ran_out: bool | None) -> Explanation:

@@ -215,7 +215,7 @@ class TrainingJob(Job):
             saves = [event["step"] for event in read_json_lines(run.events) if event.get("event") == "checkpoint"]
             progress = f"checkpoint at step {max(saves):,}" if saves else "before the first checkpoint"
             head = f"interrupted after {format_duration(seconds)}, {progress}"
-            return ["", head, time_line, f"next    paceline resume {run.path}"]
+            return ["", head, time_line, f"next    paceline resume {run.quoted}"]
         status = run_status(run)
         first = first_step(run)
         own_steps = f", {status.step - first:,} of them" if first and status.step else ""
@@ -225,9 +225,9 @@ class TrainingJob(Job):
             f"done    {status.step:,} steps{own_steps} in {format_duration(seconds)}, val_bpb {bpb}",
             time_line,
             f"run     {run.path}",
-            f'next    paceline sample {run.path} --prompt "..."',
-            f"        paceline eval {run.path}",
-            f"        paceline resume {run.path} --num-steps {2 * self.plan.num_steps}",
+            f'next    paceline sample {run.quoted} --prompt "..."',
+            f"        paceline eval {run.quoted}",
+            f"        paceline resume {run.quoted} --num-steps {2 * self.plan.num_steps}",
         ]
         samples = [event for event in read_json_lines(run.events) if event.get("event") == "sample"]
         if not samples or samples[-1].get("step") != status.step:

@@ -262,7 +262,7 @@ def make_message(notice: Notice, news: RunNews) -> dict[str, Any]:
             fix = f"\nfix: {verdict['fix']}" if verdict.get("fix") else ""
             text = f"{verdict.get('summary', 'the cause is unknown')} ({step}{after}){fix}"
         case "stopped":
-            resume = f"; resume it with: paceline resume {news.run.path}" if news.run.plan_json.exists() else ""
+            resume = f"; resume it with: paceline resume {news.run.quoted}" if news.run.plan_json.exists() else ""
             text = f"by {news.stop_signal}, {step}{after}{resume}"
         case "failed":
             text = f"it ended without a message, {step}{after}: the command that ran it was killed"

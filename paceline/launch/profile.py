@@ -6,6 +6,7 @@ config, the plan and the text; it writes to RUN/profile/ alone, and for a config
 """
 
 import json
+import shlex
 import shutil
 import sys
 import textwrap
@@ -67,7 +68,8 @@ def profile_steps(options: ProfileOptions) -> tuple[dict[str, Any], Plan]:
         source = find_training_run(name, runs_dir=options.keys.get("runs_dir", "runs"))
         config, plan, dataset, make = plan_of_run(source, machine, options.keys)
         run = session_folder(
-            source.path / "profile", fix=f"paceline profile {source.config_toml} writes to the cache folder"
+            source.path / "profile",
+            fix=f"paceline profile {shlex.quote(str(source.config_toml))} writes to the cache folder",
         )
     write_atomic(run.plan_json, plan.to_json())
     record_data(run, dataset)
@@ -99,7 +101,7 @@ def plan_of_run(
             f"{source.name} is training: a profile on the same devices would slow both",
             fix="wait for it to end, or stop it with Ctrl-C and resume it after the profile",
         )
-    config, plan = changed_run(source, changes, otherwise=f"paceline profile {source.config_toml}")
+    config, plan = changed_run(source, changes, otherwise=f"paceline profile {shlex.quote(str(source.config_toml))}")
     dataset = reopen_data(source, config)
     make = planner(dataset)
     return config, replan(plan, config, machine, make=make, set_keys=frozenset(changes)), dataset, make

@@ -68,7 +68,7 @@ def follow_job(run: RunDir, job_id: int) -> int:
 
 
 def format_job_commands(run: RunDir) -> str:
-    return f"next    paceline watch {run.path}\n        paceline stop {run.path}"
+    return f"next    paceline watch {run.quoted}\n        paceline stop {run.quoted}"
 
 
 def active_job(run: RunDir) -> SlurmJob | None:

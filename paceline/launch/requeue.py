@@ -103,7 +103,7 @@ def decide_requeue(run: RunDir, outcome: Outcome, signals: StopSignals) -> tuple
     if reason is None:
         return None, []
     if not has_progressed(list(read_json_lines(run.events))):
-        fix = f"a longer --time, or a smaller --save-every, then paceline resume {run.path}"
+        fix = f"a longer --time, or a smaller --save-every, then paceline resume {run.quoted}"
         return None, not_requeued(run, place, "two in a row ended without a new checkpoint", fix)
     append_event(run, "requeued", job_id=place.job_id, why=reason)
     return reason, []
@@ -199,6 +199,6 @@ def check_free(run: RunDir) -> Allocation | None:
         job = read_job(job_id)
     if job and job.is_batch and not job.is_over and not has_ended(run):
         raise PacelineError(
-            f"{run.name} is in Slurm's job {job_id}, {job.text}", fix=f"paceline stop {run.path} ends it"
+            f"{run.name} is in Slurm's job {job_id}, {job.text}", fix=f"paceline stop {run.quoted} ends it"
         )
     return place

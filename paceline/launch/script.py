@@ -1,12 +1,12 @@
 """
 `run`: prepare, check, attempts, close, around any script that works under torchrun.
 
-The run folder is a training run's without metrics: config.toml repeats the run, events and logs show what happened. The ranks'
-output goes to stdout, paceline's own to stderr. The script finds in its environment what torchrun would have set; what it does with
-its ranks is its own business.
+The run folder is a training run's without metrics: config.toml repeats the run. The ranks' output goes to stdout, paceline's own to
+stderr. The script finds in its environment what torchrun would have set; what it does with its ranks is its own business.
 """
 
 import os
+import shlex
 import shutil
 import sys
 import tomllib
@@ -279,7 +279,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if missing := sorted(CONFIG_KEYS - set(values)):
         raise PacelineError(
             f"{path} is not the config of a script: {', '.join(missing)} not in it",
-            fix=f"paceline train {path}, if it is that of a training run",
+            fix=f"paceline train {shlex.quote(str(path))}, if it is that of a training run",
         )
     texts = [*values["command"], values["cwd"]] if isinstance(values["command"], list) else [None]
     if set(values) - CONFIG_KEYS - set(HOST_KEYS) or not all(isinstance(text, str) for text in texts):

@@ -21,7 +21,7 @@ from paceline.explain.explanation import Explanation
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.agent import kill_processes
 from paceline.launch.cluster import Cluster
-from paceline.launch.failure import Failure, find_early_exits, find_failures, read_log_tail
+from paceline.launch.failure import Failure, find_early_exits, find_failures, find_script_exits, read_log_tail
 from paceline.launch.losses import agent_failure, find_blocked, host_failure, mark_unreachable, settle_losses
 from paceline.launch.member import Member
 from paceline.launch.watchdog import Hang, Watchdog
@@ -225,7 +225,7 @@ class AttemptRecord:
             root = failures[0]
             exit_code = root.exit_with
             if self.script and root.rank is not None:
-                exit_code = root.exit_code or 128 + signal.Signals[root.signal or "SIGKILL"]
+                exit_code = root.exit_code or (128 + signal.Signals[root.signal] if root.signal else root.exit_with)
             for failure in failures:
                 names = ("rank", "exit_code", "signal", "message", "consequence", *(["host"] if failure.host else []))
                 facts = {name: getattr(failure, name) for name in names}
@@ -242,6 +242,7 @@ class AttemptRecord:
             roots = [agent_failure(member) for member in self.dead_agents]
         if not roots and not self.stopping:
             roots = find_early_exits(self.run, self.ranks)
+            roots = roots or (find_script_exits(self.ranks, failures) if self.script else [])
         if not roots and self.hang:
             host = next((rank.get("host") for rank in self.ranks if rank["rank"] == self.hang.rank), None)
             roots = [

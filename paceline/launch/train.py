@@ -48,7 +48,7 @@ from paceline.launch.sbatch import check_options, job_note, submit_resume, submi
 from paceline.launch.stacks import GONE, process_state
 from paceline.launch.sync import send_text
 from paceline.launch.trial import try_plan
-from paceline.model.manifest import newest_good, read_manifest
+from paceline.model.manifest import last_good_step
 from paceline.options import ResumeOptions, Services, TrainOptions
 from paceline.plan.forecast import format_plan, measured_here
 from paceline.plan.machine import Machine, probe_machine
@@ -142,7 +142,7 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     adopt_copy(run)
     place = check_free(run)
     check_options(options, has_place=place is not None)
-    new_run = f"start a new run with it: paceline train {run.config_toml} --name NEW"
+    new_run = f"start a new run with it: paceline train {shlex.quote(str(run.config_toml))} --name NEW"
     config, plan_before = changed_run(
         run, options.keys, otherwise=new_run, takes_count=options.slurm or place is not None
     )
@@ -270,20 +270,11 @@ def wait_for_lock(run: RunDir) -> int:
 def check_unfinished(run: RunDir, num_steps: int) -> None:
     """Raises PacelineError where the run has finished all these steps."""
     events = (event for event in read_json_lines(run.events) if event.get("event") != "submitted")
-    if end_state(events) == "finished" and (step := last_good_step(run)) >= num_steps:
+    if end_state(events) == "finished" and (step := last_good_step(run.checkpoints)) >= num_steps:
         raise PacelineError(
             f"{run.name} is finished at step {step:,} of {num_steps:,}",
-            fix=f"paceline resume {shlex.quote(str(run.path))} --num-steps {2 * step} extends it",
+            fix=f"paceline resume {run.quoted} --num-steps {2 * step} extends it",
         )
-
-
-def last_good_step(run: RunDir) -> int:
-    """Returns the step of the newest checkpoint whose hashes are right; 0 if there is none."""
-    try:
-        path, _ = newest_good(run.checkpoints, set_aside=False)
-    except PacelineError:
-        return 0
-    return read_manifest(path).step
 
 
 def run_training(
@@ -352,7 +343,7 @@ def taken_name_fix(run: RunDir) -> str:
         return "another --name"
     status = run_status(run)
     longer = f" --num-steps {2 * status.num_steps}" if status.state == "finished" and status.num_steps else ""
-    return f"paceline resume {run.path}{longer}, or another --name"
+    return f"paceline resume {run.quoted}{longer}, or another --name"
 
 
 @contextmanager

@@ -8,6 +8,7 @@ what the numbers in `state` mean.
 """
 
 import json
+import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -242,7 +243,7 @@ class CheckpointReader:
             except (OSError, SafetensorError) as error:
                 raise PacelineError(
                     f"checkpoint {self.path} cannot be read ({name}: {error})",
-                    fix=f"paceline resume {self.path.parent.parent} goes on from the newest one that is whole",
+                    fix=f"paceline resume {shlex.quote(str(self.path.parent.parent))} goes on from the newest one that is whole",
                 ) from error
         return self._open_files[name]
 

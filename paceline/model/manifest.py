@@ -189,6 +189,15 @@ def newest_good(directory: Path, *, set_aside: bool) -> tuple[Path, list[str]]:
     )
 
 
+def last_good_step(directory: Path) -> int:
+    """Returns the step of the newest checkpoint that verifies; 0 if there is none."""
+    try:
+        path, _ = newest_good(directory, set_aside=False)
+    except PacelineError:
+        return 0
+    return _step(path)
+
+
 def clean_leftovers(directory: Path) -> None:
     """Removes the files of killed saves. Rank 0 calls it before any rank saves or loads."""
     for path in directory.glob(".step_*.tmp"):

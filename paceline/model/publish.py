@@ -30,7 +30,7 @@ from paceline.model.manifest import (
     tensor_entry,
     write_shard,
 )
-from paceline.rundir import NO_SPACE, unwritable_file, utc_now, write_atomic
+from paceline.rundir import NO_SPACE, RunDir, unwritable_file, utc_now, write_atomic
 from paceline.units import format_bytes
 
 POLL_S = 0.02
@@ -71,6 +71,11 @@ class PendingSave:
     def file(self) -> Path:
         """Returns this rank's safetensors file."""
         return self.folder / shard_name(self.rank, self.world_size)
+
+    @property
+    def resume(self) -> str:
+        """Returns the command that continues its run."""
+        return f"paceline resume {RunDir(self.directory.parent).quoted}"
 
 
 def shard_name(rank: int, world_size: int) -> str:
@@ -174,7 +179,7 @@ def explained(error: OSError, save: PendingSave) -> PacelineError:
         return unwritable_file(save.directory, error)
     return PacelineError(
         f"{who} cannot write the checkpoint of step {save.step} to {save.directory}: {error.strerror}",
-        fix=f"make the folder writable, then: paceline resume {save.directory.parent}",
+        fix=f"make the folder writable, then: {save.resume}",
     )
 
 
@@ -192,7 +197,7 @@ def no_space(save: PendingSave, who: str, *, num_bytes: int | None, host: str = 
     free = "" if free_bytes is None else f", {format_bytes(free_bytes)} free in {save.directory}"
     return NoSpace(
         f"no space for the checkpoint of step {save.step}: {who} {needs}{free}; the checkpoints before it are untouched",
-        fix=f"free some space{place} (older checkpoints lie there too), then: paceline resume {save.directory.parent}",
+        fix=f"free some space{place} (older checkpoints lie there too), then: {save.resume}",
         step=save.step,
         needed_bytes=max(save.whole_bytes or 0, num_bytes or 0),
         free_bytes=free_bytes,
@@ -221,7 +226,7 @@ def _collect(save: PendingSave, *, deadline_s: float) -> list[dict[str, Any]]:
                 raise PacelineError(
                     f"rank {rank} of {save.world_size} could not write its part of the checkpoint of step {save.step};"
                     " the checkpoints before it are untouched",
-                    fix=f"see the end of rank {rank}'s log, then: paceline resume {save.directory.parent}",
+                    fix=f"see the end of rank {rank}'s log, then: {save.resume}",
                 )
         if time.monotonic() > deadline:
             raise PacelineError(

@@ -70,7 +70,7 @@ def main() -> int:
     try:
         track(run, name, continues=continues, report=lambda text: add_note(run, text), wait_s=FINISH_S)
     except PacelineError as error:
-        add_note(run, f"{error.message}; paceline track {run.path} --to {name} sends what is missing")
+        add_note(run, f"{error.message}; paceline track {run.quoted} --to {name} sends what is missing")
         raise
     return 0
 
@@ -106,7 +106,8 @@ def track(
     except Exception as error:
         message = (str(error).splitlines() or [""])[0]
         raise PacelineError(
-            f"{name}: {type(error).__name__}: {message}", fix=f"paceline track {run.path} --to {name}, once it is fixed"
+            f"{name}: {type(error).__name__}: {message}",
+            fix=f"paceline track {run.quoted} --to {name}, once it is fixed",
         ) from error
 
 
@@ -134,7 +135,7 @@ def send(run: RunDir, name: str, continues: Callable[[], bool], report: Callable
     # a locked run continues without this tracker
     is_well = is_locked(run) or end_state(read_json_lines(run.events)) in ("finished", "stopped")
     if not tracker.close(exit_code=0 if is_well else 1):
-        raise PacelineError(f"{name}: not all rows have arrived", fix=f"paceline track {run.path} --to {name}")
+        raise PacelineError(f"{name}: not all rows have arrived", fix=f"paceline track {run.quoted} --to {name}")
     save_position(run, name, position)
     return sent
 

@@ -158,7 +158,7 @@ class Wandb(Tracker):
                 problem = "not logged in, run `wandb login`" if NO_KEY.search(message) else message
                 self.wandb.teardown()  # it holds the id of the run that did not begin
         if problem:
-            self.report(f"wandb: {problem}; saved offline, paceline track {self.run.path} --to wandb sends it later")
+            self.report(f"wandb: {problem}; saved offline, paceline track {self.run.quoted} --to wandb sends it later")
         return self.init(position, mode="offline"), False
 
     def offline_reason(self) -> str | None:

@@ -271,7 +271,7 @@ class Loop:
         if trouble is not None:
             fix = (
                 f"see {self.run.trouble(step + 1)}; then lower --matrix-lr or --embedding-lr, or --on-nan rollback to go"
-                f" past the rows of this step: paceline resume {self.run.path}"
+                f" past the rows of this step: paceline resume {self.run.quoted}"
             )
             raise LossTrouble(trouble.message, fix=fix, trouble=trouble, rank_nats=float(nats_sum))
         self.progress.beat(step, "update", plan.grad_accum_steps - 1)

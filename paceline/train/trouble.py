@@ -130,7 +130,7 @@ def plan_rollback(run: RunDir, error: LossTrouble) -> tuple[str, str, bool]:
     if number > MAX_ROLLBACKS:
         steps = ", ".join(f"{batch['step']:,}" for batch in skipped)
         message = f"{error.message}; the rows of {len(skipped)} steps ({steps}) have been passed over already"
-        fix = f"lower --matrix-lr or --embedding-lr and go on from the last checkpoint: paceline resume {run.path}"
+        fix = f"lower --matrix-lr or --embedding-lr and go on from the last checkpoint: paceline resume {run.quoted}"
         return message, fix, False
     saved = list_checkpoints(run.checkpoints)
     last_saved = saved[0][1].step if saved else 0
@@ -143,4 +143,4 @@ def plan_rollback(run: RunDir, error: LossTrouble) -> tuple[str, str, bool]:
     message = (
         f"{error.message}; rollback {number} of at most {MAX_ROLLBACKS}: back to {back}, past the rows of this step"
     )
-    return message, f"paceline resume {run.path} goes on without these rows", True
+    return message, f"paceline resume {run.quoted} goes on without these rows", True

@@ -222,8 +222,11 @@ def end_state(events: Iterable[Record], *, is_queued: bool = False) -> State:
     is_queued: it was submitted to Slurm and has not begun.
     """
     state: State = "queued" if is_queued else "broken"
+    has_open_attempt = False
     for event in events:
         kind = str(event.get("event"))
+        if kind in ("attempt", "attempt_ended"):
+            has_open_attempt = kind == "attempt"
         if kind == "slurm_job":
             if state == "queued":  # it will not run again
                 state = "stopped" if event.get("state") == "CANCELLED" else "broken"
@@ -231,4 +234,5 @@ def end_state(events: Iterable[Record], *, is_queued: bool = False) -> State:
         state = END_STATES.get(kind, state if kind in STATELESS else "broken")
         if state == "broken" and kind == "attempt_ended" and event.get("state") == "interrupted":
             state = "stopped"  # before its first step, or by a second Ctrl-C: no rank reports that it has stopped
-    return state
+    # workers also stop when their supervisor was killed, which then records no end of its attempt
+    return "broken" if state == "stopped" and has_open_attempt else state

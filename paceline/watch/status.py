@@ -9,6 +9,7 @@ outside. A run with a link that leads out of its folder is not shown. A run that
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -355,7 +356,7 @@ def check_links(path: Path) -> None:
     if link := link_out_of(path):
         raise PacelineError(
             f"{link} is a link that leads out of the run folder, so the browser may not show this run",
-            fix=f"paceline watch {path} shows it in the terminal",
+            fix=f"paceline watch {shlex.quote(str(path))} shows it in the terminal",
         )
 
 

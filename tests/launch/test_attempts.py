@@ -7,8 +7,9 @@ import signal
 import threading
 from dataclasses import replace
 
+from paceline.explain.explanation import Explanation
 from paceline.launch.attempts import format_explained, run_attempts
-from paceline.launch.failure import Failure
+from paceline.launch.failure import Failure, explain_end
 from paceline.launch.policy import Abilities
 from paceline.launch.supervisor import Outcome
 from paceline.options import Recovery
@@ -185,13 +186,26 @@ def test_a_rank_that_exits_with_0_too_early_is_retried_once(tmp_path):
 
 
 def test_an_end_without_output_on_a_full_disk_is_blamed_on_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.launch.failure.FULL_DISK_BYTES", 1 << 62)
+    monkeypatch.setattr("paceline.explain.recorded_end.FULL_DISK_BYTES", 1 << 62)
     job = FakeJob(tmp_path, failure(message="exit code 120, no output"), None)
     run_attempts(job, Recovery(recover=False))
     [verdict] = job.events("verdict")
     assert (verdict["cause"], verdict["summary"]) == (
         "disk-full", "the disk of the run folder is full: nothing could be written",
     )  # fmt: skip
+
+
+def test_a_failure_that_no_log_shows_is_never_healthy(tmp_path):
+    root = failure(message="exit code 1, no output")
+    job = FakeJob(tmp_path, root)
+    end, explanation = explain_end(job.run, 1, root, Explanation("healthy"), memory_ran_out=None)
+    assert (end.cause, explanation.summary) == ("unknown", "rank 0: exit code 1, no output") and explanation.fix
+    append_event(job.run, "save_failed", step=20, needed_bytes=1, free_bytes=0)
+    end, explanation = explain_end(job.run, 1, root, Explanation("healthy"), memory_ran_out=None)
+    assert (end.cause, explanation.summary) == (
+        "disk-full",
+        "the disk of the run folder had no room for the checkpoint of step 20",
+    )
 
 
 def test_the_next_command_reports_that_the_one_before_was_killed(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from paceline.heartbeat import HeartbeatWriter
-from paceline.launch.failure import find_early_exits, find_failures
+from paceline.launch.failure import find_early_exits, find_failures, find_script_exits
 from paceline.rundir import RunDir
 
 BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\nValueError: boom\n'
@@ -83,3 +83,14 @@ def test_a_rank_that_ends_with_0_has_left_too_early_unless_its_mark_says_that_it
     [early] = find_early_exits(run, ranks)
     assert (early.rank, early.exit_code, early.consequence) == (0, 0, False)
     assert early.message == "rank 0 ended with exit code 0 after step 0, in backward, before its work was done"
+
+
+def test_a_rank_of_a_script_that_ends_with_0_is_to_blame_where_the_others_only_lost_it(run):
+    run.rank_log(1, 0).write_text(
+        "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:21419\n"
+    )
+    ranks = [ended(0, 1), ended(1, 0), ended(2, 0, ended_by_us=True)]
+    [early] = find_script_exits(ranks, find_failures(run, 1, ranks))
+    assert (early.rank, early.exit_code, early.consequence) == (1, 0, False)
+    run.rank_log(1, 0).write_text(BOOM)
+    assert find_script_exits(ranks, find_failures(run, 1, ranks)) == []

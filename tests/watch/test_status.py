@@ -73,6 +73,8 @@ def test_the_last_event_decides_the_state(tmp_path):
     assert run_status(run).state == "finished"
     append_event(run, "attempt", attempt=2)
     append_event(run, "stopped", step=110)
+    assert run_status(run).state == "broken"  # its supervisor was killed, so nobody recorded the end of the attempt
+    append_event(run, "attempt_ended", attempt=2, state="interrupted")
     assert (run_status(run).state, run_status(run).attempts) == ("stopped", 2)
 
 

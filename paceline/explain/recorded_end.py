@@ -1,0 +1,133 @@
+"""
+How an attempt ended by what its run recorded, where that says more than the logs do.
+
+A stop that somebody asked for is no failure. A supervisor that was killed records no end, and a disk without room keeps even the
+verdict from being written.
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paceline.explain.explanation import SUPERVISOR_CAUSES, Evidence, Explanation
+from paceline.explain.verdict import HEALTHY
+from paceline.model.publish import free_space
+from paceline.rundir import RunDir, is_locked, is_script_run
+
+DISK_FULL, STOPPED, SUPERVISOR_LOST = "disk-full", "keyboard-interrupt", "supervisor-lost"
+FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any output
+HANG_LINES = ("mark:", "State:", "File ")  # of hangs/<attempt>/<rank>.txt
+
+
+def apply_recorded_end(
+    explanation: Explanation, run: RunDir, events: Sequence[Mapping[str, Any]], attempt: int
+) -> Explanation:
+    """Replaces what the logs show by what the events of the attempt say about its end. events: its own and those of no attempt."""
+    verdict = find_last(events, "verdict")
+    has_cause = verdict.get("cause") not in (HEALTHY, None)
+    if has_cause and (verdict["cause"] in SUPERVISOR_CAUSES or not explanation.shows_failure):  # no log shows it
+        names = ("cause", "rank", "step", "host", "summary", "fix", "confidence")
+        fields: dict[str, Any] = {name: verdict.get(name) for name in names}
+        evidence = hang_evidence(run, attempt, fields["rank"]) if fields["cause"] == "hang" else ()
+        return replace(explanation, **fields, also=(), evidence=(*evidence, *explanation.evidence))
+    ended = find_last(events, "attempt_ended")
+    if ended.get("state") == "interrupted" and find_last(events, "stopping").get("signal") == "SIGINT":
+        summary = "the run was stopped on request, with Ctrl-C or paceline stop (SIGINT)"
+        fix = f"nothing is broken: {next_command(run)}"
+        return Explanation(
+            STOPPED, confidence=1.0, step=explanation.progress.last_step, summary=summary, fix=fix,
+            evidence=tuple(item for item in explanation.evidence if item.source == "events.jsonl"),
+            progress=explanation.progress, notes=explanation.notes,
+        )  # fmt: skip
+    start = find_last(events, "attempt")
+    shows_end = ended or find_last(events, "finished") or explanation.shows_failure or explanation.progress.finished
+    if start and not shows_end and run.lock.exists() and not is_locked(run):  # nobody runs it any more
+        explanation = explain_full_disk(explanation, run, events)
+        if not explanation.shows_failure:
+            summary, fix = lost_supervisor_texts(start["attempt"], start.get("head"))
+            fix = f"{fix}; {next_command(run)}"
+            facts: dict[str, Any] = {"host": start.get("head"), "confidence": 0.9, "summary": summary, "fix": fix}
+            explanation = replace(explanation, cause=SUPERVISOR_LOST, also=(), **facts)
+        return explanation
+    return explain_own_exit(explanation, run, attempt)
+
+
+def find_last(events: Sequence[Mapping[str, Any]], *kinds: str) -> Mapping[str, Any]:
+    """The last event of these kinds; empty where there is none."""
+    return next((event for event in reversed(events) if event.get("event") in kinds), {})
+
+
+def next_command(run: RunDir) -> str:
+    """How the run goes on: a script starts again, and reads its own checkpoints."""
+    if is_script_run(run):
+        return f"`paceline run {shlex.quote(str(run.config_toml))}` runs it again"
+    return f"`paceline resume {run.quoted}` goes on from the last checkpoint"
+
+
+def hang_evidence(run: RunDir, attempt: int, rank: int | None) -> list[Evidence]:
+    """The last heartbeat, the process state and the stack of the rank that the others wait for."""
+    path = run.hang(attempt) / f"{rank}.txt"
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return []
+    firsts = [next((i for i, line in enumerate(lines) if line.startswith(start)), None) for start in HANG_LINES]
+    source = str(path.relative_to(run.path))
+    return [Evidence(i + 1, lines[i], rank, source) for i in sorted(i for i in firsts if i is not None)]
+
+
+def explain_full_disk(
+    explanation: Explanation,
+    run: RunDir,
+    events: Sequence[Mapping[str, Any]],
+    free_bytes: int | None = None,
+    *,
+    host: str | None = None,
+) -> Explanation:
+    """Explains an end without any output by a full disk: there is one, or the last save had no room.
+
+    free_bytes: of another host's disk, host.
+    """
+    where, how = f"the disk of {host}", f"ssh {host} df -h ~/.cache"
+    if free_bytes is None:
+        where, how = "the disk of the run folder", f"df -h {run.path}"
+        free_bytes = free_space(run.path)
+    fix = f"make room on it ({how}); then {next_command(run)}"
+    if free_bytes is not None and free_bytes < FULL_DISK_BYTES:
+        summary = f"{where} is full: nothing could be written"
+        return replace(explanation, cause=DISK_FULL, summary=summary, fix=fix, confidence=0.9)
+    save = find_last(events, "save_failed", "checkpoint")
+    is_silent = all(item.source == "events.jsonl" for item in explanation.evidence[:1])
+    if save.get("event") == "save_failed" and is_silent:
+        where = f"the disk of {save['host']}" if save.get("host") else "the disk of the run folder"
+        summary = f"{where} had no room for the checkpoint of step {save.get('step')}"
+        return replace(explanation, cause=DISK_FULL, summary=summary, fix=fix, confidence=0.8)
+    return explanation
+
+
+def lost_supervisor_texts(attempt: int, head: str | None) -> tuple[str, str]:
+    """Summary and fix of a supervisor that was killed. head: its host, where there are several."""
+    if head:
+        return (
+            f"the command that ran attempt {attempt} on {head} ended without a report, or {head} was lost; its workers ended",
+            f"see that {head} is on and who killed the command there: --detach keeps it from the end of a session",
+        )
+    return (
+        f"the command that ran attempt {attempt} was itself killed, or its machine went down, before it could report why;"
+        " its workers ended with it",
+        "find out who killed it: a closed session without nohup or tmux, a batch system, or the kernel when memory ran out",
+    )
+
+
+def explain_own_exit(explanation: Explanation, run: RunDir, attempt: int) -> Explanation:
+    """Gives a rank that ended itself without an error a fix that applies: the run already has one log per rank."""
+    first = next(iter(explanation.evidence), None)
+    if explanation.cause != "unknown" or first is None or first.source != "events.jsonl" or first.rank is None:
+        return explanation
+    label, _, code = first.text.partition(": ")
+    if label != "exitcode":
+        return explanation
+    summary = f"rank {first.rank} ended itself with exit code {code}, and its log shows no error that is known"
+    fix = f"read the end of its log, {run.rank_log(attempt, first.rank)}, and find where the program exits with {code}"
+    return replace(explanation, summary=summary, fix=fix)

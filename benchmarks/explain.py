@@ -3,7 +3,7 @@ The score of `paceline explain` on labelled logs.
 
     python benchmarks/explain.py [--cases FILE.jsonl ...] [--gpualert FOLDER] [--leave-one-source-out]
                                  [--bar 92] [--only even|odd] [--disputed ID ...] [--wrong] [--json]
-                                 [--sample-fixes 40 --seed 0] [--pairs 100 --seed 0]
+                                 [--sample-fixes 40 --seed 0] [--pairs 100 --seed 0] [--rewritten]
 
 A FILE has one object a line: id, source, log, cause, also, and rank where it is known. Right is the cause or one of `also`, and
 `unknown` for a cause that the catalogue does not have. Prints accuracy overall, by source and per cause, confusion, false alarms on
@@ -22,6 +22,7 @@ the code.
 
 --sample-fixes: draws answers to failures at random and prints them with the fix, for a person to judge.
 --pairs: also scores files with two runs, as joined_logs.py makes them of the logs that are explained rightly alone.
+--rewritten: also explains those logs in forms that say the same, as rewritten_logs.py makes them, in a few minutes.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from typing import Any
 from catalogue_parts import Part, acting_parts, catalogue_without
 from gpualert import LABELS, load_gpualert
 from joined_logs import join_pairs
+from rewritten_logs import rewrite_cases
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.run_folder import explain
@@ -100,7 +102,7 @@ def expected_causes(case: Mapping[str, Any]) -> set[str]:
 
 
 def score(case: dict[str, Any]) -> Scored:
-    log = case["log"].encode()
+    log = case["log"] if isinstance(case["log"], bytes) else case["log"].encode()
     started = time.perf_counter()
     explanation = explain([log])
     seconds = time.perf_counter() - started
@@ -309,6 +311,20 @@ def format_pairs(joined: Sequence[Scored]) -> str:
     return "\n".join([*lines, f"earlier failures that are told: {told} of {len(with_failure)}"])
 
 
+def format_rewritten(rewritten: Sequence[Scored]) -> str:
+    """Of each form the logs whose answer it changes to a wrong one."""
+    forms: dict[str, list[Scored]] = defaultdict(list)
+    for case in rewritten:
+        forms[case.file].append(case)
+    wrong = {form: [case for case in cases if not case.right] for form, cases in forms.items()}
+    num_wrong, num_forms = sum(map(len, wrong.values())), len(forms)
+    lines = [f"{num_wrong:,} of {len(rewritten):,} answers are wrong in one of {num_forms} forms alone"]
+    for form, cases in wrong.items():
+        examples = " ".join(f"{case.id}:{case.cause}" for case in cases[:8])
+        lines.append(f"{form:<31} {len(cases):3}  {examples}".rstrip())
+    return "\n".join(lines)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=Path, nargs="+", default=[])
@@ -320,6 +336,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--wrong", action="store_true", help="list the wrong cases")
     parser.add_argument("--sample-fixes", type=int, default=0, metavar="N", help="print N answers with their fixes")
     parser.add_argument("--pairs", type=int, default=0, metavar="N", help="score N pairs of logs, joined in four ways")
+    parser.add_argument("--rewritten", action="store_true", help="explain each log in forms that say the same")
     parser.add_argument("--seed", type=int, default=0, help="of the sample and the pairs")
     parser.add_argument("--json", action="store_true")
     return parser
@@ -354,6 +371,8 @@ def main() -> int:
             print(f"\n{format_unseen(unseen)}")
         if joined:
             print(f"\n{format_pairs(joined)}", *(format_wrong(joined) if args.wrong else ()), sep="\n")
+        if args.rewritten:
+            print(f"\n{format_rewritten([score(case) for case in rewrite_cases(right)])}")
         if args.sample_fixes:
             print(f"\n{format_fixes(cases, all_scored, num_fixes=args.sample_fixes, seed=args.seed)}")
     is_wrong = sums["false_alarms"] or sums["called_healthy"]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import UsageError, nearest, nearest_choice
+from paceline.units import whole_number
 
 T = TypeVar("T")
 
@@ -155,7 +156,7 @@ class Parameter:
             raise UsageError(f"{self.title} is empty", fix="give it a value, or leave it out")
         try:
             kind: Any = str if text in self.choices else self.kinds[0]
-            value = BOOLEANS[text.lower()] if kind is bool else kind(text.replace(",", "") if kind is int else text)
+            value = BOOLEANS[text.lower()] if kind is bool else whole_number(text) if kind is int else kind(text)
         except (ValueError, KeyError):
             fix = self.usage if self.is_switch else f"{self.title} {self.example}"
             raise UsageError(f"{self.title} {text} is not {self.expected}", fix=fix) from None
@@ -216,10 +217,7 @@ def parse(args: Sequence[str], *, command: str, options: type[T]) -> T:
 
 
 def normalize(args: Sequence[str], *, command: str, options: type) -> list[str]:
-    """Returns each option as one word, --name=value, then `--` and the others: argparse takes no value for an option.
-
-    The words of a script are left as they are. Raises UsageError for an option that is unknown, without a value or given twice.
-    """
+    """Returns each option as one word, --name=value, then `--` and the others as they are; raises UsageError."""
     parameters = parameters_of(options).values()
     flags = {parameter.option: parameter for parameter in parameters if parameter.has_flag or not parameter.positional}
     has_script = any(parameter.is_script for parameter in parameters)

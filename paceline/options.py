@@ -201,7 +201,7 @@ class PlanOptions(JsonOption, SlurmOptions, ConfigOptions):
     """
 
     gpu: str | None = option(None, 'plan for this GPU, such as "RTX 5090"; auto: the GPUs here', value="NAME")
-    gpus: int | None = option(None, "GPUs of each host; auto: those here, or 1 of --gpu", low=1, high=10**6)
+    gpus: int | None = option(None, "GPUs of each host; auto: those here, or 1 of --gpu", low=1, high=1024)
     link: str | None = option(None, 'link: 10GbE, "PCIe 5 x8", NVLink; auto: as `paceline comm` measured', value="NAME")
     price: str | None = option(None, "0.30/kWh or 2.50/gpu-hour: adds what the run costs", value="PRICE")
     watts: float | None = option(None, "power of one GPU under load; auto: the GPU's limit", low=1e-3, high=1e6)
@@ -212,6 +212,9 @@ class PlanOptions(JsonOption, SlurmOptions, ConfigOptions):
     follow_rows: bool = option(False, "with --sweep device_batch_size: the total batch follows the rows")
     exact: bool = option(False, "trace two real steps without a GPU (needs torch, takes seconds)")
     measure: bool = option(False, "measure the device here first, under a minute; later plans use the result")
+    slurm: bool = option(
+        False, "plan for the GPUs of Slurm's partition, and say how many jobs the run needs", group="Slurm"
+    )
 
 
 class ConfigsOptions(JsonOption):

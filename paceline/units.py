@@ -103,3 +103,14 @@ def format_ranks(ranks: Iterable[int], *, limit: int | None = None) -> str:
 def format_number_of(count: int, singular: str, plural: str | None = None) -> str:
     """(1, 'row') -> '1 row'; (2, 'row') -> '2 rows'; (2, 'process', 'processes') -> '2 processes'."""
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
+
+
+def whole_number(text: str) -> int:
+    """The whole number that a text means: 5000, 5,000, 5_000 or 5e3. Raises ValueError."""
+    text = text.replace(",", "")
+    try:
+        return int(text)
+    except ValueError:
+        if not (number := float(text)).is_integer():  # nor is NaN or an infinity
+            raise
+        return int(number)

@@ -10,6 +10,7 @@ from paceline.units import (
     parse_duration,
     parse_time,
     unix_time,
+    whole_number,
 )
 
 
@@ -23,6 +24,13 @@ def test_lists_and_counts_read_as_english():
     assert [format_list(items) for items in ([], ["a"], ["a", "b"], "abc")] == ["none", "a", "a and b", "a, b and c"]
     assert [format_number_of(count, "row") for count in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
     assert format_number_of(2, "process", "processes") == "2 processes"
+
+
+def test_a_whole_number_may_be_written_in_several_ways():
+    assert [whole_number(text) for text in ("5000", "5,000", "5_000", "5e3", "1e9")] == [*[5000] * 4, 10**9]
+    for text in ("5.5", "nan", "inf", "1e400", "k"):
+        with pytest.raises(ValueError, match="int|float"):
+            whole_number(text)
 
 
 def test_milliseconds_have_three_digits():

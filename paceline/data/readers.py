@@ -255,6 +255,11 @@ def _field_of_record(where: str, record: dict[str, Any]) -> str | None:
 def _text_field(where: str, is_string: dict[str, bool]) -> str:
     """Returns `text`, or the only field of strings; raises UnreadableFile."""
     strings = [name for name, yes in is_string.items() if yes]
+    if not is_string.get(TEXT_FIELD, True):
+        raise UnreadableFile(
+            f"{where}: its field {TEXT_FIELD!r} holds no strings",
+            fix=f"write the text as strings there, or rename the field that holds it to {TEXT_FIELD!r}",
+        )
     if TEXT_FIELD in strings or len(strings) == 1:
         return TEXT_FIELD if TEXT_FIELD in strings else strings[0]
     raise UnreadableFile(

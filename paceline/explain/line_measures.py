@@ -32,7 +32,8 @@ SETTINGS = (
 STEP = re.compile(
     "".join(f"(?<!{word}.)" for word in SETTINGS)
     + r"(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|updates?|num_updates|batch"
-    r"|(?<!\d)it)['\"]?\s*[:=# \[(]{0,3}\s*(?P<step>\d[\d,]*)(?P<of>\s*/\s*\d[\d,]*)?(?![\w.]|\s*[A-Za-z]+/)",
+    r"|(?<!\d)it)['\"]?\s*[:=# \[(]{0,3}\s*(?P<step>\d[\d,]*)(?P<of>\s*/\s*\d[\d,]*)?(?![\w.]|\s*[A-Za-z]+/"
+    r"| tokens = \d+ rows?\b)",  # the size of a step, as `paceline train` says it
     re.IGNORECASE,
 )
 # 2.5, '2.5', nan.0, tensor(nan, np.float64(nan)

@@ -123,6 +123,7 @@ def test_jsonl_of_a_byte_order_mark_alone_has_no_documents(tmp_path):
             ":1 has no field 'text' of strings, and 2 other fields are",
         ),
         (jsonl({"n": 1}), ":1 has no field 'text' of strings, and 0 other fields are strings; it has n"),
+        (jsonl({"text": 5, "title": "a"}), ":1: its field 'text' holds no strings"),
         (jsonl({"text": "a"}, {"body": "b"}), ":2 has no field 'text', which the lines before it have; it has body"),
         (jsonl({"text": "a"}, {"text": ["b"]}), ":2 holds list, not text"),
         ('{"text": "a"}\n["b"]\n', ":2 is a JSON list, not an object"),

@@ -106,7 +106,10 @@ def test_a_full_disk_of_another_host_is_named_with_the_host(tmp_path):
     cause, host, summary, fix, retry = explained(run, silent, {"bob": 0})
     assert (cause, host, retry) == ("disk-full", "bob", "other-checkpoint")  # the policy waits for room
     assert summary == "the disk of bob is full: nothing could be written"
-    assert fix == f"make room on it (ssh bob df -h ~/.cache); then `paceline resume {run.path}` goes on from the last checkpoint"
+    assert (
+        fix
+        == f"make room on it (ssh bob df -h ~/.cache); then `paceline resume {run.path}` goes on from the last checkpoint"
+    )
     refused = f"attempt: [Errno 28] {os.strerror(28)}: '/home/bob/.cache/paceline/runs/12ab/books/logs/1'"
     lost = Failure(None, None, None, refused, 0.0, consequence=False, host="bob", cause="host-lost")
     cause, host, summary, fix, _ = explained(run, lost, {})

@@ -19,21 +19,6 @@ def run(tmp_path):
     return run
 
 
-def test_a_stop_on_request_is_no_failure(run):
-    append_event(run, "stopping", attempt=1, signal="SIGINT")
-    append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
-    explanation = explain_run(run)
-    assert (explanation.cause, explanation.rank) == ("keyboard-interrupt", None)
-    assert explanation.fix == f"nothing is broken: `paceline resume {run.path}` goes on from the last checkpoint"
-
-
-def test_a_script_that_was_stopped_runs_again(run):
-    run.config_toml.write_text('command = ["own.py"]\n')
-    append_event(run, "stopping", attempt=1, signal="SIGINT")
-    append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
-    assert explain_run(run).fix == f"nothing is broken: `paceline run {run.config_toml}` runs it again"
-
-
 def test_an_attempt_without_an_end_lost_its_supervisor_unless_it_goes_on(run):
     append_event(run, "stopped", step=8)
     lock = lock_run(run)

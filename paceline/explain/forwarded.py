@@ -4,7 +4,7 @@ Undoes what other programs have done to a program's output: a prefix before each
 Airflow, Spark, Determined or a launcher's own logger write a prefix before each line. It is in no list, and its level says nothing
 about the line behind it. It is learned where it is certain: two lines that no logger writes one by one, such as frames of a
 traceback, have the same before them, but for digits. From then on it is removed from every line that begins so. So is what every
-line of a log begins with: the spaces of a pasted one, a tag in brackets.
+line of a log begins with: the spaces of a pasted one, a tag in brackets, a time with the name of a logger.
 
 A terminal breaks lines at its width: in a copy from tmux, in what PowerShell writes of a program's stderr. A log counts as broken
 where its longest lines are equally long, most of them are followed by a line that begins otherwise than they do, and words go on in
@@ -29,8 +29,17 @@ DIRECT_WORDS = (TRACEBACK, b'File "', b'File \\"', b"] NCCL ")
 MESSAGE = re.compile(r"(?:Error|Exception|Interrupt)\b")
 MAX_APART = 12  # lines between two of them
 MAX_LINES, MAX_PREFIXES, MAX_PREFIX = 60, 8, 120  # of them looked at in a block; learned; characters
-MIN_COMMON = 3  # lines that begin alike
+MIN_COMMON, MIN_SHARED = 3, 4  # lines that begin alike; that begin alike but for their digits
 TAG = re.compile(rb"\s*(?:[^\s|][^\n]{0,60}[\]|>] |> |)")  # but not the edge of a table
+RUNS = re.compile(r"(\d+)|\s+")
+EDGE = re.compile(r"^\+|[\])}>|:](?!:) ?| (?:- )?")  # where a prefix may end
+HAS_WORD = re.compile(r"[A-Za-z]{3}")
+FORWARDER = re.compile(  # digits as 0: a time or a number alone, a level with names around it, the name of a pod or a stream
+    r"\+|(?:[\d\W_]|[AP]M|UTC|\b[TZ]\b|(?<=\d)[TZs]|[A-Z][a-z]{2} (?=\d))+"
+    r"|(?:[IWE](?=\d)|.*\b(?i:INFO|WARN(?:ING)?|DEBUG|I|W)\b).{0,80}"
+    r"|[\w.-]*-\d[\w.-]* (?:[\w.-]+ )?|std(?:err|out): ?|[A-Za-z][\w.-]*\d: ?|\W.{0,60}[\])|>]:? ?|.*\d:\d.* [\w.-]*\d[\w.-]* "
+)
+NOT_FORWARDER = re.compile(r"Error\b|Exception\b|\b(?:ERROR|CRITICAL|FATAL)\b|(?i:loss|epoch|step|iter)|[\"']|(?<!rank)=")
 PARTS = re.compile(r"(\d+|\s+)")
 CLOCK = re.compile(r"\d:\d\d")
 LEVEL = re.compile(r"\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL)\b")
@@ -54,6 +63,7 @@ class ForwardedLines:
         is_first = self._common is None
         if self._common is None:
             self._common = common_start(lines)
+            self._learn_shared(lines)
         if self._common:
             lines = [line.removeprefix(self._common) for line in lines]
         if len(self._patterns) < MAX_PREFIXES and (is_first or TRACEBACK in block):
@@ -77,6 +87,17 @@ class ForwardedLines:
                 pattern = f"({pattern_of(known)})({pattern_of(prefix)})"
                 self._patterns.setdefault(shape, re.compile(pattern.encode("utf-8", "replace")))
             last[shape] = at
+
+    def _learn_shared(self, lines: Sequence[bytes]) -> None:
+        """Learns the prefix of all lines, which differs in its digits."""
+        texts = [line for line in lines if line.strip()]
+        shape = shared_shape(texts[:MAX_LINES]) and shared_shape(texts)
+        if shape and (whole := re.match(pattern_of(shape), line := read_text(texts[0]))):
+            text = split_prefix(line).text
+            known = line[: len(line.rstrip()) - len(text)] if line.rstrip().endswith(text) else ""
+            if prefix := "" if known.startswith(whole[0]) else whole[0].removeprefix(known).lstrip():
+                pattern = f"({pattern_of(known) if known else ''})({pattern_of(prefix)})"
+                self._patterns[prefix.translate(DIGITS)] = re.compile(pattern.encode("utf-8", "replace"))
 
     def _strip(self, raw: bytes) -> bytes:
         """A line without the first of the prefixes with which it begins."""
@@ -124,6 +145,21 @@ def common_start(lines: Sequence[bytes]) -> bytes:
     tag = match[0].decode("utf-8", "replace") if match else ""
     is_tag = not LEVEL.search(tag) and split_prefix(f"{tag}text").text != "text" and not reports_progress(tag)
     return match[0] if match and (is_tag or not tag.strip()) else b""
+
+
+def shared_shape(lines: Sequence[bytes]) -> str:
+    """What all lines begin with, digits as 0 and spaces as one, up to where a logger's prefix may end; empty if it is none."""
+    if len(lines) < MIN_SHARED or lines[0].startswith(b"{"):
+        return ""
+    shapes = [RUNS.sub(lambda match: "0" if match[1] else " ", read_text(line)[: 2 * MAX_PREFIX]) for line in lines]
+    first, last = min(shapes), max(shapes)
+    length = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
+    for end in [edge.end() for edge in EDGE.finditer(first[: min(length, MAX_PREFIX)])][::-1]:
+        shape = first[:end]
+        texts = {text for text in (line[len(shape) :] for line in shapes) if HAS_WORD.search(text)}
+        if len(texts) >= MIN_COMMON and FORWARDER.fullmatch(shape) and not NOT_FORWARDER.search(shape):
+            return "" if reports_progress(shape) else shape
+    return ""
 
 
 def read_text(raw: bytes) -> str:

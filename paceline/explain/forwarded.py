@@ -39,7 +39,9 @@ FORWARDER = re.compile(  # digits as 0: a time or a number alone, a level with n
     r"|(?:[IWE](?=\d)|.*\b(?i:INFO|WARN(?:ING)?|DEBUG|I|W)\b).{0,80}"
     r"|[\w.-]*-\d[\w.-]* (?:[\w.-]+ )?|std(?:err|out): ?|[A-Za-z][\w.-]*\d: ?|\W.{0,60}[\])|>]:? ?|.*\d:\d.* [\w.-]*\d[\w.-]* "
 )
-NOT_FORWARDER = re.compile(r"Error\b|Exception\b|\b(?:ERROR|CRITICAL|FATAL)\b|(?i:loss|epoch|step|iter)|[\"']|(?<!rank)=")
+NOT_FORWARDER = re.compile(
+    r"Error\b|Exception\b|\b(?:ERROR|CRITICAL|FATAL)\b|(?i:loss|epoch|step|iter)|[\"']|(?<!rank)="
+)
 PARTS = re.compile(r"(\d+|\s+)")
 CLOCK = re.compile(r"\d:\d\d")
 LEVEL = re.compile(r"\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL)\b")

@@ -9,11 +9,15 @@ structlog, loguru (serialize=True), python-json-logger, Elastic's ECS and Google
 of metrics, stays as it is.
 """
 
+import codecs
+import html
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
 from typing import Any
 
 from paceline.terminal import STEERING
@@ -106,6 +110,13 @@ TIME_FIELDS = ("time", "timestamp", "@timestamp", "asctime", "ts")
 LEVELS = ("level", "levelname", "severity", "log.level", "lvl")
 SHOWN_LEVEL = re.compile(r"(?i)(?:WARN(?:ING)?|ERROR|CRITICAL|FATAL)$")
 EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b")
+
+START_BYTES = 4096  # of a log, which show its encoding
+UNPRINTED = bytes([*range(1, 7), *range(14, 27), *range(28, 32), 127])
+HTML_QUOTES = (b"&quot;", b"&#39;", b"&#x27;", b"&#34;", b"&lt;")
+HTML_ESCAPES = (*HTML_QUOTES, b"&gt;", b"&nbsp;", b"&amp;")
+ROW_END = re.compile(r" ?(?:</(?:tr|div|p)>|<br ?/?>|<table[^>]*>) ?")
+CELL_END, TAG = re.compile(r" ?</t[dh]> ?"), re.compile(r" ?<[^>]*> ?")
 
 Fields = Mapping[str, Any]
 
@@ -241,3 +252,76 @@ def first_text(fields: Fields, names: tuple[str, ...]) -> str:
 def has_word(text: bytes, words: Sequence[bytes]) -> bool:
     """Whether one of the words is in a text; a pattern with the same words takes five times as long."""
     return any(word in text for word in words)
+
+
+def split_start(chunks: Iterable[bytes]) -> tuple[bytes, Iterator[bytes]]:
+    """The first START_BYTES or more of a log, and the chunks after them."""
+    iterator = iter(chunks)
+    first = b""
+    while len(first) < START_BYTES and (chunk := next(iterator, None)) is not None:
+        first += chunk
+    return first, iterator
+
+
+def is_utf16(first: bytes) -> bool:
+    start = first[:START_BYTES]
+    return start.startswith((b"\xff\xfe", b"\xfe\xff")) or (
+        0.4 < start.count(0) / max(1, len(start)) < 0.7 and len(start) > 8
+    )
+
+
+def is_binary(first: bytes) -> bool:
+    """Whether a file that starts like this is no text: control characters that no program prints. NULs can be a hole in a log."""
+    text = first.replace(b"\0", b"")
+    num_control = len(text) - len(text.translate(None, UNPRINTED))
+    return num_control > 4 + len(text) / 30 and not is_utf16(first)
+
+
+def as_text(first: bytes, others: Iterator[bytes]) -> Iterator[bytes]:
+    """Yields what a program printed, of a log in UTF-16, as PowerShell's > writes it, in a notebook, in HTML or in one string."""
+    chunks = chain([first], others)
+    if not is_utf16(first):
+        yield from printed_outputs(b"".join(chunks)) if is_notebook(first) else map(replacement_for(first), chunks)
+        return
+    is_big = first.startswith(b"\xfe\xff") or (not first.startswith(b"\xff\xfe") and first[:1] == b"\0")
+    for text in codecs.iterdecode(chunks, "utf-16-be" if is_big else "utf-16-le", "replace"):
+        yield text.encode("utf-8", "replace")
+
+
+def replacement_for(first: bytes) -> Callable[[bytes], bytes]:
+    """Returns what undoes the escapes of a log that starts like this: HTML's, or those of a string with all its lines."""
+    escapes: dict[bytes, bytes] = {}
+    if first.count(b"\n") < 3 < first.count(b"\\n") / 2:
+        escapes = {b"\\r\\n": b"\n", b"\\n": b"\n", b"\\t": b"\t", b'\\"': b'"'}
+    elif has_word(first, HTML_QUOTES):
+        escapes = {entity: html.unescape(entity.decode()).encode() for entity in HTML_ESCAPES}
+    return lambda chunk: reduce(lambda text, pair: text.replace(*pair), escapes.items(), chunk)
+
+
+def is_notebook(first: bytes) -> bool:
+    return first.lstrip().startswith(b"{") and has_word(first, (b'"cell_type"', b'"nbformat"'))
+
+
+def printed_outputs(content: bytes) -> Iterator[bytes]:
+    """Yields what the cells of a notebook printed, in the order in which they ran; its text as it is where it is cut."""
+    try:
+        cells = [cell for cell in json.loads(content)["cells"] if isinstance(cell.get("outputs"), list)]
+        for cell in sorted(cells, key=lambda cell: cell.get("execution_count") or 0):
+            for output in cell["outputs"]:
+                yield output_text(output).encode("utf-8", "replace") + b"\n"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        yield content
+
+
+def output_text(output: Mapping[str, Any]) -> str:
+    """The text of one output of a cell; of a table, such as transformers' of losses, a line for each row."""
+    data = output.get("data") or {}
+    if table := joined(data.get("text/html")):
+        return html.unescape(TAG.sub("", CELL_END.sub("\t", ROW_END.sub("\n", " ".join(table.split())))))
+    error = f"{output.get('ename')}: {output.get('evalue')}" if output.get("output_type") == "error" else ""
+    return "\n".join(output.get("traceback") or ()) or error or joined(output.get("text") or data.get("text/plain"))
+
+
+def joined(text: Any) -> str:
+    """A notebook's text, which is a string or a list of lines with their newlines."""
+    return "".join(text) if isinstance(text, list) else text or ""

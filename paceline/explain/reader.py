@@ -5,7 +5,6 @@ line_filter.py selects the lines worth parsing; they are parsed by lines.py, pro
 decided by the catalogue and the verdict.
 """
 
-import codecs
 import lzma
 import re
 import zlib
@@ -13,14 +12,23 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Record, RecordKind
 from paceline.explain.forwarded import ForwardedLines, WrappedLines
 from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes
 from paceline.explain.line_measures import StepLoss, read_step_and_loss, strip_bars
-from paceline.explain.lines import MAX_RANKS, LogLine, has_word, split_prefix, strip_escapes, unwrap_json
+from paceline.explain.lines import (
+    MAX_RANKS,
+    LogLine,
+    as_text,
+    has_word,
+    is_binary,
+    split_prefix,
+    split_start,
+    strip_escapes,
+    unwrap_json,
+)
 from paceline.explain.log import LAST_LINES, Log, OpenRun
 from paceline.explain.run_bounds import COMMAND, START_WORD, may_start, shape_of
 from paceline.explain.tracebacks import TracebackReader
@@ -29,8 +37,7 @@ CHUNK_BYTES = 1 << 21
 MAX_LINE_CHARS = 4000
 MAX_WORD_CHARS = 400  # a pattern that begins with a word takes time by the square of the word's length
 LONG_WORD = re.compile(rb"\S{401,}")
-START_BYTES, SAMPLE_BYTES = 4096, 1 << 16  # of a log, which show its encoding and whether it is text
-UNPRINTED = bytes([*range(1, 7), *range(14, 27), *range(28, 32), 127])
+SAMPLE_BYTES = 1 << 16  # of a log, which show whether it is text
 NOT_TEXT, INCOMPLETE = "not a text", "the compressed file is incomplete"
 FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nearly every line has an error word
 # lines or seconds from one start of a program to the next; ranks print the same within less
@@ -96,7 +103,7 @@ def read_log(
         first, chunks = split_start(chunks)
         if is_binary(first[:SAMPLE_BYTES]):
             return Log(problem=NOT_TEXT)
-        for block, is_last in whole_lines(as_utf8(first, chunks)):
+        for block, is_last in whole_lines(as_text(first, chunks)):
             parser.feed(block, is_last=is_last)
     except (EOFError, lzma.LZMAError, zlib.error):
         problem = INCOMPLETE
@@ -342,40 +349,6 @@ def cut_middle(raw: bytes) -> bytes:
     if len(raw) <= MAX_LINE_CHARS:
         return raw
     return raw[: MAX_LINE_CHARS * 3 // 4] + b" ... " + raw[-MAX_LINE_CHARS // 4 :]
-
-
-def split_start(chunks: Iterable[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """The first START_BYTES or more of a log, and the chunks after them."""
-    iterator = iter(chunks)
-    first = b""
-    while len(first) < START_BYTES and (chunk := next(iterator, None)) is not None:
-        first += chunk
-    return first, iterator
-
-
-def is_utf16(first: bytes) -> bool:
-    start = first[:START_BYTES]
-    return start.startswith((b"\xff\xfe", b"\xfe\xff")) or (
-        0.4 < start.count(0) / max(1, len(start)) < 0.7 and len(start) > 8
-    )
-
-
-def is_binary(first: bytes) -> bool:
-    """Whether a file that starts like this is no text: control characters that no program prints. NULs can be a hole in a log."""
-    text = first.replace(b"\0", b"")
-    num_control = len(text) - len(text.translate(None, UNPRINTED))
-    return num_control > 4 + len(text) / 30 and not is_utf16(first)
-
-
-def as_utf8(first: bytes, others: Iterator[bytes]) -> Iterator[bytes]:
-    """Converts UTF-16, which PowerShell's > writes, to UTF-8 and leaves any other encoding as it is."""
-    chunks = chain([first], others)
-    if not is_utf16(first):
-        yield from chunks
-        return
-    is_big = first.startswith(b"\xfe\xff") or (not first.startswith(b"\xff\xfe") and first[:1] == b"\0")
-    for text in codecs.iterdecode(chunks, "utf-16-be" if is_big else "utf-16-le", "replace"):
-        yield text.encode("utf-8", "replace")
 
 
 def whole_lines(chunks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:

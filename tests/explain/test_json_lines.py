@@ -1,5 +1,6 @@
 """JSON logs: what a program logged is read as it would stand in a plain log."""
 
+import html
 import json
 
 import pytest
@@ -94,3 +95,42 @@ def test_a_line_without_a_message_stays_as_it_is(line):
 def test_steps_and_losses_in_messages_are_progress():
     text = "".join(json.dumps({"level": "info", "message": f"step {n} loss: 2.{n}"}) + "\n" for n in range(5))
     assert (read(text).progress.steps, read(text).progress.last_loss) == (5, 2.4)
+
+
+def notebook(*outputs, **cell):
+    cells = [{"cell_type": "markdown", "source": ["RuntimeError: CUDA out of memory"]}]
+    cells += [{"cell_type": "code", "source": ["raise MemoryError"], "outputs": [output], **cell} for output in outputs]
+    return json.dumps({"nbformat": 4, "metadata": {}, "cells": cells}, indent=1).encode()
+
+
+def test_of_a_notebook_what_its_cells_printed_counts():
+    stream = {
+        "output_type": "stream",
+        "name": "stdout",
+        "text": [f"step {n} loss {3 - n / 50:.2f}\n" for n in range(40)],
+    }
+    assert explain([notebook(stream)]).cause == "healthy"
+    frames = ["\x1b[0;31m-----\x1b[0m", "\x1b[0;31mValueError\x1b[0m  Traceback (most recent call last)", BUG]
+    error = {"output_type": "error", "ename": "ValueError", "evalue": "sample", "traceback": frames}
+    explanation = explain([notebook(stream, error)])
+    assert (explanation.cause, explanation.step) == ("user-code-exception", 39) and BUG in explanation.summary
+    error |= {"ename": "OutOfMemoryError", "evalue": OOM, "traceback": []}
+    assert explain([notebook(stream, error)]).cause == "cuda-oom"
+    assert explain([notebook(stream, error)[:-40]]).cause == "cuda-oom"  # cut: its lines are read as they are
+
+
+def test_a_table_of_losses_in_a_notebook_is_progress():
+    rows = "".join(f"<tr>\n <td>{n}</td>\n <td>{3 - n / 500:.3f}</td>\n</tr>" for n in range(100, 900, 100))
+    table = ["<div>[800/800 01:10]</div><table>", f"<tr><th>Step</th><th>Training Loss</th></tr>{rows}</table>"]
+    output = {
+        "output_type": "display_data",
+        "data": {"text/plain": ["<IPython.core.display.HTML object>"], "text/html": table},
+    }
+    progress = explain([notebook(output)]).progress
+    assert (progress.first_step, progress.last_step, progress.last_loss) == (100, 800, 1.4)
+
+
+@pytest.mark.parametrize("rewrite", [json.dumps, html.escape], ids=["a string", "HTML"])
+def test_a_log_in_one_string_or_in_html_is_read_as_it_was(rewrite):
+    explanation = explain([rewrite(f"step 1 loss 2.0\n{TRACEBACK}\n").encode()])
+    assert (explanation.cause, explanation.step) == ("user-code-exception", 1) and BUG in explanation.summary

@@ -15,6 +15,7 @@ from paceline.explain.explanation import Record
 from paceline.explain.log import Log
 from paceline.explain.matches import PROGRAM_ENDED, WAITING, Event
 from paceline.explain.reader import BANNER_RANK
+from paceline.explain.run_bounds import shape_of
 
 MAX_RANK = 10**6
 EXTERNAL = {"keyboard-interrupt", "terminal-hangup"}  # sent to all ranks, no rank is to blame
@@ -51,7 +52,8 @@ def culprit_rank(
     named = {rank_in_text(other) for other in same_cause} - {None}
     if len(named) == 1:
         return named.pop()
-    ranks = [other.record.rank for other in (event, *same_cause) if other.record.rank is not None]
+    same_error = [other for other in same_cause if shape_of(other.record.text) == shape_of(event.record.text)]
+    ranks = [other.record.rank for other in (event, *same_error) if other.record.rank is not None]
     blamed = rank_blamed_by_launcher(logs)
     if ranks and (blamed is None or len({*ranks}) == 1):
         return ranks[0]  # else the launcher knows which of them ended first

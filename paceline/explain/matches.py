@@ -52,12 +52,22 @@ NOT_FOUND = re.compile(r"(?:^|: )line \d+: [\w./-]+: command not found")  # said
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
 WENT_ON = 40  # lines
+RECOVERED = (  # what a program does in place of what failed
+    r"\b(?:proceed|continu)ing (?:without|anyway)\b|\bbut continuing\b|\bfall(?:ing|s) ?back (?:to|on)\b"
+    r"|\b(?:going to|using) \S+ instead\b|\btrying port \d|\bsome optimizations will not be enabled\b"
+    r"|, (?:trying|installing|downloading|creating|continuing|using|rebuilding|resuming|(?:start|train)ing from scratch)\b"
+)
 IGNORABLE = re.compile(  # or what a program says that it leaves out
-    r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b|^\W*skip(?:ping|ped)?\b"
+    r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b|\(ignor(?:ed|ing)\)|^\W*skip(?:ping|ped)?\b"
+    # of what a launcher looks at, and of the libraries that DeepSpeed tries to link
+    rf"|{RECOVERED}|_is_a_lwp: open|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
 )
 IN_THREAD = re.compile(
     r"threading\.py\", line \d+,? in _bootstrap"
 )  # the first frame of what ends a thread, not the program
+NOT_LOADED = re.compile(r"(?i)could not|cannot|unable|fail|error")
+PACKAGE = re.compile(r"(?:site|dist)-packages[/\\\\]")
+PACKAGE_IMPORT = re.compile(r"(?:site|dist)-packages[/\\\\].* in <module>$")  # the first frame is the package's own
 TRACKER = re.compile(r"(?:site|dist)-packages/(?:wandb|tensorboardX?|mlflow|comet_ml|neptune|trackio|clearml|swanlab)/")
 MIN_REPEATS = 5  # of a line about an item that was left out
 PROGRAM_ENDED = re.compile(
@@ -77,6 +87,8 @@ OWN_CALL = re.compile(
     r"|ImportError: cannot import name '[^']+' from '[^']+' "
     r"\((?!unknown location|.*(?:site-packages|dist-packages|/lib/python))[^)\n]+\)$"
 )
+CHILD_START = re.compile(r"\bsubprocess\.py\", line \d+, in _execute_child$")
+NO_PROGRAM, TOOL_WEIGHT = re.compile(r"FileNotFoundError: \[Errno 2\] .*: '(?P<tool>[^']+)'"), 0.9
 NOT_OWN = {"version-mismatch", "config-error"}
 LOGGING = re.compile(
     r"\blogging[/\\]__init__\.py\", line \d+, in emit$"
@@ -115,9 +127,13 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     survived: Counter[str] = Counter()  # by the start of the text
     is_shut_down = any(COMM_ENDED.search(record.text) for record in log.records)
     cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=None)
+    harmless = [record for record in log.records if left_program_running(record, log)]
+    harmless_ids, announcements = {id(record) for record in harmless}, {record.line - 1 for record in harmless}
     for record in log.records:
         matches = load_catalogue().match(record.text, record.kind)
         is_own = bool(OWN_CALL.match(record.text) and record.frames and not INSTALLED.search(record.frames[-1]))
+        if record.frames and CHILD_START.search(record.frames[-1]) and (missing := NO_PROGRAM.match(record.text)):
+            matches = [(load_catalogue().causes["system-tool-missing"], TOOL_WEIGHT, missing.groupdict())]
         if is_own:
             matches = [match for match in matches if match[0].id not in NOT_OWN]
             matches = matches or [(load_catalogue().causes[FALLBACK], GUESS, {})]
@@ -132,7 +148,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
             IGNORABLE.search(record.text) or (is_shut_down and NCCL_RETURN.search(record.text))
         ):
             continue
-        if left_program_running(record, log):
+        if id(record) in harmless_ids or (record.kind == "line" and record.line in announcements):
             continue
         shape = shape_of(record.text)
         is_end = ended_program(record) or CANCELLED_STEP.search(record.text)
@@ -271,6 +287,8 @@ def left_program_running(record: Record, log: Log) -> bool:
         twins = (other for other in log.records if other.frames and other.text.startswith(record.text))
         return record.kind == "exception" and any(left_program_running(twin, log) for twin in twins)
     is_thread = IN_THREAD.search(record.frames[0]) is not None
+    if outlived(record, log, is_thread=is_thread):
+        return True
     # threads that print at once mix their frames
     if TRACKER.search(record.frames[-1]) or (is_thread and any(map(TRACKER.search, record.frames))):
         return all(map(INSTALLED.search, record.frames))
@@ -279,6 +297,17 @@ def left_program_running(record: Record, log: Log) -> bool:
     done_line = log.progress.done_line or (last_progress_line(log) if log.progress.finished else None)
     is_later = done_line is not None and record.line > done_line
     return is_later and is_thread
+
+
+def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:
+    """Whether another exception ended the program, before this thread, or after this failed import that was logged."""
+    is_import = PACKAGE_IMPORT.search(record.frames[0]) is not None
+    logged = is_import and any(
+        other.kind == "line" and other.line == record.line - 1 and NOT_LOADED.search(other.text)
+        for other in log.records
+    )
+    ends = [other.line for other in log.records if ended_program(other) and not PACKAGE.search(other.frames[0])]
+    return bool(ends) and ((is_thread and ends[0] < record.line) or (logged and ends[-1] > record.line))
 
 
 def ended_programs(logs: Sequence[Log], events: Sequence[Event]) -> list[Record]:

@@ -13,6 +13,7 @@ from paceline.explain.lines import split_prefix
 from paceline.explain.log import Log
 from paceline.explain.matches import (
     EXIT_ZERO,
+    RECOVERED,
     WARNING_LINE,
     last_progress_line,
     left_program_running,
@@ -47,12 +48,16 @@ NO_TROUBLE = re.compile(
     r"|\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
     r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)|unable to register cu\w+ factory"
     r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk"
-    r"|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\bfall(?:ing|s) back\b|\busing default\b"
+    r"|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\busing default\b"
     r"|error during autotuning|\berrors?:$|\bfailures?:(?: \d+)?$"
     # PowerShell's words around whatever a program writes to stderr, transformers' about a mask that it builds itself
     r"|RemoteException|FullyQualifiedError|NativeCommandErr|attention mask is not set and cannot be inferred"
     # what a program does about it, a line that is marked as good
-    r"|, (?:attempting|trying|installing|downloading|creating|continuing|using)\b|^\W*[ℹ✅✓✔🏆🎉]"
+    rf"|{RECOVERED}|, attempting\b|^\W*[ℹ✅✓✔🏆🎉]"
+    # terminals, locales, screens and sound that a server lacks, decoders of pictures, films and sound, what looks for a device
+    r"|Inappropriate ioctl|\bset(?:ting )?locale\b|XDG_RUNTIME_DIR|^(?:ALSA|Xlib|libEGL|libpng|libva|MESA-LOADER|qt\.\w+)\b"
+    r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` secret"
+    r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored|^fatal: not a git repository"
     # Debian's packages, the head of nccl-tests' table, logging's own report, what docker build quotes of a command
     r"|^(?:debconf|invoke-rc\.d): |\bbusbw\b|--- Logging error ---|^#\d+ \d+\.\d+ "
 )

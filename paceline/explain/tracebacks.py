@@ -41,6 +41,7 @@ BARE_EXCEPTION = re.compile(  # without a traceback above it; stricter, because 
 # a stack dump shows where a process is, not an error
 STACK = re.compile(r"\(most recent call first\)|^Stack \(most recent call|^Fatal Python error: ")
 CHAIN = re.compile(r"During handling of the above exception|direct cause of the following exception")
+MAX_BEHIND = 6  # lines, from its announcement to an exception that Python ignores
 IGNORED = re.compile(
     r"^Exception ignored (?:in|on|while)|^Error in atexit|^Exception in Tkinter|^Error in (?P<hook>sys\.excepthook)"
 )
@@ -86,7 +87,7 @@ class TracebackReader:
 
     def __init__(self) -> None:
         self._open: dict[str, Unfinished] = {}
-        self._ignored: set[str] = set()
+        self._ignored: dict[str, int] = {}  # by stream: the line that announced one
         self._hooks: dict[
             str, Record
         ] = {}  # by stream: sys.excepthook failed, the exception that it was called for follows
@@ -139,7 +140,7 @@ class TracebackReader:
         if CHAIN.search(text):
             self._open.pop(key, None)
         elif match := IGNORED.match(text):
-            self._ignored.add(key)
+            self._ignored[key] = number
             if match["hook"]:
                 self._hooks[key] = Record("exception", HOOK_FAILED, number, line.rank, line.host, line.time, step)
         elif match := SPAWNED.search(text):
@@ -168,8 +169,8 @@ class TracebackReader:
             self._open.pop(next(iter(self._open)))
         rank = self._spawned.pop(key, line.rank)
         record = Record("exception", "", number, rank=rank, host=line.host, time=line.time, step=step)
-        error = self._open[key] = Unfinished(record, key in self._ignored)
-        self._ignored.discard(key)
+        is_ignored = number - self._ignored.pop(key, -MAX_BEHIND) < MAX_BEHIND
+        error = self._open[key] = Unfinished(record, is_ignored)
         return error
 
     def _is_message(self, number: int, line: LogLine, step: int | None) -> bool:

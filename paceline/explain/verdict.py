@@ -183,7 +183,8 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, ())
     if trouble := [] if progress.finished else [Evidence(n, shorten(text)) for n, text in trouble_at_end(logs)]:
         return explain_silence(logs, progress, trouble)
-    if progress.finished or progress.steps >= MIN_STEPS:
+    makes_steps = progress.steps >= MIN_STEPS and (progress.last_step != 0 or progress.last_loss is not None)
+    if progress.finished or makes_steps:
         return explain_health(progress)
     if any(map(hardly_began, logs)):
         return explain_silence(logs, progress, ())

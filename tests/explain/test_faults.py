@@ -46,7 +46,7 @@ LONG = [
     Fault("exception_in_worker", "user-code-exception", 1, "KeyError: 'label'"),
     Fault("exception_while_handling", "dataset-missing", 1, "The above exception was the direct cause"),
     Fault("exit_without_a_word", "unknown", 1, "exitcode  : 3"),
-    Fault("one_step_less", "collective-timeout-desync", EVERY, "onnection closed by peer", also=("peer-died",)),
+    Fault("one_step_less", "collective-timeout-desync", EVERY, "by peer", also=("peer-died",)),
     Fault("double_free", "native-abort", 1, "Signal 6"),
     Fault("cgroup_out_of_memory", "host-oom-killed", 1, "Signal 9", limits=LITTLE_MEMORY),
     Fault("cannot_allocate", "host-oom-killed", 1, "can't allocate memory"),

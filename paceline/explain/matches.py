@@ -47,7 +47,9 @@ EXIT_ZERO = (
     r"|return code[ :=]+0\b|ExitCode 0:0"
 )
 NO_FAILURE = re.compile(rf"{EXIT_ZERO}|(?<!sigkill_)handler", re.IGNORECASE)
-NOT_FOUND = re.compile(r"(?:^|: )line \d+: [\w./-]+: command not found")  # said by a script
+NOT_FOUND = re.compile(  # said by a script or a shell
+    r"(?:^|: )(?:line )?\d+: [\w./-]+: (?:command )?not found|^(?:ba)?sh: [\w./-]+: command not found"
+)
 # a way back through NCCL's functions, also when its sockets are closed at the end
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
@@ -60,7 +62,7 @@ RECOVERED = (  # what a program does in place of what failed
 IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b|\(ignor(?:ed|ing)\)|^\W*skip(?:ping|ped)?\b"
     # of what a launcher looks at, and of the libraries that DeepSpeed tries to link
-    rf"|{RECOVERED}|_is_a_lwp: open|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
+    rf"|{RECOVERED}|_is_a_lwp: open|select_algorithm\.py\b|^MESA-LOADER|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
 )
 IN_THREAD = re.compile(
     r"threading\.py\", line \d+,? in _bootstrap"
@@ -205,8 +207,9 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True
     if USAGE.search(record.text) and last_line > record.line + BUFFERED_LINES:
         return True  # argparse ends a program before it has done anything: another one wrote what follows
-    if NOT_FOUND.search(record.text) and last_line > record.line + WENT_ON:
-        return True
+    if NOT_FOUND.search(record.text):
+        behind = (other for other in log.records if other.line > record.line and other.frames)
+        return last_line > record.line + WENT_ON or any(CODE_ERROR.match(other.text) for other in behind)
     if is_of_item(record) and shape_of(record.text) in continuation.repeated:
         return True
     return len(steps_after(record, log)) >= STEPS_AFTER

@@ -13,7 +13,7 @@ from paceline.explain.lines import split_prefix
 from paceline.explain.log import Log
 from paceline.explain.matches import (
     EXIT_ZERO,
-    RECOVERED,
+    IGNORABLE,
     WARNING_LINE,
     last_progress_line,
     left_program_running,
@@ -53,7 +53,7 @@ NO_TROUBLE = re.compile(
     # PowerShell's words around whatever a program writes to stderr, transformers' about a mask that it builds itself
     r"|RemoteException|FullyQualifiedError|NativeCommandErr|attention mask is not set and cannot be inferred"
     # what a program does about it, a line that is marked as good
-    rf"|{RECOVERED}|, attempting\b|^\W*[ℹ✅✓✔🏆🎉]"
+    r"|, attempting\b|^\W*[ℹ✅✓✔🏆🎉]"
     # terminals, locales, screens and sound that a server lacks, decoders of pictures, films and sound, what looks for a device
     r"|Inappropriate ioctl|\bset(?:ting )?locale\b|XDG_RUNTIME_DIR|^(?:ALSA|Xlib|libEGL|libpng|libva|MESA-LOADER|qt\.\w+)\b"
     r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` secret"
@@ -74,7 +74,7 @@ def last_errors(log: Log) -> list[Record]:
     return [
         record
         for record in records
-        if record.line > last_line and survived[shape_of(record.text)] < 2 and not NO_TROUBLE.search(record.text)
+        if record.line > last_line and survived[shape_of(record.text)] < 2 and not is_harmless(record.text)
     ]
 
 
@@ -114,7 +114,11 @@ def is_trouble(text: str, *, at_end: bool = False) -> bool:
     if at_end and STACK_FRAME.search(text):
         return True
     has_word = TROUBLE.search(text) or (at_end and TROUBLE_AT_END.search(text))
-    return bool(has_word) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)
+    return bool(has_word) and not is_harmless(text) and not WARNING_LINE.search(text)
+
+
+def is_harmless(text: str) -> bool:
+    return bool(NO_TROUBLE.search(text) or IGNORABLE.search(text))
 
 
 def is_result(text: str) -> bool:

@@ -266,6 +266,16 @@ def test_ordinary_output_with_a_word_of_trouble_is_no_healthy_log(line):
         "debconf: unable to initialize frontend: Dialog",
         "#       size         count    type   redop     time   algbw   busbw  error",
         "#6 57.79 libgpg-error-dev is already the newest version",
+        "No module named 'xformers'. Proceeding without it.",
+        "A matching Triton is not available, some optimizations will not be enabled. Error caught was: No module named 'triton'",
+        "slurmstepd: error: couldn't chdir to `/tmp/x': No such file or directory: going to /tmp instead",
+        "[Errno 98] Address already in use, trying port 6007",
+        "ERROR: TensorBoard could not bind to port 6006, it was already in use",
+        "/usr/bin/ld: cannot find -laio: No such file or directory",
+        "torch/_inductor/select_algorithm.py:2108] Exception out of resource: shared memory, Required: 147456",
+        "bash: cannot set terminal process group (-1): Inappropriate ioctl for device",
+        "[h264 @ 0x55d0c8] error while decoding MB 12 34, bytestream -5",
+        "Error while fetching `HF_TOKEN` secret value from your vault: 'Requesting secret HF_TOKEN timed out.'",
     ],
 )
 def test_output_that_is_usual_in_healthy_runs_is_no_trouble(line):
@@ -494,6 +504,64 @@ def test_a_script_that_goes_on_without_a_program_has_not_failed_for_it():
     assert verdict(missing).cause == "system-tool-missing"
     assert verdict(missing + STEPS * 6).cause == "healthy"
     assert verdict(missing + STEPS * 6 + raised(None, OOM)).cause == "cuda-oom"
+
+
+@pytest.mark.parametrize(
+    "line", ["sh: 1: nvcc: not found", "bash: module: command not found", "run.sh: line 3: bc: command not found"]
+)
+def test_what_a_shell_did_not_find_is_not_the_cause_of_a_mistake_in_code(line):
+    assert verdict(f"{line}\n").cause == "system-tool-missing"
+    assert verdict(f"{line}\n" + raised(None, "KeyError: 'label'")).cause == "user-code-exception"
+
+
+def test_a_program_that_python_cannot_start_is_named():
+    frames = [
+        f'  File "/usr/lib/python3.12/subprocess.py", line 1863, in {name}' for name in ("__init__", "_execute_child")
+    ]
+    error = "FileNotFoundError: [Errno 2] No such file or directory: '/opt/env/bin/python'"
+    text = "\n".join(["Traceback (most recent call last):", '  File "run.py", line 3, in <module>', *frames, error, ""])
+    explanation = verdict(text)
+    assert explanation.cause == "system-tool-missing" and "/opt/env/bin/python" in explanation.summary
+
+
+def test_an_import_that_a_package_has_caught_and_logged_is_not_what_ended_the_program():
+    logged = (
+        "[ERROR] Could not load bitsandbytes native library: libbitsandbytes_cpu.so: cannot open shared object file\n"
+        "Traceback (most recent call last):\n"
+        '  File "/venv/lib/python3.12/site-packages/bitsandbytes/cextension.py", line 85, in <module>\n'
+        "    lib = get_native_library()\n"
+        "OSError: libbitsandbytes_cpu.so: cannot open shared object file: No such file or directory\n"
+    )
+    assert verdict(logged).cause == "shared-library-missing"
+    end = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\nKeyError: 4\n'
+    assert verdict(logged + end).cause == "user-code-exception"
+
+
+def test_a_thread_that_outlives_the_program_did_not_end_it():
+    thread = (
+        "Exception in thread Thread-7 (results_loop):\nTraceback (most recent call last):\n"
+        '  File "/usr/lib/python3.10/threading.py", line 1016, in _bootstrap_inner\n    self.run()\n'
+        '  File "/venv/lib/python3.10/site-packages/batchgenerators/augmenter.py", line 103, in results_loop\n'
+        "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed.\n"
+    )
+    assert verdict(STEPS + thread).cause == "dataloader-worker-killed"
+    assert verdict(STEPS + raised(None, OOM) + thread).cause == "cuda-oom"
+
+
+def test_a_bar_that_stays_at_its_start_is_no_progress():
+    bar = "".join(f"\r  0%|          | 0/3442 [00:0{n}<?, ?it/s]" for n in range(5))
+    assert verdict(f"resuming from checkpoint-500\n{bar}").cause == "unknown"
+
+
+def test_of_two_errors_the_rank_of_the_one_that_was_printed_first_is_blamed_whatever_the_launcher_saw_first():
+    explanation = verdict(STEPS + raised(1, BUG) + raised(0, "KeyError: 'label'") + banner(0, 1))
+    assert (explanation.cause, explanation.rank) == ("user-code-exception", 1) and BUG in explanation.summary
+
+
+def test_an_exception_that_python_ignored_earlier_does_not_hide_another_one():
+    ignored = "Exception ignored in: <function Image.__del__ at 0x7f>\n"
+    assert verdict(ignored + raised(None, BUG) + STEPS).cause == "healthy"
+    assert verdict(ignored + STEPS * 3 + raised(None, BUG)).cause == "user-code-exception"
 
 
 def test_a_step_count_of_deepspeed_that_skips_all_steps_is_a_failure_although_the_run_goes_on():

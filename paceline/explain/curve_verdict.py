@@ -58,6 +58,7 @@ NOT_NORMALIZED = "a loss of this size that does not fall"
 MIN_SLOW_S = 60.0
 NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer
 SAME_VALUES = 20  # in a row
+MIN_PERIOD, REPEATED = 6, "each epoch repeats the losses of the one before: no weight changes"
 LATEST_START = 0.1  # of the last step: a curve that begins later has lost its beginning
 STILL_CHANGE, STILL_ERROR = 0.004, 0.0016  # of the level: between thirds of a curve, and the standard error of that
 STUCK_FALL = 0.01  # of the level, from the first points
@@ -207,6 +208,9 @@ def find_still(
         if at is not None and abs(values[-1]) > 0.01:
             yield finding_at(STANDS_STILL, series, steps[at])
             continue
+        if repeats_epochs(values):
+            yield finding_at(STANDS_STILL, series, steps[0], REPEATED)
+            continue
         reasons = ((rates, "the learning rate is 0"), (gradients, "the gradient norm is 0"))
         for others, reason in reasons:
             starts = [start for item in others if (start := zero_tail(item)) is not None]
@@ -320,6 +324,13 @@ def constant_tail(values: Sequence[float]) -> int | None:
     while at and values[at - 1] == values[-1]:
         at -= 1
     return at if len(values) - at >= max(SAME_VALUES, len(values) // 20) else None
+
+
+def repeats_epochs(values: Sequence[float]) -> bool:
+    """Whether a curve repeats its first values in their order to its end."""
+    periods = range(MIN_PERIOD, len(values) - MIN_PERIOD + 1)
+    starts = (period for period in periods if values[period] == values[0])
+    return len({*values}) >= MIN_PERIOD and any(values[period:] == values[:-period] for period in starts)
 
 
 def zero_tail(series: MetricSeries) -> int | None:

@@ -33,7 +33,8 @@ EPOCH = re.compile(
 )
 MIN_EPOCHS = 3  # of a training behind which another begins
 DONE = re.compile(
-    r"(?:train|tun)ing (?:is )?(?:completed?|finished|done)|(?:finished|done) training|train_runtime|saved (?:the )?final"
+    r"(?:train|tun)ing (?:is |was |has been )?(?:successfully )?(?:completed?|finished|done)"
+    r"|(?:finished|done) training|train_runtime|saved (?:the )?final"
     r"|(?:max_steps|max_epochs)=?\d*`? reached|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed"
     r"|training has finished|\ball stages complete|run finished|finished successfully|^done\.?$|^training time \d+:\d\d:\d\d$"
     r"|terminated of its own accord .*with exit-code 0"

@@ -56,6 +56,9 @@ UNREADABLE = re.compile(
     r"EOFError\b|\S*UnpicklingError: pickle data was truncated"
 )  # what a parent did not finish to send
 ASSERTION = re.compile(r"^\W*(?:\d+\W+)?assert\b\s*(?P<expression>.+)")
+RAISED = re.compile(
+    r"\W*(?:\d+\W+)?raise (?P<type>[A-Z][\w.]*)\(f?(?P<quote>['\"])(?P<message>.+?)(?:(?P=quote)\)?)?\s*$"
+)
 BARE_ASSERTION = re.compile(r"^AssertionError:?\s*$")
 LONELY_TYPE = re.compile(r"^((?:\w+\.)*\w+:) *\n(?=\S)")  # its message is on the next line, as rich breaks it
 REQUEST_ID = re.compile(r"\(Request ID: [^)]*\)$")  # of huggingface_hub, whose message follows a blank line
@@ -214,6 +217,8 @@ class TracebackReader:
         text = "\n".join(error.message)[:MAX_MESSAGE_CHARS].rstrip() or error.type
         text = LONELY_TYPE.sub(r"\1 ", text)
         is_cut = not text and error.has_header and bool(error.frames)
+        if is_cut and (raised := raised_text(error.source)):
+            text = raised
         if error.ignored or not (text or is_cut):
             return []
         self._hooks.pop(key, None)
@@ -224,6 +229,12 @@ class TracebackReader:
         child = UNREADABLE.match(text) and any(map(SPAWN_CHILD.search, error.frames[-2:]))
         kind: RecordKind = "banner" if child or WRAPPER.search(text) else "exception"
         return [replace(error.record, kind=kind, text=text or CUT_OFF, frames=tuple(error.frames[-MAX_FRAMES:]))]
+
+
+def raised_text(source: Sequence[str]) -> str:
+    """The error that a raise statement makes of one string, where a log ends there; source: the lines below the frame."""
+    match = RAISED.match(next((line for line in reversed(source) if line.strip(" ^~")), ""))
+    return f"{match['type']}: {match['message']}" if match else ""
 
 
 def asserted_expression(source: Sequence[str]) -> str:

@@ -32,16 +32,15 @@ MAX_LINES, MAX_PREFIXES, MAX_PREFIX = 60, 8, 120  # of them looked at in a block
 MIN_COMMON, MIN_SHARED = 3, 4  # lines that begin alike; that begin alike but for their digits
 TAG = re.compile(rb"\s*(?:[^\s|][^\n]{0,60}[\]|>] |> |)")  # but not the edge of a table
 RUNS = re.compile(r"(\d+)|\s+")
-EDGE = re.compile(r"^\+|[\])}>|:](?!:) ?| (?:- )?")  # where a prefix may end
+EDGE = re.compile(r"^\+|[\])}>|](?!:) ?|:(?![0:]) ?| (?:- )?")  # where a prefix may end
 HAS_WORD = re.compile(r"[A-Za-z]{3}")
 FORWARDER = re.compile(  # digits as 0: a time or a number alone, a level with names around it, the name of a pod or a stream
     r"\+|(?:[\d\W_]|[AP]M|UTC|\b[TZ]\b|(?<=\d)[TZs]|[A-Z][a-z]{2} (?=\d))+"
     r"|(?:[IWE](?=\d)|.*\b(?i:INFO|WARN(?:ING)?|DEBUG|I|W)\b).{0,80}"
     r"|[\w.-]*-\d[\w.-]* (?:[\w.-]+ )?|std(?:err|out): ?|[A-Za-z][\w.-]*\d: ?|\W.{0,60}[\])|>]:? ?|.*\d:\d.* [\w.-]*\d[\w.-]* "
 )
-NOT_FORWARDER = re.compile(
-    r"Error\b|Exception\b|\b(?:ERROR|CRITICAL|FATAL)\b|(?i:loss|epoch|step|iter)|[\"']|(?<!rank)="
-)
+ERROR_LEVEL = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b")
+NOT_FORWARDER = re.compile(r"Error\b|Exception\b|(?i:loss|epoch|step|iter)|[\"']|(?<!rank)=")
 PARTS = re.compile(r"(\d+|\s+)")
 CLOCK = re.compile(r"\d:\d\d")
 LEVEL = re.compile(r"\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL)\b")
@@ -94,12 +93,23 @@ class ForwardedLines:
         """Learns the prefix of all lines, which differs in its digits."""
         texts = [line for line in lines if line.strip()]
         shape = shared_shape(texts[:MAX_LINES]) and shared_shape(texts)
-        if shape and (whole := re.match(pattern_of(shape), line := read_text(texts[0]))):
-            text = split_prefix(line).text
-            known = line[: len(line.rstrip()) - len(text)] if line.rstrip().endswith(text) else ""
-            if prefix := "" if known.startswith(whole[0]) else whole[0].removeprefix(known).lstrip():
-                pattern = f"({pattern_of(known) if known else ''})({pattern_of(prefix)})"
-                self._patterns[prefix.translate(DIGITS)] = re.compile(pattern.encode("utf-8", "replace"))
+        if not shape:
+            return
+        start = re.compile(pattern_of(shape.strip()) + (r"\s" if shape.endswith(" ") else ""))
+        matches = [(line, match) for line in map(read_text, texts) if (match := start.match(line))]
+        if not matches:
+            return
+        behind = [line[match.end() :] for line, match in matches]
+        (line, whole), indents = matches[0], [len(text) - len(text.lstrip(" ")) for text in behind if text.strip()]
+        text = split_prefix(line).text
+        known = line[: len(line.rstrip()) - len(text)] if line.rstrip().endswith(text) else ""
+        if (
+            prefix := ""
+            if known.startswith(whole[0])
+            else whole[0].removeprefix(known).lstrip() + " " * min(indents, default=0)
+        ):
+            pattern = f"({pattern_of(known) if known else ''})({pattern_of(prefix)})"
+            self._patterns[prefix.translate(DIGITS)] = re.compile(pattern.encode("utf-8", "replace"))
 
     def _strip(self, raw: bytes) -> bytes:
         """A line without the first of the prefixes with which it begins."""
@@ -156,6 +166,8 @@ def shared_shape(lines: Sequence[bytes]) -> str:
     shapes = [RUNS.sub(lambda match: "0" if match[1] else " ", read_text(line)[: 2 * MAX_PREFIX]) for line in lines]
     first, last = min(shapes), max(shapes)
     length = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
+    if ERROR_LEVEL.search(first[:length]):  # it says that all lines are errors
+        return ""
     for end in [edge.end() for edge in EDGE.finditer(first[: min(length, MAX_PREFIX)])][::-1]:
         shape = first[:end]
         texts = {text for text in (line[len(shape) :] for line in shapes) if HAS_WORD.search(text)}

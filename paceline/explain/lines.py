@@ -157,8 +157,10 @@ def split_prefix(text: str) -> LogLine:
             host = match["host"]
             device = int(match["device"]) if match.re is NCCL else device
             stream = stream or match[0].strip(" :|")
-        elif time is None and (match := next(filter(None, (pattern.match(text) for pattern in TIMES)), None)):
-            time = seconds_of(match)
+        elif (time is None or text[:4].isdigit()) and (
+            match := next(filter(None, (pattern.match(text) for pattern in TIMES)), None)
+        ):
+            time = seconds_of(match) if time is None else time
             host = match.groupdict().get("host") or host
             if match.re is GLOG:
                 text = f"{match['open'] or ''}{match['level']} {text[match.end() :]}"

@@ -621,3 +621,11 @@ def test_epochs_that_begin_again_among_many_lines_begin_a_new_curve():
 def test_a_loss_with_one_letter_is_nan_too():
     line = "ep={step} LR=4.4e-04 L={loss} top=1.26 acc=0.5\n"
     assert explain(log_of(enumerate([1.5] * 5 + ["nan"] * 5, 1), "step={step} " + line)).cause == "loss-nan"
+
+
+def test_losses_that_recur_in_every_epoch_show_that_no_weight_changes():
+    losses = [0.9741, 1.3742, 1.239, 0.967, 1.0386, 1.1681, 1.224, 0.961]
+    lines = [f"Epoch {n // 8 + 1}, step {n}, loss: {losses[n % 8]}\n" for n in range(22)]
+    explanation = explain(["".join(lines).encode()])
+    assert explanation.cause == "loss-stands-still" and "repeats" in explanation.summary
+    assert explain(["".join([*lines[:21], "Epoch 3, step 21, loss: 0.8\n"]).encode()]).cause == "healthy"

@@ -121,8 +121,8 @@ def test_steps_that_were_in_a_buffer_do_not_show_that_a_gpu_s_kernels_went_on_af
     text = "Assertion `probability tensor contains either `inf`, `nan` or element < 0` failed."
     kernel = f"/pytorch/aten/src/ATen/native/cuda/TensorCompare.cu:109: f: block: [0,0,0], thread: [0,0,0] {text}\n"
     explanation = verdict(kernel + STEPS + uncaught("torch.AcceleratorError: CUDA error: device-side assert triggered"))
-    assert explanation.cause == "device-side-assert-index"
-    assert explanation.fix.startswith("the logits are NaN or infinite before the sampling")
+    assert explanation.cause == "loss-nan"
+    assert explanation.fix.startswith("run generation in bf16 or fp32 instead of fp16")
 
 
 def test_a_name_that_a_file_of_one_s_own_lacks_is_no_conflict_of_packages():

@@ -548,14 +548,6 @@ def test_a_thread_that_outlives_the_program_did_not_end_it():
     assert verdict(STEPS + raised(None, OOM) + thread).cause == "cuda-oom"
 
 
-def test_losses_that_recur_in_every_epoch_show_that_no_weight_changes():
-    losses = [0.9741, 1.3742, 1.239, 0.967, 1.0386, 1.1681, 1.224, 0.961]
-    lines = [f"Epoch {n // 8 + 1}, step {n}, loss: {losses[n % 8]}\n" for n in range(22)]
-    explanation = verdict("".join(lines))
-    assert explanation.cause == "loss-stands-still" and "repeats" in explanation.summary
-    assert verdict("".join([*lines[:21], "Epoch 3, step 21, loss: 0.8\n"])).cause == "healthy"
-
-
 def test_a_log_that_ends_at_a_raise_statement_has_its_error():
     frame = '  File "loader.py", line 272, in get_dataset\n'
     text = f'Traceback (most recent call last):\n{frame}    raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")\n'

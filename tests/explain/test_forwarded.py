@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 from log_samples import OOM, STEPS, exceptions, prefixed, raised, read
 
-from paceline.explain.forwarded import find_width
+from paceline.explain.forwarded import ForwardedLines, find_width
 from paceline.explain.run_folder import explain
 
 BUG = "ValueError: sample 1841 has 3 fields, expected 4"
@@ -69,6 +69,18 @@ def test_the_prefix_is_learned_within_lines_of_json_too():
         for line in LOG.splitlines()
     )
     assert explain(["\n".join(lines).encode()]).cause == "user-code-exception"
+
+
+@pytest.mark.parametrize("prefix", FORWARDERS.values(), ids=FORWARDERS)
+def test_a_failure_without_a_traceback_is_found_behind_the_prefix_of_any_program(prefix):
+    lines = ["loading the model", "running on 2 GPUs", "OSError: [Errno 28] No space left on device", "leaving"]
+    assert explain([forwarded("\n".join(lines), prefix).encode()]).cause == "disk-full"
+
+
+@pytest.mark.parametrize("prefix", ["epoch {n}: ", "[ERROR] ", "layer {n} loss: ", "Epoch {n} | "])
+def test_what_all_lines_say_is_no_prefix(prefix):
+    lines = forwarded("\n".join(f"{word} is {n / 7:.3f}" for n, word in enumerate("abcdefgh")), prefix)
+    assert ForwardedLines().unwrap(lines.encode().splitlines(), lines.encode()) == lines.encode().splitlines()
 
 
 def test_a_level_that_a_logger_writes_itself_stays():

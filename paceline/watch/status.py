@@ -81,13 +81,17 @@ class RunStatus:
 
 
 def run_status(run: RunDir) -> RunStatus:
-    """Reads only the end of metrics.jsonl, so that a hundred long runs are listed at once."""
+    """Reads only the end of metrics.jsonl, or of a script's log, so that a hundred long runs are listed at once."""
     events = list(read_json_lines(run.events))
-    names, num_steps = ("step", "loss", "val_bpb", "tok_per_sec"), None
-    values = {**dict.fromkeys(names), "step": 0, **last_values(run.metrics, (*names, "time"))}
+    command = next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None)
+    attempts = sum(event.get("event") == "attempt" for event in events)
+    names = ("step", "loss", "val_bpb", "tok_per_sec")
+    read = printed_values(run.rank_log(attempts, 0), names) if command else last_values(run.metrics, (*names, "time"))
+    values = {**dict.fromkeys(names), "step": 0, **read}
     state = run_state(run, events, values)
     times = [values.pop("time", None), *(event.get("time") for event in events[-1:])]
     tags, note = read_notes(run)
+    num_steps = values.pop("num_steps", None)
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         num_steps = int(json.loads(read_text(run.plan_json))["num_steps"])
     status = RunStatus(
@@ -95,9 +99,9 @@ def run_status(run: RunDir) -> RunStatus:
         path=str(run.path),
         state=state,
         num_steps=num_steps,
-        attempts=sum(event.get("event") == "attempt" for event in events),
+        attempts=attempts,
         time=max((time for time in times if isinstance(time, str)), default=None),
-        command=next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None),
+        command=command,
         tags=tags,
         note=note,
         **values,
@@ -126,6 +130,18 @@ def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
         if is_whole or len(values) == len(names):
             break
     return values
+
+
+def printed_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Returns the last value of each field that a script's rank has printed, within END_BYTES of its log's end."""
+    from paceline.watch.log_reader import read_line
+
+    lines = read_end(path, END_BYTES)[0].decode("utf-8", "replace").splitlines()
+    values: dict[str, Any] = {}
+    for shown in filter(None, map(read_line, lines)):
+        steps = {"step": shown.step, "num_steps": shown.num_steps} if shown.step is not None else {}
+        values |= {**shown.values, **steps}
+    return {name: values[name] for name in (*names, "num_steps") if values.get(name) is not None}
 
 
 class RunList:
@@ -194,7 +210,7 @@ def format_runs(runs: list[RunStatus]) -> str:
 
 
 def format_steps(status: RunStatus | Snapshot) -> str:
-    if status.command is not None:
+    if status.command is not None and not status.step:
         return "n/a"
     return f"{status.step:,}/{status.num_steps:,}" if status.num_steps else f"{status.step:,}"
 

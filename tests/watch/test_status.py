@@ -154,7 +154,7 @@ def test_an_absent_field_is_not_searched_for_in_the_whole_file(tmp_path):
     assert last_values(path, ("step", "val_bpb")) == {"step": 1}
 
 
-def test_a_script_has_a_state_and_a_command_but_no_steps(tmp_path):
+def test_a_script_has_a_state_and_a_command_and_what_its_first_rank_printed(tmp_path):
     run = RunDir(tmp_path / "train-1")
     run.path.mkdir()
     run.config_toml.write_text('command = ["train.py"]\n')
@@ -165,6 +165,9 @@ def test_a_script_has_a_state_and_a_command_but_no_steps(tmp_path):
     status = run_status(run)
     assert (status.state, status.command, status.attempts) == ("finished", ["train.py"], 1)
     assert format_runs([status]).splitlines()[1].split()[:6] == ["train-1", "finished", *["n/a"] * 4]
+    run.logs(1).mkdir(parents=True)
+    run.rank_log(1, 0).write_text("".join(f"step {n}/30 loss {3 - n / 30:.3f}\n" for n in range(1, 31)))
+    assert format_runs([run_status(run)]).splitlines()[1].split()[2:6] == ["30/30", "2.0000", "n/a", "n/a"]
 
 
 SCRIPT_EVENTS = """\

@@ -17,6 +17,7 @@ from paceline.units import format_bytes, format_duration
 MAX_VALUE_CHARS = 300
 MAX_CASE_RECORDS = 20  # searched for the case of a cause
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
+PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!(?:torch|numpy)[/\\])(?P<name>[\w-]+)[/\\]")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
 EXIT_CODE = re.compile(r"(?:exit ?code|return code|status)\s*[:=]?\s*(?P<code>-?\d{1,5})", re.IGNORECASE)
 SIGNAL = re.compile(r"\bSIG[A-Z]{2,5}\d?\b")
@@ -62,7 +63,7 @@ def package_of(module: str | None) -> str | None:
 
 
 def frame_values(record: Record) -> dict[str, str | None]:
-    """`where`: the innermost frame in the user's own code; `script`: the file of the outermost one."""
+    """`where`: the innermost frame in the user's own code; `script`: the file of the outermost one; `raised_by`: a package."""
     frames = [match for frame in record.frames if (match := FRAME.search(frame))]
     frames = [frame for frame in frames if not INSTALLED.search(frame["file"])] or frames
     if not frames:
@@ -70,7 +71,9 @@ def frame_values(record: Record) -> dict[str, str | None]:
     outer, inner = (frame["file"].replace("\\", "/").rpartition("/")[2] for frame in (frames[0], frames[-1]))
     name = frames[-1]["name"]
     function = f" in {name}" if name and name != "<module>" else ""
-    return {"where": f"{inner}:{frames[-1]['line']}{function}", "script": outer}
+    package = PACKAGE.search(record.frames[-1])
+    raised_by = package["name"] if package else None
+    return {"where": f"{inner}:{frames[-1]['line']}{function}", "script": outer, "raised_by": raised_by}
 
 
 def format_fix(cause: Cause, records: Sequence[Record], values: Mapping[str, str]) -> str:

@@ -64,6 +64,8 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
     if not candidates and not unexplained:
         candidates = as_ended([event for event in events if event.cause.severity == "fatal"], logs)
         unexplained = [] if candidates else ended_programs(logs, events)
+    if not (candidates or unexplained or progress.finished) and stays_at_start(progress):
+        candidates = fatal  # a bar that stays at 0 does not show that anything was survived
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
     if not candidates:
@@ -183,8 +185,7 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, ())
     if trouble := [] if progress.finished else [Evidence(n, shorten(text)) for n, text in trouble_at_end(logs)]:
         return explain_silence(logs, progress, trouble)
-    makes_steps = progress.steps >= MIN_STEPS and (progress.last_step != 0 or progress.last_loss is not None)
-    if progress.finished or makes_steps:
+    if progress.finished or (progress.steps >= MIN_STEPS and not stays_at_start(progress)):
         return explain_health(progress)
     if any(map(hardly_began, logs)):
         return explain_silence(logs, progress, ())
@@ -208,6 +209,11 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         summary = f"no failure found in {count_lines(logs):,} lines, but they report no step and no end"
         return Explanation(HEALTHY, confidence=OUTPUT_CONFIDENCE, summary=summary, fix=CHECK_END, progress=progress)
     return explain_silence(logs, progress, ())
+
+
+def stays_at_start(progress: LogProgress) -> bool:
+    """Whether all that is shown of steps is a bar at 0."""
+    return progress.steps >= MIN_STEPS and progress.last_step == 0 and progress.last_loss is None
 
 
 def hardly_began(log: Log) -> bool:
@@ -304,6 +310,8 @@ def explain_unknown(
 
 
 def unknown_fix(record: Record, logs: Sequence[Log]) -> str:
+    if record.kind == "line":
+        return f"read what stands before line {record.line:,}, and look for its text in the script or program that printed it"
     if record.kind == "exception":
         return (
             "read the frames above that line; if they do not show the cause, run again with CUDA_LAUNCH_BLOCKING=1"

@@ -21,7 +21,7 @@ SHOWN = [wording for wording in WORDINGS if wording["cause"] != "harmless"]
 HARMLESS = [wording for wording in WORDINGS if wording["cause"] == "harmless"]
 RECORD_VALUES = {
     "observed",  # that a sentence may use although no group of a pattern has them
-    *("rank", "step", "host", "source", "script", "where", "type", "message"),
+    *("rank", "step", "host", "source", "script", "where", "raised_by", "type", "message"),
     *("exit_code", "signal", "last_step", "half_batch", "num_ranks", "run", "file", "duration", "package", "nan_step"),
 }
 ENTRY = {"id": "a", "group": "G", "title": "A", "summary": "it broke", "fix": "repair it", "why": "it is broken"}

@@ -514,6 +514,24 @@ def test_what_a_shell_did_not_find_is_not_the_cause_of_a_mistake_in_code(line):
     assert verdict(f"{line}\n" + raised(None, "KeyError: 'label'")).cause == "user-code-exception"
 
 
+def test_the_package_that_raised_an_error_is_named_in_the_fix():
+    frames = [
+        '  File "train.py", line 129, in main',
+        '  File "/venv/lib/site-packages/rsl_rl/runner.py", line 44, in __init__',
+    ]
+    text = "\n".join(["Traceback (most recent call last):", *frames, "KeyError: 'rnd_cfg'", ""])
+    explanation = verdict(text)
+    assert "train.py:129 in main" in explanation.fix and "the package rsl_rl raised it" in explanation.fix
+    assert "raised it" not in verdict(text.replace("/venv/lib/site-packages/", "")).fix
+
+
+def test_the_fix_of_an_unknown_line_sends_to_that_line():
+    explanation = verdict(f"{STEPS}ERROR: No Python environment found\n")
+    assert explanation.cause == "unknown" and explanation.fix.startswith(
+        f"read what stands before line {len(STEPS.splitlines()) + 1}"
+    )
+
+
 def test_a_program_that_python_cannot_start_is_named():
     frames = [
         f'  File "/usr/lib/python3.12/subprocess.py", line 1863, in {name}' for name in ("__init__", "_execute_child")
@@ -558,6 +576,9 @@ def test_a_log_that_ends_at_a_raise_statement_has_its_error():
 def test_a_bar_that_stays_at_its_start_is_no_progress():
     bar = "".join(f"\r  0%|          | 0/3442 [00:0{n}<?, ?it/s]" for n in range(5))
     assert verdict(f"resuming from checkpoint-500\n{bar}").cause == "unknown"
+    warning = "UserWarning: CUDA initialization: CUDA driver initialization failed, you might not have a CUDA gpu.\n"
+    assert verdict(f"{warning}resuming from checkpoint-500\n{bar}").cause == "cuda-driver-broken"
+    assert verdict(f"{warning}{STEPS}").cause == "healthy"
 
 
 def test_of_two_errors_the_rank_of_the_one_that_was_printed_first_is_blamed_whatever_the_launcher_saw_first():

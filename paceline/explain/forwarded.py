@@ -29,6 +29,7 @@ DIRECT_WORDS = (TRACEBACK, b'File "', b'File \\"', b"] NCCL ")
 MESSAGE = re.compile(r"(?:Error|Exception|Interrupt)\b")
 MAX_APART = 12  # lines between two of them
 MAX_LINES, MAX_PREFIXES, MAX_PREFIX = 60, 8, 120  # of them looked at in a block; learned; characters
+MAX_SAMPLE = 500  # lines of which the common start is looked for
 MIN_COMMON, MIN_SHARED = 3, 4  # lines that begin alike; that begin alike but for their digits
 TAG = re.compile(rb"\s*(?:[^\s|][^\n]{0,60}[\]|>] |> |)")  # but not the edge of a table
 RUNS = re.compile(r"(\d+)|\s+")
@@ -36,7 +37,7 @@ EDGE = re.compile(r"^\+|[\])}>|](?!:) ?|:(?![0:]) ?| (?:- )?")  # where a prefix
 HAS_WORD = re.compile(r"[A-Za-z]{3}")
 FORWARDER = re.compile(  # digits as 0: a time or a number alone, a level with names around it, the name of a pod or a stream
     r"\+|(?:[\d\W_]|[AP]M|UTC|\b[TZ]\b|(?<=\d)[TZs]|[A-Z][a-z]{2} (?=\d))+"
-    r"|(?:[IWE](?=\d)|.*\b(?i:INFO|WARN(?:ING)?|DEBUG|I|W)\b).{0,80}"
+    r"|(?:[IWE](?=\d)|\[\w+ [IW] |.*\b(?:INFO|WARN(?:ING)?|DEBUG|info|warning|debug)\b).{0,80}"
     r"|[\w.-]*-\d[\w.-]* (?:[\w.-]+ )?|std(?:err|out): ?|[A-Za-z][\w.-]*\d: ?|\W.{0,60}[\])|>]:? ?|.*\d:\d.* [\w.-]*\d[\w.-]* "
 )
 ERROR_LEVEL = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b")
@@ -92,24 +93,20 @@ class ForwardedLines:
     def _learn_shared(self, lines: Sequence[bytes]) -> None:
         """Learns the prefix of all lines, which differs in its digits."""
         texts = [line for line in lines if line.strip()]
-        shape = shared_shape(texts[:MAX_LINES]) and shared_shape(texts)
-        if not shape:
+        sample = [read_text(line) for line in texts[:: 1 + len(texts) // MAX_SAMPLE]]
+        if not (shape := shared_shape(sample)):
             return
         start = re.compile(pattern_of(shape.strip()) + (r"\s" if shape.endswith(" ") else ""))
-        matches = [(line, match) for line in map(read_text, texts) if (match := start.match(line))]
-        if not matches:
-            return
-        behind = [line[match.end() :] for line, match in matches]
-        (line, whole), indents = matches[0], [len(text) - len(text.lstrip(" ")) for text in behind if text.strip()]
+        ends = [(line, match.end()) for line in sample if (match := start.match(line))]
+        line, end = ends[0] if ends else ("", 0)
         text = split_prefix(line).text
-        known = line[: len(line.rstrip()) - len(text)] if line.rstrip().endswith(text) else ""
-        if (
-            prefix := ""
-            if known.startswith(whole[0])
-            else whole[0].removeprefix(known).lstrip() + " " * min(indents, default=0)
-        ):
-            pattern = f"({pattern_of(known) if known else ''})({pattern_of(prefix)})"
-            self._patterns[prefix.translate(DIGITS)] = re.compile(pattern.encode("utf-8", "replace"))
+        known = line.rstrip().removesuffix(text)  # it also tells time, rank and host
+        if end <= len(known):
+            return
+        indents = [len(line[end:]) - len(line[end:].lstrip(" ")) for line, end in ends if line[end:].strip()]
+        prefix = line[:end].removeprefix(known).lstrip() + " " * min(indents, default=0)
+        pattern = f"({pattern_of(known) if known else ''})({pattern_of(prefix)})"
+        self._patterns[prefix.translate(DIGITS)] = re.compile(pattern.encode("utf-8", "replace"))
 
     def _strip(self, raw: bytes) -> bytes:
         """A line without the first of the prefixes with which it begins."""
@@ -159,11 +156,11 @@ def common_start(lines: Sequence[bytes]) -> bytes:
     return match[0] if match and (is_tag or not tag.strip()) else b""
 
 
-def shared_shape(lines: Sequence[bytes]) -> str:
+def shared_shape(lines: Sequence[str]) -> str:
     """What all lines begin with, digits as 0 and spaces as one, up to where a logger's prefix may end; empty if it is none."""
-    if len(lines) < MIN_SHARED or lines[0].startswith(b"{"):
+    if len(lines) < MIN_SHARED:
         return ""
-    shapes = [RUNS.sub(lambda match: "0" if match[1] else " ", read_text(line)[: 2 * MAX_PREFIX]) for line in lines]
+    shapes = [RUNS.sub(lambda match: "0" if match[1] else " ", line[: 2 * MAX_PREFIX]) for line in lines]
     first, last = min(shapes), max(shapes)
     length = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
     if ERROR_LEVEL.search(first[:length]):  # it says that all lines are errors

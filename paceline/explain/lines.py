@@ -307,12 +307,13 @@ def is_notebook(first: bytes) -> bool:
 def printed_outputs(content: bytes) -> Iterator[bytes]:
     """Yields what the cells of a notebook printed, in the order in which they ran; its text as it is where it is cut."""
     try:
-        cells = [cell for cell in json.loads(content)["cells"] if isinstance(cell.get("outputs"), list)]
-        for cell in sorted(cells, key=lambda cell: cell.get("execution_count") or 0):
-            for output in cell["outputs"]:
-                yield output_text(output).encode("utf-8", "replace") + b"\n"
+        cells = sorted(json.loads(content)["cells"], key=lambda cell: cell.get("execution_count") or 0)
+        texts = [output_text(output) for cell in cells for output in cell.get("outputs", ())]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         yield content
+        return
+    for text in texts:
+        yield text.encode("utf-8", "replace") + b"\n"
 
 
 def output_text(output: Mapping[str, Any]) -> str:

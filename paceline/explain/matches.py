@@ -68,8 +68,8 @@ IN_THREAD = re.compile(
     r"threading\.py\", line \d+,? in _bootstrap"
 )  # the first frame of what ends a thread, not the program
 NOT_LOADED = re.compile(r"(?i)could not|cannot|unable|fail|error")
-PACKAGE = re.compile(r"(?:site|dist)-packages[/\\\\]")
-PACKAGE_IMPORT = re.compile(r"(?:site|dist)-packages[/\\\\].* in <module>$")  # the first frame is the package's own
+PACKAGE = re.compile(r"(?:site|dist)-packages[/\\]")
+PACKAGE_IMPORT = re.compile(r"(?:site|dist)-packages[/\\].* in <module>$")  # the first frame is the package's own
 TRACKER = re.compile(r"(?:site|dist)-packages/(?:wandb|tensorboardX?|mlflow|comet_ml|neptune|trackio|clearml|swanlab)/")
 MIN_REPEATS = 5  # of a line about an item that was left out
 PROGRAM_ENDED = re.compile(

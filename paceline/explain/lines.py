@@ -201,7 +201,7 @@ def unwrap_json(raw: bytes) -> list[bytes]:
 
 def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:
     """The message's lines, the first with its level, and then those of the traceback."""
-    message = first_text(fields, MESSAGES)
+    message = first_text(fields, ("data", *MESSAGES) if "pipe" in fields else MESSAGES)  # milabench's lines
     lines = message.splitlines()
     level = first_text(fields, LEVELS)
     is_output = "textPayload" in fields  # Google Cloud calls all that a container writes to stderr an error

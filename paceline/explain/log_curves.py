@@ -12,6 +12,7 @@ from dataclasses import replace
 from paceline.explain.curve_verdict import (
     DIVERGED,
     MIN_POINTS,
+    NAN,
     SPIKE,
     STANDS_STILL,
     START_RISE,
@@ -77,6 +78,8 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     )
     evaluations = [*line_series(points["held_out"], source="log"), *held_out]
     ends_best = any(map(is_lowest_at_end, evaluations))
+    # transformers writes 0 for a loss that is NaN, but not in evaluations
+    has_nan = any(math.isnan(value) for name in ("losses", "held_out") for _, _, value in points[name])
     findings = [
         *(
             rise
@@ -87,8 +90,8 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *still,
         *find_unlearned(losses, held_out),
         *find_chance(losses, held_out),
-        *find_zeros(losses, ZEROS),
-        *find_zeros(line_series(points["rewards"], source="log", kind=REWARD), ZERO_REWARDS, NO_REWARD),
+        *find_zeros(losses, ZEROS, cause=NAN if has_nan else STANDS_STILL),
+        *find_zeros(line_series(points["rewards"], source="log", kind=REWARD), ZERO_REWARDS, reason=NO_REWARD),
         *find_growth(memories, LOG_GROWTH),
         *(() if is_best_at_end(points["scores"]) else find_turns(losses, evaluations)),
     ]
@@ -114,11 +117,13 @@ def is_learned(series: MetricSeries) -> bool:
     return is_whole(series) and 0 <= series.values[-1] < VANISHED * max(series.values[:SPIKE])
 
 
-def find_zeros(series: Sequence[MetricSeries], at_least: int, reason: str | None = None) -> Iterator[CurveFinding]:
+def find_zeros(
+    series: Sequence[MetricSeries], at_least: int, *, cause: str = STANDS_STILL, reason: str | None = None
+) -> Iterator[CurveFinding]:
     """Curves on the lines of a log that are 0 wherever they are reported."""
     for item in series:
         if len(item.values) >= at_least and not any(item.values):
-            yield CurveFinding(STANDS_STILL, item, 0, reason)
+            yield CurveFinding(cause, item, 0, reason)
 
 
 def find_unlearned(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:

@@ -629,3 +629,12 @@ def test_losses_that_recur_in_every_epoch_show_that_no_weight_changes():
     explanation = explain(["".join(lines).encode()])
     assert explanation.cause == "loss-stands-still" and "repeats" in explanation.summary
     assert explain(["".join([*lines[:21], "Epoch 3, step 21, loss: 0.8\n"]).encode()]).cause == "healthy"
+
+
+def test_losses_of_zero_beside_an_evaluation_that_is_nan_are_nan():
+    zeros = "{'loss': 0.0, 'learning_rate': 1e-07, 'epoch': 0.01}\n" * 6
+    assert explain([zeros.encode()]).cause == "loss-stands-still"
+    assert (
+        explain([f"{zeros}{{'eval_loss': nan, 'eval_runtime': 23.1, 'epoch': 0.01}}\n{zeros}".encode()]).cause
+        == "loss-nan"
+    )

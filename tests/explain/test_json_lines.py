@@ -97,6 +97,14 @@ def test_steps_and_losses_in_messages_are_progress():
     assert (read(text).progress.steps, read(text).progress.last_loss) == (5, 2.4)
 
 
+def test_a_line_in_a_field_data_beside_the_name_of_its_pipe_is_read():
+    lines = [
+        json.dumps({"event": "line", "data": f"[rank1]: {line}\n", "pipe": "stderr"}) for line in TRACEBACK.splitlines()
+    ]
+    explanation = explain(["\n".join(lines).encode()])
+    assert (explanation.cause, explanation.rank) == ("user-code-exception", 1)
+
+
 def notebook(*outputs, **cell):
     cells = [{"cell_type": "markdown", "source": ["RuntimeError: CUDA out of memory"]}]
     cells += [{"cell_type": "code", "source": ["raise MemoryError"], "outputs": [output], **cell} for output in outputs]

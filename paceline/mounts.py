@@ -1,7 +1,9 @@
-"""The mounted file systems of this process, as /proc/self/mountinfo lists them (Linux, proc_pid_mountinfo(5))."""
+"""The file systems that this process has mounted, as Linux lists them (proc_pid_mountinfo(5)), and the space on them."""
 
 import re
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,3 +32,11 @@ def read_mounts(root: Path = Path("/")) -> Iterator[Mount]:
         fields, (filesystem, _, own) = left.split(" "), right.split(" ", 2)
         folder, point = (ESCAPED.sub(lambda match: chr(int(match[1], 8)), field) for field in fields[3:5])
         yield Mount(fields[2], folder, point, filesystem, frozenset([*fields[5].split(","), *own.split(",")]))
+
+
+def free_space(directory: Path) -> int | None:
+    """Returns the free bytes for a folder that exists or will be made; None where its parent is gone too."""
+    for place in (directory, directory.parent):
+        with suppress(OSError):
+            return shutil.disk_usage(place).free
+    return None

@@ -52,8 +52,10 @@ def culprit_rank(
     named = {rank_in_text(other) for other in same_cause} - {None}
     if len(named) == 1:
         return named.pop()
-    same_error = [other for other in same_cause if shape_of(other.record.text) == shape_of(event.record.text)]
-    ranks = [other.record.rank for other in (event, *same_error) if other.record.rank is not None]
+    records = [event.record, *(other.record for other in same_cause)]
+    if event.record.rank is not None:  # other errors of the same cause have causes of their own
+        records = [record for record in records if shape_of(record.text) == shape_of(event.record.text)]
+    ranks = [record.rank for record in records if record.rank is not None]
     blamed = rank_blamed_by_launcher(logs)
     if ranks and (blamed is None or len({*ranks}) == 1):
         return ranks[0]  # else the launcher knows which of them ended first

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.explain.explanation import SUPERVISOR_CAUSES, Evidence, Explanation
 from paceline.explain.verdict import HEALTHY
-from paceline.model.publish import free_space
+from paceline.mounts import free_space
 from paceline.rundir import RunDir, is_locked, is_script_run
 
 DISK_FULL, STOPPED, SUPERVISOR_LOST = "disk-full", "keyboard-interrupt", "supervisor-lost"

@@ -40,7 +40,8 @@ from paceline.launch.gather import (
 from paceline.launch.script_copy import PREFIX, ScriptCopy
 from paceline.launch.stacks import inspect_ranks, rank_processes
 from paceline.model.manifest import MANIFEST, read_manifest, step_folders
-from paceline.model.publish import free_space, prune
+from paceline.model.publish import prune
+from paceline.mounts import free_space
 from paceline.rundir import RunDir, RunInUse, lock_run, write_atomic
 
 TICK_S, LOOK_S = 0.1, 0.2  # between two rounds, and two looks at what the ranks have written

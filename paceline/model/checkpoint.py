@@ -28,13 +28,13 @@ from paceline.model.publish import (
     NoSpace,
     PendingSave,
     explained,
-    free_space,
     give_up,
     prune,
     publish,
     shard_name,
     write_part,
 )
+from paceline.mounts import free_space
 
 # between checks for space after a save that found none; doubled by each further failure
 CHECK_S, LONGEST_CHECK_S = 2.0, 300.0

@@ -30,6 +30,7 @@ from paceline.model.manifest import (
     tensor_entry,
     write_shard,
 )
+from paceline.mounts import free_space
 from paceline.rundir import NO_SPACE, RunDir, unwritable_file, utc_now, write_atomic
 from paceline.units import format_bytes
 
@@ -203,14 +204,6 @@ def no_space(save: PendingSave, who: str, *, num_bytes: int | None, host: str = 
         free_bytes=free_bytes,
         host=host or None,
     )
-
-
-def free_space(directory: Path) -> int | None:
-    """Returns the free bytes for a folder that exists or will be made; None where its parent is gone too."""
-    for place in (directory, directory.parent):
-        with suppress(OSError):
-            return shutil.disk_usage(place).free
-    return None
 
 
 def _collect(save: PendingSave, *, deadline_s: float) -> list[dict[str, Any]]:

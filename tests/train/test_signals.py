@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -106,7 +107,7 @@ def test_ctrl_c_saves_ends_with_130_and_shows_how_to_resume(disturbed):
     step = events(disturbed.run, "stopped")[0]["step"]
     assert saved[-1] == step and saved.count(step) == 1
     assert f"checkpoint at step {step}" in output
-    assert output.rstrip().endswith(f"paceline resume {disturbed.run}")
+    assert output.rstrip().endswith(f"paceline resume {shlex.quote(str(disturbed.run))}")
 
 
 def test_the_warning_of_a_batch_system_saves_and_ends_with_130(disturbed):
@@ -146,7 +147,7 @@ def test_a_preemption_notice_saves_ends_with_130_and_resumes_to_the_same_bits(sh
     assert f"stopping on the notice file {notice}, {stopping['seconds_left']} s left: saving a checkpoint" in output
     step = events(running.run, "stopped")[0]["step"]
     assert saved_steps(running.run)[-1] == step < STEPS
-    assert output.rstrip().endswith(f"paceline resume {running.run}")
+    assert output.rstrip().endswith(f"paceline resume {shlex.quote(str(running.run))}")
     shop.resume(running.run, preempt_file=notice)  # the old notice is no notice for the new command
     assert final_bits(running.run) == final_bits(unbroken)
 
@@ -169,7 +170,7 @@ def test_a_signal_to_one_worker_alone_ends_all_at_one_step_and_is_no_failure(sho
     os.kill(running.workers[1], signum)
     output = running.end()
     assert running.process.returncode == 130, output
-    assert output.rstrip().endswith(f"next    paceline resume {running.run}")
+    assert output.rstrip().endswith(f"next    paceline resume {shlex.quote(str(running.run))}")
     [stopped] = events(running.run, "stopped")
     assert steps_of(running.run)[-1] == stopped["step"] < STEPS
     shop.resume(running.run)

@@ -327,9 +327,12 @@ def constant_tail(values: Sequence[float]) -> int | None:
 
 
 def repeats_epochs(values: Sequence[float]) -> bool:
-    """Whether a curve repeats its first values to its end, of which the later are no lower: a second run's would be."""
+    """Whether a curve repeats its first values to its end, of which the later are no lower: a second run's would be.
+
+    Exactly two equal halves are a log that was written twice.
+    """
     for period in range(MIN_PERIOD, len(values) - MIN_PERIOD + 1):
-        if values[period] == values[0] and values[period:] == values[:-period]:
+        if values[period] == values[0] and len(values) != 2 * period and values[period:] == values[:-period]:
             first, last = values[: period // 2], values[period // 2 : period]
             num_rises = sum(after > before for before, after in pairwise(values[:period]))
             return len({*values}) >= MIN_PERIOD and num_rises >= period / 4 and median(last) > 0.9 * median(first)

@@ -100,7 +100,8 @@ class ForwardedLines:
         ends = [(line, match.end()) for line in sample if (match := start.match(line))]
         line, end = ends[0] if ends else ("", 0)
         text = split_prefix(line).text
-        known = line.rstrip().removesuffix(text)  # it also tells time, rank and host
+        # it also tells time, rank and host; a level of glog stays in the text behind its time
+        known = line.rstrip().removesuffix(text) if line.rstrip().endswith(text) else ""
         if end <= len(known):
             return
         indents = [len(line[end:]) - len(line[end:].lstrip(" ")) for line, end in ends if line[end:].strip()]
@@ -168,7 +169,8 @@ def shared_shape(lines: Sequence[str]) -> str:
     for end in [edge.end() for edge in EDGE.finditer(first[: min(length, MAX_PREFIX)])][::-1]:
         shape = first[:end]
         texts = {text for text in (line[len(shape) :] for line in shapes) if HAS_WORD.search(text)}
-        if len(texts) >= MIN_COMMON and FORWARDER.fullmatch(shape) and not NOT_FORWARDER.search(shape):
+        is_cut = "0:0" in first[end:length]  # before the time that the program itself writes
+        if len(texts) >= MIN_COMMON and not is_cut and FORWARDER.fullmatch(shape) and not NOT_FORWARDER.search(shape):
             return "" if reports_progress(shape) else shape
     return ""
 

@@ -194,7 +194,8 @@ def test_twice_the_ranks_hold_no_more_each(setup):
 @given(setups())
 def test_a_smaller_budget_for_logits_never_needs_more(setup):
     """Once there are several chunks: with one alone, the weight's gradient comes after the copies and not beside them."""
-    assume(chunk_sizes(setup)[0] < setup.num_tokens)
+    while chunk_sizes(setup)[0] >= setup.num_tokens and setup.logits_budget_bytes > 1:
+        setup = replace(setup, logits_budget_bytes=setup.logits_budget_bytes // 2)
     smaller = replace(setup, logits_budget_bytes=setup.logits_budget_bytes // 2)
     assert loss_bytes(smaller)[1] <= loss_bytes(setup)[1]
 

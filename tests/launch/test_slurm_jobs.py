@@ -1,6 +1,7 @@
 """Runs in a real Slurm: slurmctld and two slurmd in network namespaces (tests/slurm_cluster.py)."""
 
 import json
+import os
 import secrets
 import signal
 import statistics
@@ -134,9 +135,12 @@ def test_a_run_is_submitted_followed_warned_requeued_and_done(cluster):
     cluster.wait_for(run.slurm_json.exists)
     (cluster.hosts.folder / "mine.toml").write_text("num_steps = 7\n")
     cluster.wait_for(lambda: step_of(run) > 0)
+    pid = int((run.logs(1) / "0.pid").read_text())
+    os.kill(pid, signal.SIGSTOP)  # so that the steps are not done before the warning comes
     for _ in range(2):  # a second warning must not hurt
         cluster.slurm("scancel", "--signal=USR1", "--batch", str(job_id(run)))
     refused = cluster.paceline("resume", str(run.path))
+    os.kill(pid, signal.SIGCONT)
     output, _ = process.communicate(timeout=slurm_cluster.DEADLINE_S)
     assert process.returncode == 0, output + cluster.logs()
     assert "is in Slurm's job" in refused.stderr

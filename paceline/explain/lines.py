@@ -10,11 +10,14 @@ of metrics, stays as it is.
 """
 
 import codecs
+import csv
 import html
+import io
 import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -110,6 +113,12 @@ TIME_FIELDS = ("time", "timestamp", "@timestamp", "asctime", "ts")
 LEVELS = ("level", "levelname", "severity", "log.level", "lvl")
 SHOWN_LEVEL = re.compile(r"(?i)(?:WARN(?:ING)?|ERROR|CRITICAL|FATAL)$")
 EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b")
+
+CSV_HEADER = re.compile(
+    r'(?:"[\w@. ()/-]{1,60}"|[\w@. ()/-]{1,60})(?:,(?:"[\w@. ()/-]{1,60}"|[\w@. ()/-]{1,60})){1,60}'
+)
+MESSAGE_COLUMNS = ("message", "msg", "@message", "log", "line", "_raw", "textpayload", "jsonpayload.message", "content")
+TIME_COLUMN = re.compile(r"(?i)time|^date$|^ts$")
 
 START_BYTES = 4096  # of a log, which show its encoding
 UNPRINTED = bytes([*range(1, 7), *range(14, 27), *range(28, 32), 127])
@@ -280,10 +289,16 @@ def is_binary(first: bytes) -> bool:
 
 
 def as_text(first: bytes, others: Iterator[bytes]) -> Iterator[bytes]:
-    """Yields what a program printed, of a log in UTF-16, as PowerShell's > writes it, in a notebook, in HTML or in one string."""
+    """
+    Yields what a program printed, of a log in UTF-16 (PowerShell's >), in a notebook, in HTML, in one string, or in CSV, as
+    log viewers export it.
+    """
     chunks = chain([first], others)
     if not is_utf16(first):
-        yield from printed_outputs(b"".join(chunks)) if is_notebook(first) else map(replacement_for(first), chunks)
+        if column := message_column(first):
+            yield from exported_messages(b"".join(chunks), column)
+        else:
+            yield from printed_outputs(b"".join(chunks)) if is_notebook(first) else map(replacement_for(first), chunks)
         return
     is_big = first.startswith(b"\xfe\xff") or (not first.startswith(b"\xff\xfe") and first[:1] == b"\0")
     for text in codecs.iterdecode(chunks, "utf-16-be" if is_big else "utf-16-le", "replace"):
@@ -298,6 +313,31 @@ def replacement_for(first: bytes) -> Callable[[bytes], bytes]:
     elif has_word(first, HTML_QUOTES):
         escapes = {entity: html.unescape(entity.decode()).encode() for entity in HTML_ESCAPES}
     return lambda chunk: reduce(lambda text, pair: text.replace(*pair), escapes.items(), chunk)
+
+
+def message_column(first: bytes) -> str:
+    """The column with the lines of a log in the CSV that starts like this; empty if it is none, such as a table of metrics."""
+    header = first.removeprefix(b"\xef\xbb\xbf").partition(b"\n")[0].decode("utf-8", "replace").strip()
+    if not CSV_HEADER.fullmatch(header):
+        return ""
+    columns = next(csv.reader([header]))
+    if not any(map(TIME_COLUMN.search, columns)):
+        return ""
+    return next((column for column in columns if column.strip().lower() in MESSAGE_COLUMNS), "")
+
+
+def exported_messages(content: bytes, column: str) -> Iterator[bytes]:
+    """Yields the messages of a log viewer's CSV, the oldest first."""
+    rows = csv.DictReader(io.StringIO(content.decode("utf-8-sig", "replace"), newline=""), strict=False)
+    lines, times = [], []
+    with suppress(csv.Error):  # a row longer than the module takes; those before it count
+        for row in rows:
+            lines.append((row[column] or "").rstrip("\r\n"))
+            times.append(next((row[name] or "" for name in row if name and TIME_COLUMN.search(name)), ""))
+    if times and times[0] > times[-1]:
+        lines.reverse()
+    for line in lines:
+        yield line.encode("utf-8", "replace") + b"\n"
 
 
 def is_notebook(first: bytes) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from paceline.errors import PacelineError
 from paceline.explain.event_files import Report, read_event_file, read_wandb_file
 from paceline.explain.explanation import CurveEvidence
+from paceline.explain.lines import START_BYTES, message_column
 from paceline.noise import median
 from paceline.rundir import RunDir, open_file, read_json_lines
 from paceline.units import format_number_of, unix_time
@@ -212,7 +213,13 @@ def number_of(field: Any) -> float | None:
 
 def is_metric_file(path: Path, *, in_folder: bool = False) -> bool:
     """Whether a file's name is one of metrics. in_folder: it was not passed by name, and any CSV file may be any table."""
-    return reader_of(path) is not None and (not in_folder or path.suffix != ".csv" or path.name == "metrics.csv")
+    if path.suffix != ".csv" or path.name == "metrics.csv":
+        return reader_of(path) is not None
+    if in_folder:
+        return False
+    with suppress(OSError), open_file(path) as file:
+        return not message_column(file.readline(START_BYTES))
+    return True  # read_series tells why it cannot be read
 
 
 def reader_of(path: Path) -> Reader | None:

@@ -1,6 +1,8 @@
 """JSON logs: what a program logged is read as it would stand in a plain log."""
 
+import csv
 import html
+import io
 import json
 
 import pytest
@@ -8,6 +10,7 @@ from log_samples import OOM, TRACEBACK, exceptions, raised, read
 
 from paceline.explain.lines import unwrap_json
 from paceline.explain.run_folder import explain
+from paceline.explain.series import is_metric_file
 
 BUG = "ValueError: sample 1841 has 3 fields"
 STRUCTLOG_ERROR = [
@@ -142,3 +145,27 @@ def test_a_table_of_losses_in_a_notebook_is_progress():
 def test_a_log_in_one_string_or_in_html_is_read_as_it_was(rewrite):
     explanation = explain([rewrite(f"step 1 loss 2.0\n{TRACEBACK}\n").encode()])
     assert (explanation.cause, explanation.step) == ("user-code-exception", 1) and BUG in explanation.summary
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+@pytest.mark.parametrize("header", ["timestamp,message", '"Time","host","Line"', "_time,_raw,source"])
+def test_a_log_that_a_viewer_exported_as_csv_is_a_log(tmp_path, header, newest_first):
+    lines = ["step 1 loss 3.5", *OOM.splitlines()]
+    columns = header.replace('"', "").lower().split(",")
+    rows = []
+    for second, line in enumerate(lines):
+        row = {"timestamp": f"2026-11-20T10:00:{second:02d}Z", "host": "n1", "source": "train"}
+        row |= {"time": row["timestamp"], "_time": row["timestamp"], "message": line, "line": line, "_raw": line}
+        rows.append([row[column] for column in columns])
+    file = io.StringIO()
+    csv.writer(file, quoting=csv.QUOTE_ALL).writerows(rows[::-1] if newest_first else rows)
+    path = tmp_path / "export.csv"
+    path.write_text(f"{header}\n{file.getvalue()}")
+    explanation = explain(path)
+    assert explanation.cause == "cuda-oom" and explanation.progress.steps
+
+
+def test_a_table_of_metrics_with_a_time_is_no_exported_log(tmp_path):
+    path = tmp_path / "losses.csv"
+    path.write_text("time,step,loss\n" + "".join(f"{step},{step},{5 / (step + 1)}\n" for step in range(30)))
+    assert is_metric_file(path)

@@ -61,6 +61,7 @@ RECOVERED = (  # what a program does in place of what failed
 )
 IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b|\(ignor(?:ed|ing)\)|^\W*skip(?:ping|ped)?\b"
+    r"|\b(?:is|are|be) expected (?:if|when|as|since|because)\b"
     # of what a launcher looks at, and of the libraries that DeepSpeed tries to link
     rf"|{RECOVERED}|_is_a_lwp: open|select_algorithm\.py\b|^MESA-LOADER|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
 )
@@ -70,6 +71,19 @@ IN_THREAD = re.compile(
 NOT_LOADED = re.compile(r"(?i)could not|cannot|unable|fail|error")
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\]")
 PACKAGE_IMPORT = re.compile(r"(?:site|dist)-packages[/\\].* in <module>$")  # the first frame is the package's own
+REPORTED = re.compile(  # what a program says before an error that it caught
+    r"^.{0,100}?(?:\b(?:ERROR|FATAL)\b[\]) |-]+(?=\S)"
+    r"|(?i:\b(?:error|exception|fail(?:ed|ure)?|crashed|aborted)\b)[^:\n]{0,60}: ?)"
+)
+GOES_ON = re.compile(
+    r"(?i)\bretrying in \d|\b(?:is|are) optional\b|\bwill be disabled\b|^Using .* (?:since|because)\b|\bno out of memory\b"
+)
+MESSAGE_TYPES = ("Error", "RuntimeError", "ValueError", "KeyError", "OSError", "AssertionError")
+PYTHON_MESSAGE = re.compile(  # what Python itself says about a mistake in code, without its type
+    r"(?:\w+ index|\w+) out of range$|(?:float |integer )?(?:division|modulo)\b.* by zero|'\w+' object (?:is not|has no|cannot)"
+    r"|unsupported operand|(?:name|local variable|cannot access local variable) '\w+' |'[\w.-]+'$|module '[\w.]+' has no attribute"
+    r"|(?:not enough|too many) values to unpack|invalid literal for|could not convert string|\S+\(\) (?:got|takes|missing)\b"
+)
 TRACKER = re.compile(r"(?:site|dist)-packages/(?:wandb|tensorboardX?|mlflow|comet_ml|neptune|trackio|clearml|swanlab)/")
 MIN_REPEATS = 5  # of a line about an item that was left out
 PROGRAM_ENDED = re.compile(
@@ -144,6 +158,8 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         is_vague_one = record.kind == "exception" and not CODE_ERROR.match(record.text) and all(map(is_vague, matches))
         if is_vague_one and not is_own:
             matches = guessed(record.text) or matches
+        if record.kind == "line" and matches and all(map(is_vague, matches)):
+            matches = matches_of_message(record.text) or matches
         if ended is not None and record.line > ended and WARNING_LINE.search(record.text):
             matches = [match for match in matches if match[0].id != PEER_DIED]  # ranks leave one after the other
         if record.kind == "line" and (
@@ -191,8 +207,25 @@ def guess_events(records: Sequence[Record]) -> list[Event]:
         Event(record, cause, values, weight, False, (0, record.line), False)
         for record in records
         if record.kind in ("exception", "line")
-        for cause, weight, values in guessed(record.text)
+        for cause, weight, values in (record.kind == "line" and matches_of_message(record.text)) or guessed(record.text)
     ]
+
+
+def matches_of_message(text: str) -> list[tuple[Cause, float, dict[str, str]]]:
+    """What a line shows if it is an exception's message without its type, as `print(f"Training failed: {error}")` writes it."""
+    if WARNING_LINE.search(text) or IGNORABLE.search(text) or GOES_ON.search(text):
+        return []
+    catalogue = load_catalogue()
+    inner = REPORTED.sub("", text, count=1)
+    message = REPORTED.sub("", inner, count=1)
+    typed = [f"{name}: {words}" for words in dict.fromkeys((message, inner, text)) for name in MESSAGE_TYPES]
+    matches = [match for text in typed for match in catalogue.match(text, "exception") if match[0].id != FALLBACK]
+    if message == text:  # nothing says that it reports an error
+        matches = [match for match in matches if not is_vague(match)]
+    elif PYTHON_MESSAGE.match(message):
+        matches.append((catalogue.causes[FALLBACK], GUESS, {}))
+    best = max((weight for _, weight, _ in matches), default=0.0)
+    return [(cause, weight * ERROR_LINE, values) for cause, weight, values in matches if weight == best][:1]
 
 
 def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:

@@ -19,6 +19,7 @@ from paceline.explain.matches import PEER_DIED, WAITING, WARNING_LINE, Event
 TIMEOUTS = {DESYNC, FIRST_TRANSFER}
 ABORT = "native-abort"
 CRASHES = {ABORT, "sigsegv"}  # also how a process goes down after a Python exception, while its threads are torn down
+JOB_ENDS = {"slurm-time-limit", "slurm-cancelled"}  # what the scheduler writes once all ranks are gone
 NEAR = 0.12  # of scores that differ by less the first event wins
 MAX_COMPARED = 32  # events of one kind that an event of another log is compared with
 
@@ -126,6 +127,8 @@ def can_follow(event: Event, other: Event) -> bool:
 def is_root(event: Event, other: Event) -> bool:
     """Which of two events that can each follow from the other came first; on different ranks, which is not a lost peer."""
     if event.record.rank is not None and event.record.rank == other.record.rank and event.place[0] == other.place[0]:
+        return event.place[1] <= other.place[1]
+    if event.place[0] == other.place[0] and {event.cause.id, other.cause.id} & JOB_ENDS:
         return event.place[1] <= other.place[1]
     follows, other_follows = event.cause.follows is True, other.cause.follows is True
     if follows and event.cause.id != ABORT and not isinstance(other.cause.follows, bool):

@@ -17,6 +17,7 @@ from paceline.explain.matches import (
     WARNING_LINE,
     last_progress_line,
     left_program_running,
+    matches_of_message,
 )
 from paceline.explain.run_bounds import shape_of
 from paceline.explain.tracebacks import IGNORED
@@ -113,7 +114,7 @@ def is_trouble(text: str, *, at_end: bool = False) -> bool:
     text = split_prefix(text).text[:MAX_WORDS]
     if at_end and STACK_FRAME.search(text):
         return True
-    has_word = TROUBLE.search(text) or (at_end and TROUBLE_AT_END.search(text))
+    has_word = TROUBLE.search(text) or (at_end and (TROUBLE_AT_END.search(text) or matches_of_message(text)))
     return bool(has_word) and not is_harmless(text) and not WARNING_LINE.search(text)
 
 

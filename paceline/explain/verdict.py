@@ -72,9 +72,10 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         if progress.nan_line is not None:
             return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
         errors = [record for log in logs if not log.progress.finished for record in last_errors(log)]
-        unexplained = unexplained or errors
         trouble = [] if progress.finished else [Record("line", text, line) for line, text in trouble_at_end(logs)]
-        candidates = guess_events([*unexplained, *trouble])
+        known = {id(event.record) for event in fatal}  # and survived
+        candidates = guess_events([*unexplained, *(error for error in errors if id(error) not in known), *trouble])
+        unexplained = unexplained or errors
     if not candidates:
         return explain_unknown(logs, unexplained, progress) if unexplained else explain_quiet(logs, progress, values)
     if exit_record := silent_exit(candidates, unexplained):

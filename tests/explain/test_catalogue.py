@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from paceline.explain.catalogue import FIXERS, RETRIES, format_page, load_catalogue, make_catalogue
+from paceline.explain.matches import matches_of_message
+from paceline.explain.run_folder import explain
 from paceline.explain.sentences import PLACEHOLDER, fill_template
+from paceline.explain.signs_of_trouble import is_harmless
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "causes.md"
@@ -27,6 +30,7 @@ RECORD_VALUES = {
 ENTRY = {"id": "a", "group": "G", "title": "A", "summary": "it broke", "fix": "repair it", "why": "it is broken"}
 CASES = [(cause, fix) for cause in CAUSES for fix in cause.fixes]
 SHOWN_CASES = tomllib.loads((HERE / "fixes.toml").read_text(encoding="utf-8"))["fix"]
+TYPE = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception): ")
 CURVES = "Curves"  # the group of causes that no line of a log shows
 CURVE_VALUES = {"series", "step", "value", "last_step", "last_value", "reason"}
 
@@ -44,6 +48,30 @@ def test_a_known_wording_shows_its_cause_first(wording):
 def test_a_line_of_a_healthy_run_shows_nothing_that_ends_a_run(wording):
     matches = CATALOGUE.match(wording["text"], wording["kind"])
     assert [cause.id for cause, _, _ in matches if cause.severity == "fatal"] == []
+
+
+@pytest.mark.parametrize(
+    "line", ["Training failed: {}", "2026-11-20 10:00:00,123 - ERROR - {}", "❌ Error in epoch 3: {}"]
+)
+def test_the_message_of_an_exception_that_a_program_caught_and_printed_shows_its_cause(line):
+    """A few messages say too little without their type, such as KeyError's."""
+    messages = {
+        TYPE.sub("", wording["text"]): wording["cause"]
+        for wording in SHOWN
+        if wording["kind"] == "exception" and TYPE.match(wording["text"])
+    }
+    answers = {
+        message: explain([f"step 1 loss 2.3\nstep 2 loss 2.1\n{line.format(message)}\n".encode()]).cause
+        for message in messages
+    }
+    wrong = [(message, answers[message]) for message, cause in messages.items() if answers[message] != cause]
+    assert len(wrong) <= len(messages) / 12, wrong
+    assert sum(cause == "healthy" for _, cause in wrong) <= 1
+
+
+@pytest.mark.parametrize("wording", HARMLESS, ids=wording_id)
+def test_a_line_of_a_healthy_run_is_no_message_of_an_exception(wording):
+    assert is_harmless(wording["text"]) or matches_of_message(wording["text"]) == []
 
 
 def test_every_cause_that_a_log_can_show_is_tested_on_at_least_two_wordings():

@@ -922,3 +922,17 @@ def test_gradients_of_zeros_are_the_cause_although_the_run_goes_on_to_its_end():
         explanation = verdict(text)
         assert explanation.cause == "fp4-gradients-zero" and "2.20" in explanation.fix
         assert len(explanation.evidence) == 1
+
+
+def test_what_a_scheduler_ends_hours_after_a_rank_was_killed_is_not_the_cause():
+    killed = (
+        "slurmstepd-n1: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.\n"
+    )
+    timeout = (
+        "[rank0]:[E913 02:03:34.22 ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL("
+        "SeqNum=9, OpType=ALLREDUCE, NumelIn=1536, NumelOut=1536, Timeout(ms)=600000) ran for 600023 milliseconds\n"
+    )
+    ended = "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2025-09-15T03:36:24 DUE TO TIME LIMIT ***\n"
+    log = STEPS + killed + "srun: error: n1: task 2: Out Of Memory\n" + timeout + ended
+    assert verdict(log).cause == "host-oom-killed" and verdict(log).rank == 2
+    assert verdict(STEPS + ended).cause == "slurm-time-limit"

@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 from itertools import pairwise
 
 from paceline.explain.collectives import STATUS, CollectiveHang
-from paceline.explain.explanation import Record
+from paceline.explain.explanation import RECORDED, Record
 from paceline.explain.log import Log
 from paceline.explain.matches import PROGRAM_ENDED, WAITING, Event
 from paceline.explain.reader import BANNER_RANK
@@ -149,6 +149,9 @@ def world_size(logs: Sequence[Log]) -> int:
 
 def rank_blamed_by_launcher(logs: Sequence[Log]) -> int | None:
     """The rank that a launcher reports as the first that failed."""
+    ends = (record for log in logs for record in log.records if record.source == RECORDED)
+    if ended := [record.rank for record in ends if record.kind in ("exit", "signal") and record.rank is not None]:
+        return ended[0]  # the supervisor lists the root first
     in_root_cause = False
     pids: dict[str, int] = {}
     first: int | None = None

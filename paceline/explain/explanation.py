@@ -36,6 +36,9 @@ TABLE_COLUMNS = 7
 RED, GREEN, RESET = "\x1b[1;31m", "\x1b[32m", "\x1b[0m"
 
 
+RECORDED = "events.jsonl"  # the source of records of how ranks ended, which the supervisor wrote
+
+
 @dataclass(frozen=True)
 class Record:
     """One event of one rank: an exception with its traceback, a line that reports an error, a signal or an exit."""

@@ -64,6 +64,7 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|\b(?:is|are|be) expected (?:if|when|as|since|because)\b"
     # of what a launcher looks at, and of the libraries that DeepSpeed tries to link
     rf"|{RECOVERED}|_is_a_lwp: open|select_algorithm\.py\b|^MESA-LOADER|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
+    r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
 IN_THREAD = re.compile(
     r"threading\.py\", line \d+,? in _bootstrap"
@@ -102,6 +103,10 @@ OWN_CALL = re.compile(
     r"TypeError: [a-z_]\w*\(\) got an unexpected keyword argument|AttributeError: '\w+' object has no attribute '_[a-z]"
     r"|ImportError: cannot import name '[^']+' from '[^']+' "
     r"\((?!unknown location|.*(?:site-packages|dist-packages|/lib/python))[^)\n]+\)$"
+)
+NAMED_EXCEPTION, OWN_CLASS_WEIGHT = (
+    re.compile(r"(?!SystemExit|KeyboardInterrupt|\w*Warning)(?:\w+\.)*[A-Z]\w+(?::|$)"),
+    0.3,
 )
 CHILD_START = re.compile(r"\bsubprocess\.py\", line \d+, in _execute_child$")
 NO_PROGRAM, TOOL_WEIGHT = re.compile(r"FileNotFoundError: \[Errno 2\] .*: '(?P<tool>[^']+)'"), 0.9
@@ -153,6 +158,8 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         if is_own:
             matches = [match for match in matches if match[0].id not in NOT_OWN]
             matches = matches or [(load_catalogue().causes[FALLBACK], GUESS, {})]
+        if not matches and NAMED_EXCEPTION.match(record.text) and ended_program(record):  # a class of the user's own
+            matches = [(load_catalogue().causes[FALLBACK], OWN_CLASS_WEIGHT, {})]
         if len(matches) > 1:
             matches = [match for match in matches if match[0].id != FALLBACK]
         is_vague_one = record.kind == "exception" and not CODE_ERROR.match(record.text) and all(map(is_vague, matches))

@@ -282,7 +282,8 @@ class LogParser:
         if line.rank is not None and len(self._run.ranks) < MAX_RANKS:
             self._run.ranks.add(line.rank)
         progress_lines = self._run.progress.lines
-        if not progress_lines or number >= progress_lines[-1][0]:  # late lines stand before progress already read
+        is_new = not progress_lines or number >= progress_lines[-1][0]  # late lines stand before progress already read
+        if is_new and not self._tracebacks.is_source(line):
             self._add_progress(number, line, bar)
         if BANNER_TRACEBACK.match(line.text) and self._banner_rank is not None:
             line = replace(line, rank=self._banner_rank, host=self._banner_host)

@@ -10,12 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.explain.explanation import SUPERVISOR_CAUSES, Evidence, Explanation
+from paceline.explain.explanation import RECORDED, SUPERVISOR_CAUSES, Evidence, Explanation
 from paceline.explain.verdict import HEALTHY
 from paceline.mounts import free_space
 from paceline.rundir import RunDir, is_locked, is_script_run
 
 DISK_FULL, STOPPED, SUPERVISOR_LOST = "disk-full", "keyboard-interrupt", "supervisor-lost"
+PREEMPTED, KILLED, PEER_DIED, UNKNOWN = "preempted-sigterm", "killed-from-outside", "peer-died", "unknown"
+AFTERMATH = {
+    PREEMPTED,
+    PEER_DIED,
+    "terminal-hangup",
+}  # what workers and their launcher write when the supervisor is gone
+OUTSIDE_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE", "SIGXCPU"}
 FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any output
 HANG_LINES = ("mark:", "State:", "File ")  # of hangs/<attempt>/<rank>.txt
 
@@ -31,26 +38,29 @@ def apply_recorded_end(
         fields: dict[str, Any] = {name: verdict.get(name) for name in names}
         evidence = hang_evidence(run, attempt, fields["rank"]) if fields["cause"] == "hang" else ()
         return replace(explanation, **fields, also=(), evidence=(*evidence, *explanation.evidence))
-    ended = find_last(events, "attempt_ended")
-    if ended.get("state") == "interrupted" and find_last(events, "stopping").get("signal") == "SIGINT":
-        summary = "the run was stopped on request, with Ctrl-C or paceline stop (SIGINT)"
+    ended, stopping = find_last(events, "attempt_ended"), find_last(events, "stopping")
+    if ended.get("state") == "interrupted" and (stopping.get("signal") == "SIGINT" or stopping.get("reason")):
+        cause, summary = STOPPED, "the run was stopped on request, with Ctrl-C or paceline stop (SIGINT)"
+        if reason := stopping.get("reason"):
+            cause, summary = PREEMPTED, f"the run was stopped because its time was over: {reason}"
         fix = f"nothing is broken: {next_command(run)}"
         return Explanation(
-            STOPPED, confidence=1.0, step=explanation.progress.last_step, summary=summary, fix=fix,
-            evidence=tuple(item for item in explanation.evidence if item.source == "events.jsonl"),
+            cause, confidence=1.0, step=explanation.progress.last_step, summary=summary, fix=fix,
+            evidence=tuple(item for item in explanation.evidence if item.source == RECORDED),
             progress=explanation.progress, notes=explanation.notes,
         )  # fmt: skip
     start = find_last(events, "attempt")
-    shows_end = ended or find_last(events, "finished") or explanation.shows_failure or explanation.progress.finished
+    shows_failure = explanation.shows_failure and explanation.cause not in AFTERMATH
+    shows_end = ended or find_last(events, "finished") or shows_failure or explanation.progress.finished
     if start and not shows_end and run.lock.exists() and not is_locked(run):  # nobody runs it any more
         explanation = explain_full_disk(explanation, run, events)
-        if not explanation.shows_failure:
+        if not explanation.shows_failure or explanation.cause in AFTERMATH:
             summary, fix = lost_supervisor_texts(start["attempt"], start.get("head"))
             fix = f"{fix}; {next_command(run)}"
             facts: dict[str, Any] = {"host": start.get("head"), "confidence": 0.9, "summary": summary, "fix": fix}
             explanation = replace(explanation, cause=SUPERVISOR_LOST, also=(), **facts)
         return explanation
-    return explain_own_exit(explanation, run, attempt)
+    return explain_own_exit(explanation, run, events, attempt)
 
 
 def find_last(events: Sequence[Mapping[str, Any]], *kinds: str) -> Mapping[str, Any]:
@@ -98,7 +108,7 @@ def explain_full_disk(
         summary = f"{where} is full: nothing could be written"
         return replace(explanation, cause=DISK_FULL, summary=summary, fix=fix, confidence=0.9)
     save = find_last(events, "save_failed", "checkpoint")
-    is_silent = all(item.source == "events.jsonl" for item in explanation.evidence[:1])
+    is_silent = all(item.source == RECORDED for item in explanation.evidence[:1])
     if save.get("event") == "save_failed" and is_silent:
         where = f"the disk of {save['host']}" if save.get("host") else "the disk of the run folder"
         summary = f"{where} had no room for the checkpoint of step {save.get('step')}"
@@ -120,14 +130,34 @@ def lost_supervisor_texts(attempt: int, head: str | None) -> tuple[str, str]:
     )
 
 
-def explain_own_exit(explanation: Explanation, run: RunDir, attempt: int) -> Explanation:
-    """Gives a rank that ended itself without an error a fix that applies: the run already has one log per rank."""
-    first = next(iter(explanation.evidence), None)
-    if explanation.cause != "unknown" or first is None or first.source != "events.jsonl" or first.rank is None:
+def explain_own_exit(
+    explanation: Explanation, run: RunDir, events: Sequence[Mapping[str, Any]], attempt: int
+) -> Explanation:
+    """Explains the first rank that a signal ended of which no log tells, or that ended itself without an error."""
+    ends = [event for event in events if event.get("event") == "rank_failed" and not event.get("consequence")]
+    first = ends[0] if ends else {}
+    rank, signal, code = first.get("rank"), first.get("signal"), first.get("exit_code")
+    if rank is None or find_last(events, "stopping"):
         return explanation
-    label, _, code = first.text.partition(": ")
-    if label != "exitcode":
+    log = run.rank_log(attempt, rank)
+    if signal in OUTSIDE_SIGNALS and explanation.cause in {UNKNOWN, STOPPED, *AFTERMATH}:
+        num_alike = sum(event.get("signal") == signal for event in ends[1:])
+        others = f", as were {num_alike} others" if num_alike else ", which was sent to it alone"
+        summary = f"rank {rank} was ended by {signal}{others}"
+        place = f" on {first['host']}" if first.get("host") else ""
+        senders = f"a script that ends processes by name, another user, a batch system (`journalctl -e`{place})"
+        fix = f"find out who sent it: {senders}, or the program itself (the end of {log}); {next_command(run)}"
+        return replace(explanation, cause=KILLED, also=(), rank=rank, summary=summary, fix=fix)
+    quoted = next((item.source for item in explanation.evidence), None) or ""
+    if (
+        code is None
+        or explanation.cause not in (UNKNOWN, PEER_DIED)
+        or quoted not in (RECORDED, str(run.launch_log(attempt)))
+    ):
         return explanation
-    summary = f"rank {first.rank} ended itself with exit code {code}, and its log shows no error that is known"
-    fix = f"read the end of its log, {run.rank_log(attempt, first.rank)}, and find where the program exits with {code}"
-    return replace(explanation, summary=summary, fix=fix)
+    message = str(first.get("message") or "").removeprefix(f"exit code {code}").lstrip(", ")
+    summary = f"rank {rank} ended itself with exit code {code}, and its log shows no error that is known"
+    fix = f"read the end of its log, {log}, and find where the program exits with {code}"
+    return replace(
+        explanation, cause=UNKNOWN, rank=rank, summary=f"{summary}; {message}" if message else summary, fix=fix
+    )

@@ -12,9 +12,10 @@ from dataclasses import replace
 from paceline.explain.blame import ranks_of_job
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, read_hang
-from paceline.explain.explanation import Record
+from paceline.explain.explanation import RECORDED, Record
 from paceline.explain.log import Log
 from paceline.explain.matches import PEER_DIED, WAITING, WARNING_LINE, Event
+from paceline.explain.run_bounds import ended_program
 
 TIMEOUTS = {DESYNC, FIRST_TRANSFER}
 ABORT = "native-abort"
@@ -54,8 +55,8 @@ OF_ITS_OWN = frozenset(
     {"cuda-oom", "shape-mismatch", "dtype-mismatch", "device-mismatch", "keyboard-interrupt", "disk-full"}
 )
 SURVIVED = frozenset({
-    "compile-failure", "hub-offline", "import-error", "rate-limited", "service-unreachable", "system-tool-missing",
-    "version-mismatch", "wandb-login",
+    "abi-mismatch", "compile-failure", "hub-offline", "import-error", "rate-limited", "service-unreachable",
+    "shared-library-missing", "system-tool-missing", "version-mismatch", "wandb-login",
 })  # fmt: skip
 
 
@@ -73,11 +74,22 @@ def find_roots(candidates: Sequence[Event], hang: CollectiveHang | None) -> list
         by_kind.clear()
     some = [event for events in by_kind.values() for event in events[:MAX_COMPARED]]
     roots = [event for event in candidates if not is_consequence(event, [*by_log[event.place[0]], *some])]
-    if any(event.cause.id in OF_ITS_OWN and event.record.kind == "exception" for event in roots):
+    if any(
+        event.record.kind == "exception" and (event.cause.id in OF_ITS_OWN or ended_program(event.record))
+        for event in roots
+    ):
         roots = [event for event in roots if not (event.cause.id in SURVIVED and event.record.kind == "line")]
     if hang is not None and hang.cause == FIRST_TRANSFER:  # DDP's check of the models is only the first one to wait
         roots = [event for event in roots if not DDP_CHECK.search(event.record.text)]
     return roots or list(candidates)
+
+
+def without_consequences(roots: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
+    """The roots but for exceptions of ranks that failed only after another one, as was recorded; all if none is left."""
+    ends = [record for log in logs for record in log.records if record.source == RECORDED]
+    followed = {record.rank for record in ends if record.kind == "banner"}
+    kept = [event for event in roots if not (event.record.kind == "exception" and event.record.rank in followed)]
+    return kept or list(roots)
 
 
 def choose_culprit(events: Sequence[Event], blamed: int | None) -> Event:

@@ -43,6 +43,7 @@ from paceline.explain.evidence import (
 )
 from paceline.explain.explanation import (
     KERNEL_LOG,
+    RECORDED,
     Evidence,
     Explanation,
     LogProgress,
@@ -118,7 +119,9 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     logs = [
         *read_files([*(path for path in logs_here if path not in far_logs), *error_files]),
         *(log for path, host in far_logs.items() if path.exists() for log in [read_host_log(path, host)]),
-        exit_log(events),
+        exit_log(
+            (number, event) for number, event in enumerate(all_events, 1) if event.get("attempt") in (None, attempt)
+        ),
         progress_log(run, events),
         *system_logs(samples, start.get("pids") or (), hosts, far_hosts),
         *flight_recorder_logs(run, attempt, events),
@@ -152,17 +155,20 @@ def run_values(run: RunDir) -> dict[str, str]:
     return {**half, **({"script": str(run.config_toml)} if "command" in config else {"run": str(run.path)})}
 
 
-def exit_log(events: Sequence[Mapping[str, Any]]) -> Log:
-    """How each rank ended, in the form of a launcher's report; an end that is a consequence counts as forwarded."""
+def exit_log(events: Iterable[tuple[int, Mapping[str, Any]]]) -> Log:
+    """How each rank ended, in the form of a launcher's report; an end that is a consequence counts as forwarded.
+
+    events: each with the number of its line.
+    """
     records = []
-    for event in events:
+    for number, event in events:
         if event.get("event") == "rank_failed":
             code, signal = event.get("exit_code"), event.get("signal")
             text = f"exitcode: {code}" if signal is None else f"terminated by signal {signal}"
             kind: RecordKind = "banner" if event.get("consequence") else "exit" if signal is None else "signal"
-            records.append(Record(kind, text, 1, rank=event.get("rank"), source="events.jsonl"))
+            records.append(Record(kind, text, number, rank=event.get("rank"), source=RECORDED))
         elif event.get("event") == "stopping" and event.get("signal"):
-            records.append(Record("signal", f"Received signal {event['signal']}", 1, source="events.jsonl"))
+            records.append(Record("signal", f"Received signal {event['signal']}", number, source=RECORDED))
     return Log(records=tuple(records))
 
 
@@ -213,7 +219,7 @@ def correct_kill(
     explanation: Explanation, events: Sequence[Mapping[str, Any]], values: Mapping[str, str]
 ) -> Explanation:
     """A bare SIGKILL usually means that memory ran out; if the kernel log has no such kill, it came from outside the run."""
-    if explanation.cause != HOST_MEMORY or any(item.source != "events.jsonl" for item in explanation.evidence):
+    if explanation.cause != HOST_MEMORY or any(item.source != RECORDED for item in explanation.evidence):
         return explanation
     times = [parse_time(event["time"]) for event in events if "time" in event]
     if not times or has_oom_kill(times[0], times[-1]) is not False:

@@ -121,6 +121,13 @@ class TracebackReader:
         """Whether an error is not complete."""
         return bool(self._open)
 
+    def is_source(self, line: LogLine) -> bool:
+        """Whether a line is the source of the frame above it."""
+        error = self._open.get(line.stream)
+        if error is None or not error.frames or error.message or error.source:
+            return False
+        return len(line.text) - len(line.text.lstrip()) > error.indent
+
     def end_message(self, stream: str) -> list[Record]:
         """Completes a stream's error whose message has begun."""
         error = self._open.get(stream)

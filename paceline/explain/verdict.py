@@ -25,7 +25,14 @@ from paceline.explain.matches import (
     unexplained_failures,
 )
 from paceline.explain.reader import INCOMPLETE, NOT_TEXT
-from paceline.explain.roots import apply_hang, choose_culprit, find_hang, find_roots, silent_exit
+from paceline.explain.roots import (
+    apply_hang,
+    choose_culprit,
+    find_hang,
+    find_roots,
+    silent_exit,
+    without_consequences,
+)
 from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.sentences import clean_values, fill_template, format_fix, frame_values, template_values
 from paceline.explain.signs_of_trouble import LAST_CHECKED, ends_well, last_errors, trouble_anywhere, trouble_at_end
@@ -56,8 +63,9 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
     # with one log per rank: the progress of the log with the most steps, with the ends of all
     parts = [log.progress for log in logs]
     longest = max(parts, key=lambda part: (part.steps, part.last_step or 0), default=LogProgress())
-    silent_end = longest.silent_end and all(part.silent_end for part in parts if part.steps)
-    progress = replace(longest, finished=any(part.finished for part in parts), silent_end=silent_end)
+    finished = any(part.finished for part in parts)
+    silent_end = not finished and longest.silent_end and all(part.silent_end for part in parts if part.steps)
+    progress = replace(longest, finished=finished, silent_end=silent_end)
     fatal = [event for event in events if event.cause.severity == "fatal" and event.score >= MIN_SCORE]
     candidates = [event for event in fatal if not event.run_continued]
     unexplained = unexplained_failures(logs, events)
@@ -82,7 +90,7 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         return explain_unknown(logs, [exit_record], progress, consequences=candidates)
     hang = find_hang(candidates, logs, has_steps=progress.steps > 0)
     candidates = apply_hang(candidates, hang)
-    roots = find_roots(candidates, hang)
+    roots = without_consequences(find_roots(candidates, hang), logs)
     culprit = choose_culprit(roots, rank_blamed_by_launcher(logs))
     if culprit.cause.id == DIVERGED and culprit.record.kind == "line" and progress.nan_line is not None:
         return explain_divergence(culprit.cause, progress.nan_line, progress, values)
@@ -107,6 +115,7 @@ def explain_event(
         step = progress.nan_step
     values = {**template_values(culprit, rank=rank, step=step, progress=progress), **values}
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
+    of_rank = [other for other in same_cause if None in (record.rank, other.rank) or record.rank == other.rank]
     evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
     if diverged and len(logs) == 1:
         evidence = (*nan_evidence(progress), *evidence)[:MAX_EVIDENCE]
@@ -128,7 +137,7 @@ def explain_event(
         host=culprit.values.get("host") or record.host,
         line=record.line,
         summary=fill_template(cause.summary, values),
-        fix=format_fix(cause, [record, *same_cause], values),
+        fix=format_fix(cause, [record, *of_rank], values),
         evidence=evidence,
         consequences=make_evidence(consequences, MAX_CONSEQUENCES),
         progress=progress,

@@ -3,7 +3,9 @@
 import os
 
 import pytest
+from log_samples import raised
 
+from paceline.explain.explanation import RECORDED
 from paceline.explain.run_folder import explain_run
 from paceline.rundir import RunDir, append_event, lock_run
 
@@ -44,3 +46,67 @@ def test_a_rank_that_ended_itself_without_an_error_is_looked_up_in_its_own_log(r
     explanation = explain_run(run)
     assert (explanation.cause, explanation.rank) == ("unknown", 1)
     assert str(run.rank_log(1, 1)) in explanation.fix and "exits with 3" in explanation.fix
+
+
+@pytest.mark.parametrize("signal", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize(
+    "printed", ["", "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:21900"]
+)
+def test_a_signal_to_one_rank_is_no_stop_of_the_run(run, signal, printed):
+    with run.rank_log(1, 0).open("a") as log:
+        log.write(printed and raised(0, printed))
+    append_event(run, "rank_failed", attempt=1, rank=1, exit_code=None, signal=signal, message="", consequence=False)
+    append_event(run, "rank_failed", attempt=1, rank=0, exit_code=None, signal="SIGTERM", message="", consequence=True)
+    append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=1)
+    explanation = explain_run(run)
+    assert (explanation.cause, explanation.rank) == ("killed-from-outside", 1)
+    assert explanation.summary == f"rank 1 was ended by {signal}, which was sent to it alone"
+
+
+def test_the_rank_that_was_recorded_as_the_first_to_fail_is_to_blame(run):
+    """torch's launcher lists rank 0 first, which failed while it was stopped, and names its error as the root cause."""
+    for rank, error in enumerate(
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/ckpt.pt'", "Cfg: bad batch")
+    ):
+        with run.rank_log(1, rank).open("a") as log:
+            log.write(raised(rank, error))
+    run.launch_log(1).write_text(
+        "E1127 06:04:26.050000 16210 torch/x.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 16268)\n"
+    )
+    append_event(
+        run,
+        "rank_failed",
+        attempt=1,
+        rank=1,
+        exit_code=1,
+        signal=None,
+        message="ValueError: bad batch",
+        consequence=False,
+    )
+    append_event(run, "rank_failed", attempt=1, rank=0, exit_code=1, signal=None, message="", consequence=True)
+    append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=1)
+    explanation = explain_run(run)
+    assert (explanation.cause, explanation.rank) == ("user-code-exception", 1)
+    assert {item.line for item in explanation.evidence if item.source == RECORDED} <= {2, 3}
+
+
+def test_what_orphaned_workers_write_shows_no_end_of_the_run(run):
+    os.close(lock_run(run))
+    run.launch_log(1).write_text(
+        "E1127 06:04:26.050000 16210 torch/x.py:1002] failed (exitcode: -15) local_rank: 0 (pid: 16268)\n"
+    )
+    assert explain_run(run).cause == "supervisor-lost"
+
+
+def test_a_notice_that_the_time_is_over_is_told(run):
+    append_event(run, "stopping", attempt=1, reason="the notice file /run/notice", seconds_left=20)
+    append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
+    explanation = explain_run(run)
+    assert explanation.cause == "preempted-sigterm" and "the notice file /run/notice" in explanation.summary
+
+
+def test_a_finished_run_does_not_stop_without_a_message(run):
+    append_event(run, "attempt_ended", attempt=1, state="finished", exit_code=0)
+    append_event(run, "finished")
+    explanation = explain_run(run)
+    assert explanation.cause == "healthy" and "the log stops" not in explanation.summary and not explanation.fix

@@ -936,3 +936,31 @@ def test_what_a_scheduler_ends_hours_after_a_rank_was_killed_is_not_the_cause():
     log = STEPS + killed + "srun: error: n1: task 2: Out Of Memory\n" + timeout + ended
     assert verdict(log).cause == "host-oom-killed" and verdict(log).rank == 2
     assert verdict(STEPS + ended).cause == "slurm-time-limit"
+
+
+def test_the_source_line_of_a_frame_reports_no_step():
+    frame = (
+        'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    steps(40, h)\nCfg: bad batch\n'
+    )
+    explanation = verdict("step 1 loss 2.5\nstep 2 loss 2.0\n" + frame)
+    assert (explanation.cause, explanation.step) == ("user-code-exception", 2)
+
+
+def test_a_library_that_could_not_be_loaded_at_the_start_is_not_what_ended_the_program():
+    """transformers imports torchao where it is installed, and torchao prints this on a machine without its GPU."""
+    notice = (
+        "Failed to load /env/site-packages/torchao/_C_mxfp8.so: Could not load this library: /env/torchao/_C_mxfp8.so\n"
+    )
+    other = "RuntimeError: Could not load library libfoo.so: undefined symbol: _ZN3c10\n"
+    assert verdict(notice + raised(None, "IndexError: sample 33 is broken")).cause == "user-code-exception"
+    assert verdict(notice + "loading\n" * 3).cause != "abi-mismatch"
+    assert verdict(raised(None, other)).cause == "abi-mismatch"
+
+
+def test_the_fix_is_of_the_error_of_the_rank_that_is_to_blame():
+    errors = (
+        "ModuleNotFoundError: No module named 'books.reader'",
+        "ImportError: cannot import name 'x' from 'y' (/a/y.py)",
+    )
+    fix = verdict(raised(0, errors[0]) + raised(1, errors[1])).fix
+    assert "books" in fix and "/a/y.py" not in fix

@@ -88,8 +88,8 @@ def without_consequences(roots: Sequence[Event], logs: Sequence[Log]) -> list[Ev
     """The roots but for exceptions of ranks that failed only after another one, as was recorded; all if none is left."""
     ends = [record for log in logs for record in log.records if record.source == RECORDED]
     followed = {record.rank for record in ends if record.kind == "banner"}
-    kept = [event for event in roots if not (event.record.kind == "exception" and event.record.rank in followed)]
-    return kept or list(roots)
+    others = [event for event in roots if not (event.record.kind == "exception" and event.record.rank in followed)]
+    return others or list(roots)
 
 
 def choose_culprit(events: Sequence[Event], blamed: int | None) -> Event:

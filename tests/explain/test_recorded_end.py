@@ -66,7 +66,7 @@ def test_a_signal_to_one_rank_is_no_stop_of_the_run(run, signal, printed):
 def test_the_rank_that_was_recorded_as_the_first_to_fail_is_to_blame(run):
     """torch's launcher lists rank 0 first, which failed while it was stopped, and names its error as the root cause."""
     for rank, error in enumerate(
-        ("FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/ckpt.pt'", "Cfg: bad batch")
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/ckpt.pt'", "ValueError: bad batch")
     ):
         with run.rank_log(1, rank).open("a") as log:
             log.write(raised(rank, error))

@@ -7,7 +7,6 @@ compares the speed with what the links allow. No torch. The figures stay in a fi
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,12 +24,9 @@ from paceline.config import Config
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.cluster import Cluster
-from paceline.launch.env import env_elsewhere
 from paceline.launch.hosts import HostEntry
-from paceline.launch.job import plan_env, plan_launch
-from paceline.launch.supervisor import run_attempt
 from paceline.launch.train import cluster_of
-from paceline.launch.trial import STOP_GRACE_S, session_folder
+from paceline.launch.trial import read_reports, run_session, session_folder
 from paceline.plan.forecast import comm_file
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import Plan, make_plan
@@ -100,7 +96,7 @@ def measure_comm(
     finally:
         if cluster:
             cluster.close()
-    reports = [json.loads((run.path / "comm" / f"{rank}.json").read_text()) for rank in range(plan.world_size)]
+    reports = read_reports(run.path / "comm", plan.world_size)
     links = links_between_hosts(plan, hosts, facts) if cluster else links_between(plan, gpus)
     results = make_results(reports, plan, links, tok_per_sec=tok_per_sec, hosts=hosts)
     results |= {"folder": str(run.path), "seconds": round(time.monotonic() - started, 1)}
@@ -148,20 +144,9 @@ def run_ranks(
                 total = float((run.path / "comm" / "num_operations").read_text())
             progress("testing and timing collectives", heartbeat.step, total)
 
-    outcome = run_attempt(
-        run,
-        command=command,
-        nproc=plan.world_size,
-        env=plan_env(plan, libuv=libuv)[0],
-        settings=env_elsewhere(os.environ, plan_launch(plan, libuv=libuv), ()),
-        cluster=cluster,
-        on_tick=show_progress,
-        hang_after_s=deadline_s,
-        stop_grace_s=STOP_GRACE_S,
-        libuv=libuv,
+    outcome = run_session(
+        run, plan, command, libuv=libuv, cluster=cluster, on_tick=show_progress, hang_after_s=deadline_s
     )
-    if outcome.state == "interrupted":
-        raise KeyboardInterrupt
     if outcome.hang is not None:
         fix = (
             "run paceline comm again; a stopped rank was stopped from outside (Ctrl-Z, a debugger, a frozen container)"

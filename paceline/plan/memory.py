@@ -206,16 +206,13 @@ def _batch_bytes(
     for members, whole in buckets:
         if not members:
             continue
-        algorithm = algorithm_of(optimizer, members[0][0].group)
+        algorithm = algorithm_of(optimizer, members[0][0].group, optimizer_states=optimizer_states)
         shapes = [shape for _, shape in members]
         if not whole:
-            copies = copies_in_batch(algorithm, masters=moves_masters, optimizer_states=optimizer_states)
-            for batch in row_batches(shapes, num_copies=copies) if optimizer_states != "fp32" else ():
+            copies = copies_in_batch(algorithm, masters=moves_masters)
+            for batch in row_batches(shapes, num_copies=copies) if algorithm.codes else ():
                 numels = [(rows.hi - rows.lo) * prod(shapes[rows.number][1:]) for rows in batch]
-                decoded = decoded_bytes(
-                    algorithm, numel=sum(numels), largest=max(numels), optimizer_states=optimizer_states
-                )
-                largest = max(largest, decoded)
+                largest = max(largest, decoded_bytes(algorithm, numel=sum(numels), largest=max(numels)))
             continue
         start = 0
         for count in batch_sizes(shapes, together=not on_cpu):
@@ -224,7 +221,7 @@ def _batch_bytes(
             working = algorithm.working_bytes(shape, count, FP32 if on_cpu else NARROW)
             working -= numel if moves_masters and count > 1 else 0
             # the momentum in fp32; encoding it takes no more than the update itself
-            working += numel if has_codes(shape, optimizer_states=optimizer_states) else 0
+            working += numel if has_codes(algorithm, shape) else 0
             largest = max(largest, working)
     return largest
 
@@ -327,5 +324,5 @@ def checkpoint_bytes(model: ModelConfig, *, optimizer: str, optimizer_states: st
 
 def _bytes_of_states(optimizer: str, param: ParamShape, rows: int, optimizer_states: str) -> int:
     """Returns the bytes of the states of some rows."""
-    algorithm = algorithm_of(optimizer, param.group)
-    return state_bytes_of(algorithm, param.shape, rows=rows, optimizer_states=optimizer_states)
+    algorithm = algorithm_of(optimizer, param.group, optimizer_states=optimizer_states)
+    return state_bytes_of(algorithm, param.shape, rows=rows)

@@ -89,17 +89,15 @@ def choose_offload(config: Config, *, device: str) -> str:
     return config.offload
 
 
-def moved_tensors(
-    algorithm: Algorithm, shape: Shape, *, rows: int, masters: bool, optimizer_states: str
-) -> tuple[StoredTensor, ...]:
+def moved_tensors(algorithm: Algorithm, shape: Shape, *, rows: int, masters: bool) -> tuple[StoredTensor, ...]:
     """Returns what some rows of a parameter have in the host's memory: their master first."""
     master = (StoredTensor(MASTER, (rows, *shape[1:])),) if masters else ()
-    return master + stored_states(algorithm, shape, rows=rows, optimizer_states=optimizer_states)
+    return master + stored_states(algorithm, shape, rows=rows)
 
 
-def copies_in_batch(algorithm: Algorithm, *, masters: bool, optimizer_states: str) -> int:
+def copies_in_batch(algorithm: Algorithm, *, masters: bool) -> int:
     """Returns the fp32 numbers for each element of a batch of rows: what is moved, or decoded, and what decoding needs."""
-    return masters + len(algorithm.states) + (0 if optimizer_states == "fp32" else WORKING_COPIES)
+    return masters + len(algorithm.states) + (WORKING_COPIES if algorithm.codes else 0)
 
 
 def row_batches(shapes: Sequence[Shape], *, num_copies: int) -> list[list[RowRange]]:
@@ -155,23 +153,16 @@ def _moved_batches(
         if not shares:
             continue
         shapes = [(share.hi - share.lo, *share.param.shape[1:]) for share in shares]
-        algorithm = algorithm_of(optimizer, shares[0].param.group)
+        algorithm = algorithm_of(optimizer, shares[0].param.group, optimizer_states=optimizer_states)
         if bucket.whole:
             groups = _matrices(shapes, together)
         else:
-            copies = copies_in_batch(algorithm, masters=masters, optimizer_states=optimizer_states)
-            groups = row_batches(shapes, num_copies=copies)
+            groups = row_batches(shapes, num_copies=copies_in_batch(algorithm, masters=masters))
         for group in groups:
             moved = [
                 tensor
                 for number, lo, hi in group
-                for tensor in moved_tensors(
-                    algorithm,
-                    shares[number].param.shape,
-                    rows=hi - lo,
-                    masters=masters,
-                    optimizer_states=optimizer_states,
-                )
+                for tensor in moved_tensors(algorithm, shares[number].param.shape, rows=hi - lo, masters=masters)
             ]
             batches.append(_moved_batch(group, shapes, moved, whole=bucket.whole))
     return tuple(batches)

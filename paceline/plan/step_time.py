@@ -13,7 +13,7 @@ from math import prod
 
 from paceline.config import ModelConfig
 from paceline.plan.activations import loss_chunks
-from paceline.plan.algorithms import ALGORITHMS, OTHERS
+from paceline.plan.algorithms import ALGORITHMS, OTHERS, with_states
 from paceline.plan.cost import (
     attention_pairs,
     flops_per_token,
@@ -298,18 +298,18 @@ def _optimizer_seconds(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
 
 def _matrices_seconds(setup: StepSetup, speeds: Speeds, shape: tuple[int, ...], count: int) -> float:
     """Returns the time of one call that updates `count` whole matrices."""
-    row = ALGORITHMS[setup.optimizer]
+    row = with_states(setup.optimizer, setup.optimizer_states)
     by_flops = speeds.seconds(row.rate_name(shape), count * row.flops(shape), size=min(shape))
-    coded = count * codec_bytes(row, prod(shape), optimizer_states=setup.optimizer_states)
+    coded = count * codec_bytes(row, prod(shape))
     return max(by_flops + speeds.seconds("copy", coded), speeds.host.get("update", 0.0))
 
 
 def _rows_seconds(setup: StepSetup, speeds: Speeds, elements: int) -> tuple[str, float]:
     """Returns the algorithm that updates most of what is cut by rows, and its time for so many elements."""
-    row = ALGORITHMS[setup.optimizer]
-    elementwise = ALGORITHMS[OTHERS] if row.whole else row
+    name = OTHERS if ALGORITHMS[setup.optimizer].whole else setup.optimizer
+    elementwise = with_states(name, setup.optimizer_states)
     [rate_name] = elementwise.rates
-    coded = codec_bytes(elementwise, elements, optimizer_states=setup.optimizer_states)
+    coded = codec_bytes(elementwise, elements)
     return elementwise.title, speeds.seconds(rate_name, elements) + speeds.seconds("copy", coded)
 
 

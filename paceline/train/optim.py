@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.model.checkpoint import Piece
 from paceline.model.gpt import DTYPES
 from paceline.plan.activations import MemorySetup
-from paceline.plan.algorithms import ALGORITHMS, GroupSettings
+from paceline.plan.algorithms import ALGORITHMS, GroupSettings, with_states
 from paceline.plan.planner import Plan
 from paceline.plan.shapes import MATRIX, ParamShape, param_shapes
 from paceline.plan.sharding import Moment, ShardPlan, gather_schedule, sends_narrow, shard_plan, shards_weights
@@ -91,12 +91,10 @@ class ShardedOptimizer:
         bf16 = compute_dtype == torch.bfloat16
         narrow = sends_narrow(bf16=bf16, grad_accum_steps=grad_accum_steps, world_size=world_size, shard=self.shard)
         first_value = first_value or (lambda name: params[name].data)
+        algorithms = {name: with_states(group.algorithm, optimizer_states) for name, group in groups.items()}
         host: Mapping[str, Mapping[str, Tensor]] = {}
         if offload:
-            memory = HostMemory(
-                plan, groups, rank=rank, dtype=compute_dtype, device=self._device, optimizer_states=optimizer_states
-            )
-            host = memory.tensors
+            host = HostMemory(plan, algorithms, rank=rank, dtype=compute_dtype, device=self._device).tensors
         make_bucket = partial(
             self.bucket_type,
             rank=rank,
@@ -105,16 +103,15 @@ class ShardedOptimizer:
             grad_dtype=torch.bfloat16 if narrow else torch.float32,
             first_value=first_value,
             host=host,
-            optimizer_states=optimizer_states,
         )
-        self._buckets = [make_bucket(bucket, params, groups, tag=tag) for tag, bucket in enumerate(plan.buckets)]
+        self._buckets = [make_bucket(bucket, params, algorithms, tag=tag) for tag, bucket in enumerate(plan.buckets)]
         self._params = list(params.values())
         self._sharded = [share for bucket in self._buckets for share in bucket.owned]  # this rank's
         self._replicated = []
         for shape in plan.replicated:  # all rows of an fp32 parameter, which is its own master
-            param, algorithm = params[shape.name], ALGORITHMS[groups[shape.group].algorithm]
+            param = params[shape.name]
             weight = param.data = first_value(shape.name)
-            share = Owned(param, shape, 0, shape.shape[0], weight, weight, algorithm, {}, optimizer_states)
+            share = Owned(param, shape, 0, shape.shape[0], weight, weight, algorithms[shape.group])
             self._replicated.append(share)
         self._replicated_batches = list(make_batches(self._replicated, whole=False, together=False))
         self._in_update_order = sorted(self._buckets, key=lambda bucket: bucket.whole)

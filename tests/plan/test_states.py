@@ -30,7 +30,7 @@ def planned(machine: Machine = ONE_4090, **keys) -> Plan:
 
 
 def kinds(algorithm, shape, rows):
-    stored = stored_states(algorithm, shape, rows=rows, optimizer_states="8bit")
+    stored = stored_states(algorithm, shape, rows=rows)
     return {tensor.name: (tensor.shape, tensor.dtype) for tensor in stored}
 
 

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from paceline.config import Config, ModelConfig
 from paceline.errors import PlanError
 from paceline.plan.algorithms import Algorithm, Shape, algorithm_of
 from paceline.plan.cost import layout
+from paceline.plan.precision import LowPrecision
 from paceline.plan.shapes import FP32
 from paceline.plan.sharding import ALIGNMENT, batch_sizes
 from paceline.plan.states import WORKING_COPIES, StoredTensor, stored_states
@@ -25,35 +26,35 @@ from paceline.units import MIB
 
 MASTER = "master"  # beside the names of states
 NUM_BUFFERS = 3
+LOGITS_MIB = 512  # of a chunk of the loss: from here on, larger ones were not faster
 ROW_BATCH_BYTES = 128 * MIB  # some 10 ms over PCIe: a longer copy is no faster
 
 
-class OffloadSetup(Protocol):
-    """What the batches depend on, as a MemorySetup and a StepSetup have it."""
+@dataclass(frozen=True)
+class RunSetup:
+    """What the memory and the time of a step both depend on. world_size counts the ranks of all hosts.
+
+    offload: "optimizer" where masters and states are in the host's memory. optimizer_states: the config's, fp32 or 8bit.
+    """
+
+    model: ModelConfig
+    device: str
+    world_size: int
+    precision: str
+    optimizer: str
+    shard: str
+    device_batch_size: int
+    grad_accum_steps: int
+    activation_checkpointing: bool | str = False
+    logits_budget_bytes: int = LOGITS_MIB * MIB
+    offload: str = "none"
+    optimizer_states: str = "fp32"
+    low_precision: LowPrecision | None = None
 
     @property
-    def model(self) -> ModelConfig: ...
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def optimizer(self) -> str: ...
-
-    @property
-    def shard(self) -> str: ...
-
-    @property
-    def precision(self) -> str: ...
-
-    @property
-    def offload(self) -> str: ...
-
-    @property
-    def optimizer_states(self) -> str: ...
+    def num_tokens(self) -> int:
+        """The tokens of one micro-step on one device."""
+        return self.device_batch_size * self.model.sequence_len
 
 
 class RowRange(NamedTuple):
@@ -127,7 +128,7 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // (FP32 * ALIGNMENT)) * FP32 * ALIGNMENT
 
 
-def offloaded_batches(setup: OffloadSetup) -> tuple[MovedBatch, ...]:
+def offloaded_batches(setup: RunSetup) -> tuple[MovedBatch, ...]:
     """Returns what the first rank, which has no less than others, moves in each update, in order; without offloading nothing."""
     if setup.offload == "none":
         return ()

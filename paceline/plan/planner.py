@@ -17,14 +17,13 @@ from paceline.plan.algorithms import GroupSettings, group_settings
 from paceline.plan.cost import flops_per_token
 from paceline.plan.estimate import Calibrate
 from paceline.plan.machine import AttentionCase, Machine
-from paceline.plan.offloading import choose_offload
+from paceline.plan.offloading import LOGITS_MIB, RunSetup, choose_offload
 from paceline.plan.precision import LowPrecision, choose_low_precision, choose_precision, precision_notes
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, width_of_depth
-from paceline.plan.sizing import LOGITS_MIB, SIZE_KEYS, DoesNotFit, TooLarge, choose_fit, divisors
+from paceline.plan.sizing import SIZE_KEYS, DoesNotFit, TooLarge, choose_fit, divisors
 from paceline.units import MIB, format_bytes, format_number_of, parse_duration
 
-# fields that a MemorySetup and a Plan have in common
-SETUP_FIELDS = tuple(field.name for field in fields(MemorySetup) if field.name not in ("attention", "compiled"))
+SETUP_FIELDS = tuple(field.name for field in fields(RunSetup))  # which a Plan has too
 RATE_KEYS = ("optimizer", "tokens_per_param", "matrix_lr", "embedding_lr", "unembedding_lr", "weight_decay")
 SHORT_RUN_FLOPS = 2e15  # a CPU run under this ends sooner than compiling pays back
 SHORT_RUN_S = {"cpu": 10_000.0, "cuda": 600.0}  # the same for a run whose length is a time

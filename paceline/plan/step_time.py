@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from paceline.config import ModelConfig
 from paceline.plan.activations import loss_chunks
 from paceline.plan.algorithms import ALGORITHMS, OTHERS, with_states
 from paceline.plan.cost import (
@@ -26,11 +25,10 @@ from paceline.plan.cost import (
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import GpuSpec
 from paceline.plan.links import Link, host_link, link_of_speeds
-from paceline.plan.offloading import offloaded_batches, staged_seconds
-from paceline.plan.precision import Gain, LowPrecision, gain_of, precision_name
+from paceline.plan.offloading import LOGITS_MIB, RunSetup, offloaded_batches, staged_seconds
+from paceline.plan.precision import Gain, gain_of, precision_name
 from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, has_value_embed, layer_weights, num_params
 from paceline.plan.sharding import batch_sizes, shards_weights
-from paceline.plan.sizing import LOGITS_MIB
 from paceline.plan.speeds import Speeds, assumed_speeds, with_fused_ops
 from paceline.plan.states import codec_bytes
 from paceline.units import MIB
@@ -54,25 +52,11 @@ LIMITS = {
 }
 
 
-@dataclass(frozen=True)
-class StepSetup:
-    """All that the time of a step depends on. world_size counts the ranks of all hosts. compile: None is the worker's choice."""
+@dataclass(frozen=True, kw_only=True)
+class StepSetup(RunSetup):
+    """All that the time of a step depends on. compile: None is the worker's choice."""
 
-    model: ModelConfig
-    device: str
-    world_size: int
-    precision: str
-    optimizer: str
-    shard: str
-    device_batch_size: int
-    grad_accum_steps: int
-    activation_checkpointing: bool | str = False
-    logits_budget_bytes: int = LOGITS_MIB * MIB
     compile: bool | None = None
-    attention: str = "sdpa"
-    offload: str = "none"
-    optimizer_states: str = "fp32"
-    low_precision: LowPrecision | None = None
     spec: GpuSpec | None = None
     threads: int = 1
     link: Link | None = None
@@ -83,11 +67,6 @@ class StepSetup:
     def compiled(self) -> bool:
         """Where the worker decides, a GPU's is expected to compile and a CPU's is not."""
         return self.device == "cuda" if self.compile is None else self.compile
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of one micro-step on one device."""
-        return self.device_batch_size * self.model.sequence_len
 
     @property
     def moving_link(self) -> Link | None:
@@ -103,7 +82,7 @@ class StepSetup:
 
     @property
     def total_batch_size(self) -> int:
-        return self.tokens * self.grad_accum_steps * self.world_size
+        return self.num_tokens * self.grad_accum_steps * self.world_size
 
     @property
     def checkpointed(self) -> str:
@@ -228,7 +207,7 @@ def _sum_parts(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], hid
 
 def micro_step_parts(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
     """Returns the device's seconds for one forward and backward, by part."""
-    model, tokens, width = setup.model, setup.tokens, setup.model.n_embd
+    model, tokens, width = setup.model, setup.num_tokens, setup.model.n_embd
     attention, products, elementwise = forward_passes(model, setup.activation_checkpointing)
     kv_width = model.n_kv_head * model.head_dim
 
@@ -258,14 +237,14 @@ def _extra_chunks(setup: StepSetup) -> int:
 
     def count(budget_bytes: int) -> int:
         chunk, _ = loss_chunks(
-            setup.tokens,
+            setup.num_tokens,
             vocab=setup.model.padded_vocab_size,
             element_bytes=ELEMENT_BYTES[setup.precision],
             budget_bytes=budget_bytes,
             device=setup.device,
             in_place=setup.device != "cpu",
         )
-        return -(-setup.tokens // chunk)
+        return -(-setup.num_tokens // chunk)
 
     return max(0, count(setup.logits_budget_bytes) - count(LOGITS_MIB * MIB))
 

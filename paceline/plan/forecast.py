@@ -101,9 +101,7 @@ def forecast(
             eval_tokens=choose_eval_tokens(config, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size),
             save_every=config.save_every,
             total_batch_size=plan.total_batch_size,
-            checkpoint_bytes=checkpoint_bytes(
-                plan.model, optimizer=plan.optimizer, optimizer_states=plan.optimizer_states
-            ),
+            checkpoint_bytes=checkpoint_bytes(plan),
             watts=watts if watts is not None else setup.spec.watts if setup.spec else None,
             price=price,
         )

@@ -20,7 +20,7 @@ from paceline.plan.algorithms import Algorithm, Shape, algorithm_of
 from paceline.plan.cost import layout
 from paceline.plan.precision import LowPrecision
 from paceline.plan.shapes import FP32
-from paceline.plan.sharding import ALIGNMENT, batch_sizes
+from paceline.plan.sharding import ALIGNMENT, ShardPlan, batch_sizes, shards_weights
 from paceline.plan.states import WORKING_COPIES, StoredTensor, stored_states
 from paceline.units import MIB
 
@@ -45,16 +45,33 @@ class RunSetup:
     shard: str
     device_batch_size: int
     grad_accum_steps: int
-    activation_checkpointing: bool | str = False
+    activation_checkpointing: bool | str = False  # of plan/shapes.py: RUNGS
     logits_budget_bytes: int = LOGITS_MIB * MIB
     offload: str = "none"
     optimizer_states: str = "fp32"
-    low_precision: LowPrecision | None = None
+    low_precision: LowPrecision | None = None  # of the blocks' products; all else is in `precision`
 
     @property
     def num_tokens(self) -> int:
         """The tokens of one micro-step on one device."""
         return self.device_batch_size * self.model.sequence_len
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether each rank has a part of the weights alone, and gathers the others when it uses them."""
+        return shards_weights(world_size=self.world_size, shard=self.shard)
+
+    @property
+    def layout(self) -> ShardPlan:
+        """Which rank owns what."""
+        return layout(self.model, self.world_size, self.optimizer, self.shard)
+
+    @property
+    def of_states(self) -> "RunSetup":
+        """What a rank's states and their update depend on: a key for caches. More micro-steps than two change nothing."""
+        run = (self.model, self.device, self.world_size, self.precision, self.optimizer, self.shard)
+        batch = (1, min(2, self.grad_accum_steps))
+        return RunSetup(*run, *batch, offload=self.offload, optimizer_states=self.optimizer_states)
 
 
 class RowRange(NamedTuple):
@@ -132,31 +149,20 @@ def offloaded_batches(setup: RunSetup) -> tuple[MovedBatch, ...]:
     """Returns what the first rank, which has no less than others, moves in each update, in order; without offloading nothing."""
     if setup.offload == "none":
         return ()
-    masters, together = setup.precision != "fp32", setup.device != "cpu"
-    keys = {name: getattr(setup, name) for name in ("world_size", "optimizer", "shard", "optimizer_states")}
-    return _moved_batches(setup.model, masters=masters, together=together, **keys)
+    return _moved_batches(setup.of_states)
 
 
 @lru_cache(maxsize=64)
-def _moved_batches(
-    model: ModelConfig,
-    *,
-    world_size: int,
-    optimizer: str,
-    shard: str,
-    masters: bool,
-    together: bool,
-    optimizer_states: str,
-) -> tuple[MovedBatch, ...]:
-    batches: list[MovedBatch] = []
-    for bucket in sorted(layout(model, world_size, optimizer, shard).buckets, key=lambda bucket: bucket.whole):
+def _moved_batches(setup: RunSetup) -> tuple[MovedBatch, ...]:
+    masters, batches = setup.precision != "fp32", list[MovedBatch]()
+    for bucket in sorted(setup.layout.buckets, key=lambda bucket: bucket.whole):
         shares = bucket.shares(0)
         if not shares:
             continue
         shapes = [(share.hi - share.lo, *share.param.shape[1:]) for share in shares]
-        algorithm = algorithm_of(optimizer, shares[0].param.group, optimizer_states=optimizer_states)
+        algorithm = algorithm_of(setup.optimizer, shares[0].param.group, optimizer_states=setup.optimizer_states)
         if bucket.whole:
-            groups = _matrices(shapes, together)
+            groups = _matrices(shapes, together=setup.device != "cpu")
         else:
             groups = row_batches(shapes, num_copies=copies_in_batch(algorithm, masters=masters))
         for group in groups:
@@ -183,7 +189,7 @@ def staged_seconds(moves: Sequence[float], updates: Sequence[float]) -> float:
     return sent[-1] if sent else 0.0
 
 
-def _matrices(shapes: Sequence[Shape], together: bool) -> list[list[RowRange]]:
+def _matrices(shapes: Sequence[Shape], *, together: bool) -> list[list[RowRange]]:
     """Returns which matrices are updated together, with all of their rows."""
     groups, start = [], 0
     for count in batch_sizes(shapes, together=together):

@@ -28,7 +28,7 @@ from paceline.plan.links import Link, host_link, link_of_speeds
 from paceline.plan.offloading import LOGITS_MIB, RunSetup, offloaded_batches, staged_seconds
 from paceline.plan.precision import Gain, gain_of, precision_name
 from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, has_value_embed, layer_weights, num_params
-from paceline.plan.sharding import batch_sizes, shards_weights
+from paceline.plan.sharding import batch_sizes
 from paceline.plan.speeds import Speeds, assumed_speeds, with_fused_ops
 from paceline.plan.states import codec_bytes
 from paceline.units import MIB
@@ -318,7 +318,7 @@ def _message_seconds(setup: StepSetup, *, micro_s: float, whole_s: float) -> tup
         return 0.0, 0.0, 0.0
     summing, gathering, last_share = sending_seconds(setup)
     hidden_share = HIDDEN_SHARE[setup.device]
-    if shards_weights(world_size=setup.world_size, shard=setup.shard):
+    if setup.shards_weights:
         width, grad_width = ELEMENT_BYTES[setup.precision], NARROW if setup.precision == "bf16" else FP32
         forward_s = summing * width / grad_width
         hidden_s = hidden_share * setup.grad_accum_steps * micro_s

@@ -30,11 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.model.checkpoint import Piece
 from paceline.model.gpt import DTYPES
-from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import ALGORITHMS, GroupSettings, with_states
-from paceline.plan.planner import Plan
+from paceline.plan.offloading import RunSetup
 from paceline.plan.shapes import MATRIX, ParamShape, param_shapes
-from paceline.plan.sharding import Moment, ShardPlan, gather_schedule, sends_narrow, shard_plan, shards_weights
+from paceline.plan.sharding import Moment, ShardPlan, gather_schedule, sends_narrow, shard_plan
 from paceline.train import updates
 from paceline.train.buckets import (
     NO_GRADIENT,
@@ -377,11 +376,11 @@ class ReplicatedOptimizer(ShardedOptimizer):
 
 
 def make_optimizer(
-    model: nn.Module, setup: Plan | MemorySetup, groups: Mapping[str, GroupSettings], *, rank: int
+    model: nn.Module, setup: RunSetup, groups: Mapping[str, GroupSettings], *, rank: int
 ) -> ShardedOptimizer:
     """Returns the setup's optimizer; the sharded ones move the model's parameters into their buffers."""
     kind = ReplicatedOptimizer if setup.shard == "none" else ShardedOptimizer
-    if shards_weights(world_size=setup.world_size, shard=setup.shard):
+    if setup.shards_weights:
         kind = FullyShardedOptimizer
     return kind(
         model,

@@ -15,8 +15,7 @@ one graph, and a graph for each layer.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.plan.cost import attention_pairs, window_sizes
-from paceline.plan.offloading import RunSetup
+from paceline.plan.cost import RunSetup, attention_pairs
 from paceline.plan.shapes import (
     ELEMENT_BYTES,
     FP32,
@@ -27,8 +26,9 @@ from paceline.plan.shapes import (
     smear_gate_width,
     value_table,
     ve_gate_width,
+    window_sizes,
 )
-from paceline.plan.sharding import GatheredBytes, compiles_by_block, sends_narrow
+from paceline.plan.sharding import GatheredBytes, compiles_by_block
 
 LOSS_COPIES = 3  # fp32 tensors as large as a block's logits that model/layers.py holds at once
 BLOCK_SHARE = 4  # of a chunk's budget: what one block's fp32 copies may take
@@ -356,13 +356,7 @@ def _layer_gradient_bytes(setup: MemorySetup) -> int:
 
 def _sent_width(setup: MemorySetup) -> int:
     """Returns the bytes of an element of the gradients that autograd leaves, as they are sent."""
-    narrow = sends_narrow(
-        bf16=setup.precision == "bf16",
-        grad_accum_steps=setup.grad_accum_steps,
-        world_size=setup.world_size,
-        shard=setup.shard,
-    )
-    return NARROW if narrow else FP32
+    return NARROW if setup.sends_narrow else FP32
 
 
 def _handed_over_bytes(setup: MemorySetup) -> int:

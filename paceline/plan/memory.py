@@ -21,7 +21,8 @@ from paceline.plan.activations import (
     stem_bytes,
 )
 from paceline.plan.algorithms import algorithm_of
-from paceline.plan.offloading import NUM_BUFFERS, RunSetup, copies_in_batch, offloaded_batches, row_batches
+from paceline.plan.cost import RunSetup
+from paceline.plan.offloading import NUM_BUFFERS, copies_in_batch, offloaded_batches, row_batches
 from paceline.plan.precision import code_bytes, working_bytes
 from paceline.plan.shapes import FP32, MATRIX, NARROW, ParamShape, param_shapes
 from paceline.plan.sharding import (
@@ -31,7 +32,6 @@ from paceline.plan.sharding import (
     gather_schedule,
     parts_of,
     row_size,
-    sends_narrow,
 )
 from paceline.plan.states import decoded_bytes, has_codes, state_bytes_of
 
@@ -244,13 +244,7 @@ def state_bytes(setup: RunSetup, *, rank: int) -> StateBytes:
         return StateBytes(FP32 * numel, FP32 * numel, masters=0, states=states, communication=0)
     plan, world_size, sharded = setup.layout, setup.world_size, setup.shards_weights
     width = FP32 if setup.precision == "fp32" else NARROW
-    narrow = sends_narrow(
-        bf16=setup.precision == "bf16",
-        grad_accum_steps=setup.grad_accum_steps,
-        world_size=world_size,
-        shard=setup.shard,
-    )
-    grad_width = NARROW if narrow else FP32
+    grad_width = NARROW if setup.sends_narrow else FP32
     segments = sum(bucket.segment for bucket in plan.buckets)
     owned = [(share.param, share.hi - share.lo) for bucket in plan.buckets for share in bucket.shares(rank)]
     owned_numel = sum(rows * row_size(param) for param, rows in owned)

@@ -14,64 +14,18 @@ from functools import lru_cache
 from math import lcm, prod
 from typing import NamedTuple
 
-from paceline.config import Config, ModelConfig
+from paceline.config import Config
 from paceline.errors import PlanError
 from paceline.plan.algorithms import Algorithm, Shape, algorithm_of
-from paceline.plan.cost import layout
-from paceline.plan.precision import LowPrecision
+from paceline.plan.cost import RunSetup
 from paceline.plan.shapes import FP32
-from paceline.plan.sharding import ALIGNMENT, ShardPlan, batch_sizes, shards_weights
+from paceline.plan.sharding import ALIGNMENT, batch_sizes
 from paceline.plan.states import WORKING_COPIES, StoredTensor, stored_states
 from paceline.units import MIB
 
 MASTER = "master"  # beside the names of states
 NUM_BUFFERS = 3
-LOGITS_MIB = 512  # of a chunk of the loss: from here on, larger ones were not faster
 ROW_BATCH_BYTES = 128 * MIB  # some 10 ms over PCIe: a longer copy is no faster
-
-
-@dataclass(frozen=True)
-class RunSetup:
-    """What the memory and the time of a step both depend on. world_size counts the ranks of all hosts.
-
-    offload: "optimizer" where masters and states are in the host's memory. optimizer_states: the config's, fp32 or 8bit.
-    """
-
-    model: ModelConfig
-    device: str
-    world_size: int
-    precision: str
-    optimizer: str
-    shard: str
-    device_batch_size: int
-    grad_accum_steps: int
-    activation_checkpointing: bool | str = False  # of plan/shapes.py: RUNGS
-    logits_budget_bytes: int = LOGITS_MIB * MIB
-    offload: str = "none"
-    optimizer_states: str = "fp32"
-    low_precision: LowPrecision | None = None  # of the blocks' products; all else is in `precision`
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of one micro-step on one device."""
-        return self.device_batch_size * self.model.sequence_len
-
-    @property
-    def shards_weights(self) -> bool:
-        """Whether each rank has a part of the weights alone, and gathers the others when it uses them."""
-        return shards_weights(world_size=self.world_size, shard=self.shard)
-
-    @property
-    def layout(self) -> ShardPlan:
-        """Which rank owns what."""
-        return layout(self.model, self.world_size, self.optimizer, self.shard)
-
-    @property
-    def of_states(self) -> "RunSetup":
-        """What a rank's states and their update depend on: a key for caches. More micro-steps than two change nothing."""
-        run = (self.model, self.device, self.world_size, self.precision, self.optimizer, self.shard)
-        batch = (1, min(2, self.grad_accum_steps))
-        return RunSetup(*run, *batch, offload=self.offload, optimizer_states=self.optimizer_states)
 
 
 class RowRange(NamedTuple):

@@ -14,10 +14,10 @@ from paceline.config import FLASH, Config, ModelConfig
 from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, group_settings
-from paceline.plan.cost import flops_per_token
+from paceline.plan.cost import LOGITS_MIB, RunSetup, flops_per_token
 from paceline.plan.estimate import Calibrate
 from paceline.plan.machine import AttentionCase, Machine
-from paceline.plan.offloading import LOGITS_MIB, RunSetup, choose_offload
+from paceline.plan.offloading import choose_offload
 from paceline.plan.precision import LowPrecision, choose_low_precision, choose_precision, precision_notes
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, width_of_depth
 from paceline.plan.sizing import SIZE_KEYS, DoesNotFit, TooLarge, choose_fit, divisors

@@ -14,20 +14,21 @@ from math import prod
 from paceline.plan.activations import loss_chunks
 from paceline.plan.algorithms import ALGORITHMS, OTHERS, with_states
 from paceline.plan.cost import (
+    LOGITS_MIB,
+    RunSetup,
     attention_pairs,
     flops_per_token,
     forward_passes,
     mfu,
     step_messages,
     update_work,
-    window_sizes,
 )
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import GpuSpec
 from paceline.plan.links import Link, host_link, link_of_speeds
-from paceline.plan.offloading import LOGITS_MIB, RunSetup, offloaded_batches, staged_seconds
+from paceline.plan.offloading import offloaded_batches, staged_seconds
 from paceline.plan.precision import Gain, gain_of, precision_name
-from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, has_value_embed, layer_weights, num_params
+from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, has_value_embed, layer_weights, num_params, window_sizes
 from paceline.plan.sharding import batch_sizes
 from paceline.plan.speeds import Speeds, assumed_speeds, with_fused_ops
 from paceline.plan.states import codec_bytes
@@ -264,9 +265,7 @@ def _gradient_seconds(setup: StepSetup, speeds: Speeds) -> float:
 
 def _optimizer_seconds(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
     """Returns the update's time on the rank with the most to do, by algorithm."""
-    shapes, elements = update_work(
-        setup.model, world_size=setup.world_size, optimizer=setup.optimizer, shard=setup.shard
-    )
+    shapes, elements = update_work(setup)
     row, matrices, start = ALGORITHMS[setup.optimizer], 0.0, 0
     for count in batch_sizes(shapes, together=setup.device != "cpu"):
         matrices += _matrices_seconds(setup, speeds, shapes[start], count)
@@ -336,15 +335,7 @@ def _message_seconds(setup: StepSetup, *, micro_s: float, whole_s: float) -> tup
 def sending_seconds(setup: StepSetup) -> tuple[float, float, float]:
     """Returns the seconds of sending gradients and weights, and the share of the last message, which nothing hides."""
     assert setup.link is not None
-    messages = step_messages(
-        setup.model,
-        world_size=setup.world_size,
-        optimizer=setup.optimizer,
-        shard=setup.shard,
-        precision=setup.precision,
-        grad_accum_steps=setup.grad_accum_steps,
-        checkpointing=setup.activation_checkpointing,
-    )
+    messages = step_messages(setup)
     share, link = (setup.world_size - 1) / setup.world_size, setup.link
 
     def seconds(sizes: tuple[int, ...], rounds: int) -> float:

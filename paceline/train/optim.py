@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.model.checkpoint import Piece
 from paceline.model.gpt import DTYPES
 from paceline.plan.algorithms import ALGORITHMS, GroupSettings, with_states
-from paceline.plan.offloading import RunSetup
+from paceline.plan.cost import RunSetup
 from paceline.plan.shapes import MATRIX, ParamShape, param_shapes
 from paceline.plan.sharding import Moment, ShardPlan, gather_schedule, sends_narrow, shard_plan
 from paceline.train import updates

@@ -26,10 +26,10 @@ from paceline.model.checkpoint import CheckpointReader, Piece
 from paceline.model.gpt import DTYPES, GPT, initial_value
 from paceline.model.layers import fused_loss_problem
 from paceline.model.manifest import NoCheckpoint, clean_leftovers, newest_good
-from paceline.plan.cost import window_sizes
 from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
 from paceline.plan.precision import loses, precision_name
+from paceline.plan.shapes import window_sizes
 from paceline.plan.sharding import compiles_by_block
 from paceline.plan.states import BASE
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic

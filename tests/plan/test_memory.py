@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from paceline.config import ModelConfig
 from paceline.plan.activations import MemorySetup, chunk_sizes, loss_bytes, saved_bytes, stem_bytes
+from paceline.plan.cost import RunSetup
 from paceline.plan.memory import Phase, fullest_state, peak_phase, phases, state_bytes
-from paceline.plan.offloading import RunSetup
 from paceline.plan.shapes import param_shapes
 
 MIB = 1 << 20

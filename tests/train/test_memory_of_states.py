@@ -6,8 +6,8 @@ import torch
 from paceline.config import ModelConfig
 from paceline.model.gpt import DTYPES, GPT
 from paceline.plan.algorithms import group_settings
+from paceline.plan.cost import RunSetup
 from paceline.plan.memory import checkpoint_bytes, state_bytes
-from paceline.plan.offloading import RunSetup
 from paceline.plan.shapes import param_shapes
 from paceline.train.optim import ReplicatedOptimizer, ShardedOptimizer
 

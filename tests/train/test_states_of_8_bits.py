@@ -10,8 +10,8 @@ from state_ranks import run_rank, ways_of, whole
 from test_memory_of_states import CONFIG, live_bytes, ready_for_an_update
 from test_optim_dist import facts_of_ranks, same_bits
 
+from paceline.plan.cost import RunSetup
 from paceline.plan.memory import checkpoint_bytes, peak_phase, phases, state_bytes
-from paceline.plan.offloading import RunSetup
 from paceline.train.exact import trace_steps
 from paceline.train.state_codes import decode
 

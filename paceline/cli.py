@@ -239,18 +239,9 @@ def sample(args: run_options.SampleOptions) -> None:
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
     from paceline.train.evaluate import sample_run
 
-    texts = sample_run(
-        folder,
-        prompt=(prompt := sys.stdin.read() if args.prompt == "-" else args.prompt),
-        num_samples=args.num,
-        max_new_tokens=args.tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        seed=args.seed,
-        step=args.step,
-        device=args.device,
-        write=(lambda _: None) if args.json else partial(print, end="", flush=True),
-    )
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    write = (lambda _: None) if args.json else partial(print, end="", flush=True)
+    texts = sample_run(folder, args, prompt=prompt, write=write)
     if args.json:
         print(json.dumps({"prompt": prompt, "samples": texts}, ensure_ascii=False))
 

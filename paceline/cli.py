@@ -102,15 +102,13 @@ def comm(args: options.CommOptions) -> int:
         results = measure_comm(
             config,
             cache_dir=cache_dir(config),
-            gpus=hosts[0]["gpus"] or (),
             max_bytes=args.max_bytes,
             deadline_s=args.deadline_s,
             tok_per_sec=args.tok_per_sec,
             out=args.out,
-            libuv=all((facts["torch"] or {}).get("libuv") is not False for facts in hosts),
             progress=progress,
             entries=entries,
-            facts=hosts if entries else (),
+            facts=hosts,
         )
     print(json.dumps(results, indent=1) if args.json else format_comm(results))
     return 0 if results["right"] else 3

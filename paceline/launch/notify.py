@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.digest import NewRecords
@@ -100,6 +100,11 @@ def parse_receiver(address: str) -> Receiver:
     if not host or parts.scheme not in ("http", "https") or any(ord(char) < 33 for char in url):
         fix = "--notify https://ntfy.sh/TOPIC, or any http:// or https:// URL"
         raise UsageError("--notify: not an address", fix=fix)
+    # a request has ASCII alone: a topic in other letters is sent as a browser sends it
+    path, query = (
+        "".join(char if char.isascii() else quote(char) for char in part) for part in (parts.path, parts.query)
+    )
+    url = parts._replace(path=path, query=query).geturl()
     form: Form = "ntfy" if host.startswith("ntfy.") else "slack" if host == "hooks.slack.com" else "json"
     return Receiver(url, prefix or form, host + (f":{port}" if port else ""))  # type: ignore[arg-type]
 

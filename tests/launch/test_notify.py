@@ -77,6 +77,10 @@ def test_the_address_tells_the_form_and_only_its_host_is_shown(word, receiver):
     assert parse_receiver(word) == receiver
 
 
+def test_a_topic_in_other_letters_is_sent_as_a_browser_sends_it():
+    assert parse_receiver("https://ntfy.sh/训练?a=é%20b").url == "https://ntfy.sh/%E8%AE%AD%E7%BB%83?a=%C3%A9%20b"
+
+
 def test_an_address_may_stand_in_a_file(tmp_path):
     (tmp_path / "hook").write_text("https://ntfy.sh/books\n")
     assert parse_receiver(f"@{tmp_path / 'hook'}").url == "https://ntfy.sh/books"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -98,6 +99,12 @@ def test_what_is_no_address_is_refused_without_telling_it(word):
 def test_plain_json_has_all_facts(server):
     assert send(parse_receiver(server.url), MESSAGE) is None
     assert [(path, json.loads(body)) for path, _, body in server.came] == [("/s3cret", MESSAGE)]
+
+
+def test_a_name_and_a_password_in_the_address_log_in(server):
+    assert send(parse_receiver(server.url.replace("://", "://me:p%40ss@")), MESSAGE) is None
+    [(path, headers, _)] = server.came
+    assert (path, headers["Authorization"]) == ("/s3cret", "Basic " + b64encode(b"me:p@ss").decode())
 
 
 def test_ntfy_gets_a_text_with_title_and_priority(server):

@@ -113,12 +113,11 @@ def product_lines(name: str, card: torch.device) -> Iterator[Line]:
     """What the card makes of a low precision, with 16,384 tokens a product, beside bf16."""
     on_gpu = card.type == "cuda"
     tokens, widths = (16_384, (512, 768, 1024, 1536, 2048)) if on_gpu else (64, (64,))
-    linear.RECIPES["fp8 by rows"] = replace(linear.RECIPES["fp8"], codec="rowwise")
-    planned = native_problem(name.split()[0], probe_machine().gpus[0] if on_gpu else None)
+    planned = native_problem(name, probe_machine().gpus[0] if on_gpu else None)
     problem = linear.product_problem(name, card)
     if problem is not None:
         # what the plan refuses may fail here, and so may the comparison; all else should not
-        yield name, planned is not None or " " in name, f"not taken: {planned or problem}"
+        yield name, planned is not None, f"not taken: {planned or problem}"
         return
     bench = Bench(card, world_size=1)
     wide = {w: 6 * tokens * 12 * w**2 / bench.seconds(linear_piece(bench, w, tokens, torch.bfloat16)) for w in widths}

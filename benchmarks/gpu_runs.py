@@ -81,7 +81,7 @@ def all_rows(depths: Sequence[int], device: str) -> Iterator[Row]:
         yield kernel_row(f"attention by {name}", "kernels", depths[0])
     yield kernel_row("loss", "kernels", depths[0])
     yield kernel_row("casts to fp8", "low", depths[0])
-    for name in ("fp8", "fp8 by rows", "mxfp8", "mxfp4", "nvfp4"):
+    for name in ("fp8", "mxfp8", "mxfp4", "nvfp4"):
         yield kernel_row(f"products in {name}", "low", depths[0])
     for depth in depths:
         ways: dict[str, Keys] = {"SSSL": {}, "L": {"window-pattern": "L"}}

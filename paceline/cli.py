@@ -102,15 +102,13 @@ def comm(args: options.CommOptions) -> int:
         results = measure_comm(
             config,
             cache_dir=cache_dir(config),
-            gpus=hosts[0]["gpus"] or (),
             max_bytes=args.max_bytes,
             deadline_s=args.deadline_s,
             tok_per_sec=args.tok_per_sec,
             out=args.out,
-            libuv=all((facts["torch"] or {}).get("libuv") is not False for facts in hosts),
             progress=progress,
             entries=entries,
-            facts=hosts if entries else (),
+            facts=hosts,
         )
     print(json.dumps(results, indent=1) if args.json else format_comm(results))
     return 0 if results["right"] else 3
@@ -239,18 +237,9 @@ def sample(args: run_options.SampleOptions) -> None:
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
     from paceline.train.evaluate import sample_run
 
-    texts = sample_run(
-        folder,
-        prompt=(prompt := sys.stdin.read() if args.prompt == "-" else args.prompt),
-        num_samples=args.num,
-        max_new_tokens=args.tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        seed=args.seed,
-        step=args.step,
-        device=args.device,
-        write=(lambda _: None) if args.json else partial(print, end="", flush=True),
-    )
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    write = (lambda _: None) if args.json else partial(print, end="", flush=True)
+    texts = sample_run(folder, args, prompt=prompt, write=write)
     if args.json:
         print(json.dumps({"prompt": prompt, "samples": texts}, ensure_ascii=False))
 

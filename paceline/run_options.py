@@ -132,9 +132,9 @@ class SampleOptions(CheckpointOptions):
 
     prompt: str = option("", "how the text begins; -: read it from standard input")
     num: int = option(1, "texts", low=1, high=10**6)
-    tokens: int = option(200, "tokens of each text, at most", low=1, high=10**9)
+    tokens: int = option(200, "tokens of each text, at most", low=1, high=10**6)
     temperature: float = option(0.8, "0 always takes the likeliest token", low=0, high=1e3)
-    top_k: int = option(50, "choose among this many of the likeliest tokens; 0: among all", low=0, high=10**9)
+    top_k: int = option(50, "choose among this many of the likeliest tokens; 0: among all", low=0, high=10**6)
     seed: int = option(42, "seed of the random choices", low=0, high=2**63 - 1)
 
 

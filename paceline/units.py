@@ -1,9 +1,10 @@
 """
-Bytes, counts, times, lists and ranks as people read and write them. Units live here and nowhere else in the code.
+Bytes, counts, times, lists, ranks and signals as people read and write them. Units live here and nowhere else in the code.
 """
 
 import math
 import re
+import signal
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
@@ -114,3 +115,17 @@ def whole_number(text: str) -> int:
         if not (number := float(text)).is_integer():  # nor is NaN or an infinity
             raise
         return int(number)
+
+
+def signal_name(number: int) -> str:
+    """9 -> 'SIGKILL', 40 -> 'SIGRTMIN+6'."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of the real-time signals Python knows the first and the last
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+
+
+def signal_number(name: str) -> int:
+    """Returns the number of signal_name."""
+    base, _, offset = name.partition("+")
+    return signal.Signals[base] + int(offset or 0)

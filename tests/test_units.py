@@ -9,6 +9,8 @@ from paceline.units import (
     format_ranks,
     parse_duration,
     parse_time,
+    signal_name,
+    signal_number,
     unix_time,
     whole_number,
 )
@@ -56,3 +58,8 @@ def test_times_of_records_become_unix_seconds_and_damaged_ones_nan():
     assert all(math.isnan(unix_time(value)) for value in ("yesterday", None, 7))
     with pytest.raises(ValueError, match="yesterday"):
         parse_time("yesterday")
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (34, "SIGRTMIN"), (40, "SIGRTMIN+6")])
+def test_a_signal_has_a_name_even_where_python_knows_none(number: int, name: str):
+    assert (signal_name(number), signal_number(name)) == (name, number)

@@ -171,7 +171,7 @@ def training_intent(config: Config, plan: Plan, *, command: str, set_keys: froze
         num_steps=None if plan.time else plan.num_steps,
         need_gpu_bytes=state_bytes_per_rank + CUDA_CONTEXT_BYTES if on_gpu else None,
         need_host_bytes=plan.world_size * on_host,
-        checkpoint_bytes=checkpoint_bytes(plan.model, optimizer=plan.optimizer, optimizer_states=plan.optimizer_states),
+        checkpoint_bytes=checkpoint_bytes(plan),
         num_checkpoints=config.keep_last + 2,  # the best, and the one that is being written
     )
 

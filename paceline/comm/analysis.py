@@ -133,15 +133,7 @@ def with_hosts(text: str, hosts: Mapping[str, Sequence[int]]) -> str:
 
 def step_traffic(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Returns the bytes of each message of one optimizer step, by collective."""
-    layout = {"optimizer": plan.optimizer, "shard": plan.shard, "precision": plan.precision}
-    messages = step_messages(
-        plan.model,
-        world_size=plan.world_size,
-        grad_accum_steps=plan.grad_accum_steps,
-        checkpointing=plan.activation_checkpointing,
-        **layout,
-    )
-    return asdict(messages)
+    return asdict(step_messages(plan))
 
 
 def compute_seconds(plan: Plan, tok_per_sec: float | None) -> tuple[float | None, str]:

@@ -7,7 +7,6 @@ compares the speed with what the links allow. No torch. The figures stay in a fi
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,12 +24,9 @@ from paceline.config import Config
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.cluster import Cluster
-from paceline.launch.env import env_elsewhere
 from paceline.launch.hosts import HostEntry
-from paceline.launch.job import plan_env, plan_launch
-from paceline.launch.supervisor import run_attempt
 from paceline.launch.train import cluster_of
-from paceline.launch.trial import STOP_GRACE_S, session_folder
+from paceline.launch.trial import read_reports, run_session, session_folder
 from paceline.plan.forecast import comm_file
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import Plan, make_plan
@@ -42,7 +38,7 @@ WORKER = (sys.executable, "-m", "paceline.comm.rank_process")
 MAX_BYTES = {"cuda": 256 * MIB, "cpu": 16 * MIB}
 SMALLEST_BYTES = 4096
 SWEEP_S = 4.0  # approximately: slow operations run at least five times
-DEADLINE_S, SHORTEST_DEADLINE_S = 10.0, 1.0
+DEADLINE_S = 10.0
 SLOWEST_BYTES_PER_S = 100e6  # of 1 Gb Ethernet: the deadline leaves time for the largest message at this rate
 
 
@@ -54,13 +50,11 @@ def measure_comm(
     config: Config,
     *,
     cache_dir: Path,
-    gpus: Sequence[Mapping[str, Any]] = (),
     max_bytes: int | None = None,
     deadline_s: float = DEADLINE_S,
     sweep_s: float = SWEEP_S,
     tok_per_sec: float | None = None,
     out: Path | None = None,
-    libuv: bool = True,
     progress: Callable[[str, float, float], None] = lambda label, done, total: None,
     worker: Sequence[str] = WORKER,
     entries: Sequence[HostEntry] = (),
@@ -68,13 +62,12 @@ def measure_comm(
 ) -> dict[str, Any]:
     """Tests and measures the collectives; writes the figures to `out`, else under cache_dir, where plans look, and returns them.
 
-    config: device, nproc, and the model whose training step is estimated. gpus: the section of that name in this host's facts.
-    entries, facts: several hosts, and the facts of each.
-    tok_per_sec: of one process alone. libuv: whether this torch has it. progress(label, done, total). worker: the command of
-    each rank. Raises CommFailed when a rank hangs or fails.
+    config: device, nproc, and the model whose training step is estimated. entries: several hosts. facts: of each, or of this one.
+    tok_per_sec: of one process alone. progress(label, done, total). worker: the command of each rank. Raises CommFailed when a
+    rank hangs or fails.
     """
     started = time.monotonic()
-    machine = machine_of_hosts(facts) or probe_machine()
+    machine = machine_of_hosts(facts if entries else ()) or probe_machine()
     machine = of_unknown_memory(machine)  # only the model's messages matter here, not whether it fits
     plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0)
     check_ranks(plan)
@@ -83,15 +76,11 @@ def measure_comm(
         raise PacelineError(
             f"max-bytes is {max_bytes:,}, too small to separate latency from bandwidth", fix=f"--max-bytes {MIB}"
         )
-    if deadline_s < SHORTEST_DEADLINE_S:
-        raise PacelineError(
-            f"deadline is {deadline_s:g} s, and a busy machine may take as long for one operation",
-            fix=f"--deadline {DEADLINE_S:g}",
-        )
     run = session_folder(cache_dir / "comm")
     sizes = ",".join(map(str, sweep_sizes(max_bytes)))
     command = [*worker, str(run.path), plan.device, sizes, str(sweep_s)]
     silence_s = deadline_s + max_bytes / SLOWEST_BYTES_PER_S
+    libuv = all((host["torch"] or {}).get("libuv") is not False for host in facts)
     cluster = cluster_of(entries, config, machine)
     try:
         if cluster:
@@ -100,8 +89,12 @@ def measure_comm(
     finally:
         if cluster:
             cluster.close()
-    reports = [json.loads((run.path / "comm" / f"{rank}.json").read_text()) for rank in range(plan.world_size)]
-    links = links_between_hosts(plan, hosts, facts) if cluster else links_between(plan, gpus)
+    reports = read_reports(run.path / "comm", plan.world_size)
+    links = (
+        links_between_hosts(plan, hosts, facts)
+        if cluster
+        else links_between(plan, facts[0]["gpus"] or () if facts else ())
+    )
     results = make_results(reports, plan, links, tok_per_sec=tok_per_sec, hosts=hosts)
     results |= {"folder": str(run.path), "seconds": round(time.monotonic() - started, 1)}
     file = out or comm_file(cache_dir, list(hosts))
@@ -148,20 +141,9 @@ def run_ranks(
                 total = float((run.path / "comm" / "num_operations").read_text())
             progress("testing and timing collectives", heartbeat.step, total)
 
-    outcome = run_attempt(
-        run,
-        command=command,
-        nproc=plan.world_size,
-        env=plan_env(plan, libuv=libuv)[0],
-        settings=env_elsewhere(os.environ, plan_launch(plan, libuv=libuv), ()),
-        cluster=cluster,
-        on_tick=show_progress,
-        hang_after_s=deadline_s,
-        stop_grace_s=STOP_GRACE_S,
-        libuv=libuv,
+    outcome = run_session(
+        run, plan, command, libuv=libuv, cluster=cluster, on_tick=show_progress, hang_after_s=deadline_s
     )
-    if outcome.state == "interrupted":
-        raise KeyboardInterrupt
     if outcome.hang is not None:
         fix = (
             "run paceline comm again; a stopped rank was stopped from outside (Ctrl-Z, a debugger, a frozen container)"

@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import re
-import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from paceline.heartbeat import read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
 from paceline.plan.host import memory_limit, physical_memory_bytes
 from paceline.rundir import RunDir, read_json_lines
-from paceline.units import format_bytes, parse_time
+from paceline.units import format_bytes, parse_time, signal_name
 
 FAILED_EXIT_CODE = TrainingFailed.exit_code
 LOG_TAIL_BYTES = 1 << 16  # a log may have grown to gigabytes
@@ -136,26 +135,26 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
     rank, exit_code = end["rank"], end["exit_code"]
     lines = read_log_tail(run.rank_log(attempt, rank))
     error = read_error(run.rank_error(attempt, rank))
-    signal_name = signal.Signals(-exit_code).name if exit_code < 0 else None
+    end_signal = signal_name(-exit_code) if exit_code < 0 else None
     traceback = error.get("traceback")
     if not traceback and (
-        end["ended_by_us"] or signal_name not in OUTSIDE_SIGNALS
+        end["ended_by_us"] or end_signal not in OUTSIDE_SIGNALS
     ):  # otherwise it had survived that error
         start = next((i for i in reversed(range(len(lines))) if lines[i].lstrip().startswith(ERROR_START)), None)
         # native frames and warnings after an error belong to it
         traceback = None if start is None else "\n".join(lines[start:])
     message = error.get("message") or (exception_line(traceback) if traceback else None)
     consequence = bool(PEER_LOST.search(message or "")) or (end["ended_by_us"] and not error)
-    if not message and signal_name:
-        sender = ": sent by somebody, or by the kernel when memory ran out" if signal_name == "SIGKILL" else ""
-        message = f"ended by {signal_name}{sender}"
+    if not message and end_signal:
+        sender = ": sent by somebody, or by the kernel when memory ran out" if end_signal == "SIGKILL" else ""
+        message = f"ended by {end_signal}{sender}"
     elif not message:
         last = next((line.strip() for line in reversed(lines) if line.strip()), None)
         message = f"exit code {exit_code}, " + (f"last line: {last}" if last else "no output")
     return Failure(
         rank=rank,
         exit_code=exit_code if exit_code > 0 else None,
-        signal=signal_name,
+        signal=end_signal,
         message=message,
         # the rank's host may have another time than this one
         time=(error.get("time") or end["time"]) - end.get("clock_s", 0.0),

@@ -272,10 +272,7 @@ def stop_grace_s(plan: Plan) -> float:
 def planned_save_s(plan: Plan) -> float:
     """Returns the seconds from an order to stop to the end of the save, at most: two steps, and a checkpoint to a slow disk."""
     step = planned_step(plan.cost)
-    saving_s = (
-        checkpoint_bytes(plan.model, optimizer=plan.optimizer, optimizer_states=plan.optimizer_states)
-        / SAVE_BYTES_PER_S
-    )
+    saving_s = checkpoint_bytes(plan) / SAVE_BYTES_PER_S
     return saving_s + (2 * step.seconds.high if step and step.seconds else 0.0)
 
 

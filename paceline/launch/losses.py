@@ -7,7 +7,6 @@ other hosts do not is left out until the run is resumed: nothing shows when its 
 """
 
 import shlex
-import signal
 import subprocess
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ from paceline.launch.host_facts import link_probes, measure_links
 from paceline.launch.member import MAX_LOSSES, QUICK_FOR_S, Member
 from paceline.launch.ssh import SSH_FAILED
 from paceline.rundir import RunDir, append_event
+from paceline.units import signal_name
 
 # packets of common networks: jumbo frames, Ethernet, PPPoE, WireGuard, GRE, the least of IPv6, and what the internet always takes
 PACKET_BYTES = (9000, 1500, 1492, 1420, 1400, 1280, 1200, 576)
@@ -184,7 +184,7 @@ def check_folder(cluster: Cluster, run: RunDir) -> None:
 def agent_failure(member: Member) -> Failure:
     """Returns the failure of a host's agent; the host itself is well."""
     assert member.exit_code
-    name = signal.Signals(-member.exit_code).name if member.exit_code < 0 else None
+    name = signal_name(-member.exit_code) if member.exit_code < 0 else None
     how = f"was killed by {name}" if name else f"exited with code {member.exit_code}"
     exit_code = None if name else member.exit_code
     return Failure(

@@ -8,6 +8,7 @@ sends notifications is `python -m paceline.launch.notify`. Its address is a secr
 ever written or printed.
 """
 
+import base64
 import http.client
 import json
 import os
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.digest import NewRecords
@@ -100,6 +101,11 @@ def parse_receiver(address: str) -> Receiver:
     if not host or parts.scheme not in ("http", "https") or any(ord(char) < 33 for char in url):
         fix = "--notify https://ntfy.sh/TOPIC, or any http:// or https:// URL"
         raise UsageError("--notify: not an address", fix=fix)
+    # a request has ASCII alone: a topic in other letters is sent as a browser sends it
+    path, query = (
+        "".join(char if char.isascii() else quote(char) for char in part) for part in (parts.path, parts.query)
+    )
+    url = parts._replace(path=path, query=query).geturl()
     form: Form = "ntfy" if host.startswith("ntfy.") else "slack" if host == "hooks.slack.com" else "json"
     return Receiver(url, prefix or form, host + (f":{port}" if port else ""))  # type: ignore[arg-type]
 
@@ -305,7 +311,11 @@ def make_request(receiver: Receiver, message: dict[str, Any]) -> urllib.request.
         body = json.dumps({"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}).encode()
     else:
         body = json.dumps(message).encode()
-    return urllib.request.Request(receiver.url, data=body, headers=headers, method="POST")
+    login, _, place = (parts := urlsplit(receiver.url)).netloc.rpartition("@")
+    if login:  # urllib would take it for a part of the host's name
+        headers["Authorization"] = f"Basic {base64.b64encode(unquote(login).encode()).decode()}"
+    url = parts._replace(netloc=place).geturl()
+    return urllib.request.Request(url, data=body, headers=headers, method="POST")
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):

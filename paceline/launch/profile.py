@@ -25,11 +25,10 @@ from paceline.data.prepare import TokenDataset
 from paceline.errors import Finding, PacelineError, PlanError, TrainingFailed, UsageError
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.hosts import HOST_KEYS
-from paceline.launch.job import plan_env
 from paceline.launch.run_text import planner, prepare_data, record_data, reopen_data
-from paceline.launch.supervisor import Outcome, run_attempt
+from paceline.launch.supervisor import Outcome
 from paceline.launch.train import changed_run
-from paceline.launch.trial import STOP_GRACE_S, memory_reason, session_folder
+from paceline.launch.trial import memory_reason, read_reports, run_session, session_folder
 from paceline.options import ProfileOptions
 from paceline.plan.algorithms import ALGORITHMS
 from paceline.plan.breakdown import COMPUTE, IDLE, PARTS, SENT
@@ -115,21 +114,15 @@ def run_ranks(run: RunDir, plan: Plan, *, steps: int, deterministic: bool, libuv
             if heartbeat := read_heartbeat(run.progress(0)):
                 progress(f"profiling {format_number_of(steps, 'step')}", heartbeat.step, 2 * steps + WARMUP_STEPS)
 
-        outcome = run_attempt(
-            run,
-            command=[*WORKER, str(run.path), f"--steps={steps}", *(["--deterministic"] if deterministic else [])],
-            nproc=plan.world_size,
-            env=plan_env(plan, libuv=libuv)[0],
-            on_tick=on_tick,
-            stop_grace_s=STOP_GRACE_S,
-            libuv=libuv,
-        )
-    if outcome.state == "interrupted":
-        shutil.rmtree(run.path, ignore_errors=True)
-        raise KeyboardInterrupt
+        command = [*WORKER, str(run.path), f"--steps={steps}", *(["--deterministic"] if deterministic else [])]
+        try:
+            outcome = run_session(run, plan, command, libuv=libuv, on_tick=on_tick)
+        except KeyboardInterrupt:
+            shutil.rmtree(run.path, ignore_errors=True)
+            raise
     if outcome.state == "failed":
         raise failed_profile(run, plan, outcome)
-    return [json.loads((run.path / f"{rank}.json").read_text()) for rank in range(plan.world_size)]
+    return read_reports(run.path, plan.world_size)
 
 
 def failed_profile(run: RunDir, plan: Plan, outcome: Outcome) -> TrainingFailed:

@@ -27,6 +27,7 @@ from paceline.launch.member import Member
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.rundir import RunDir, append_event
 from paceline.slurm import allocation
+from paceline.units import signal_name, signal_number
 
 TICK_S = 0.2
 ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` repeat the signal that the terminal has already sent
@@ -225,7 +226,7 @@ class AttemptRecord:
             root = failures[0]
             exit_code = root.exit_with
             if self.script and root.rank is not None:
-                exit_code = root.exit_code or (128 + signal.Signals[root.signal] if root.signal else root.exit_with)
+                exit_code = root.exit_code or (128 + signal_number(root.signal) if root.signal else root.exit_with)
             for failure in failures:
                 names = ("rank", "exit_code", "signal", "message", "consequence", *(["host"] if failure.host else []))
                 facts = {name: getattr(failure, name) for name in names}
@@ -257,7 +258,7 @@ class AttemptRecord:
         if exit_code is None:
             process, exit_code = "the launch agent", next((m.exit_code for m in self.members if m.exit_code), 0)
         if exit_code < 0:
-            name = signal.Signals(-exit_code).name
+            name = signal_name(-exit_code)
             return [Failure(None, None, name, f"{process} was killed by {name}", time.time(), consequence=False)]
         message = f"{process} exited with code {exit_code}"
         log = "\n".join(read_log_tail(self.run.launch_log(self.attempt)))

@@ -22,7 +22,7 @@ from paceline.launch.cluster import Cluster
 from paceline.launch.env import env_elsewhere
 from paceline.launch.failure import NO_PRIMITIVE, OUT_OF_MEMORY, Failure
 from paceline.launch.job import plan_env, plan_launch
-from paceline.launch.supervisor import run_attempt
+from paceline.launch.supervisor import Outcome, run_attempt
 from paceline.plan.history import PROBE, MemoryRecord, keep_record, record_of
 from paceline.plan.machine import Machine
 from paceline.plan.planner import Plan
@@ -166,18 +166,7 @@ def run_trial(plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...], c
         if cluster:
             cluster.connect(run, text=None, is_kept=False)
             cluster.settle()
-        outcome = run_attempt(
-            run,
-            command=[*probe, str(run.path)],
-            nproc=plan.world_size,
-            env=plan_env(plan, libuv=libuv)[0],
-            settings=env_elsewhere(os.environ, plan_launch(plan, libuv=libuv), ()),
-            cluster=cluster,
-            stop_grace_s=STOP_GRACE_S,
-            libuv=libuv,
-        )
-        if outcome.state == "interrupted":
-            raise KeyboardInterrupt
+        outcome = run_session(run, plan, [*probe, str(run.path)], libuv=libuv, cluster=cluster)
         if outcome.state == "finished":
             ahead_s = {rank: member.clock_s for member in cluster.started for rank in member.ranks} if cluster else {}
             return read_trial(run, plan, launched=launched, ahead_s=ahead_s)
@@ -213,6 +202,39 @@ def session_folder(parent: Path, *, fix: str = "--cache-dir DIR in a place you c
     return RunDir(path)
 
 
+def run_session(
+    run: RunDir,
+    plan: Plan,
+    command: list[str],
+    *,
+    libuv: bool,
+    cluster: Cluster | None = None,
+    on_tick: Callable[[], None] = lambda: None,
+    hang_after_s: float | None = None,
+) -> Outcome:
+    """Runs a measurement's command on every rank of a plan, as a run's workers are started. Raises KeyboardInterrupt on Ctrl-C."""
+    outcome = run_attempt(
+        run,
+        command=command,
+        nproc=plan.world_size,
+        env=plan_env(plan, libuv=libuv)[0],
+        settings=env_elsewhere(os.environ, plan_launch(plan, libuv=libuv), ()),
+        cluster=cluster,
+        on_tick=on_tick,
+        hang_after_s=hang_after_s,
+        stop_grace_s=STOP_GRACE_S,
+        libuv=libuv,
+    )
+    if outcome.state == "interrupted":
+        raise KeyboardInterrupt
+    return outcome
+
+
+def read_reports(folder: Path, world_size: int) -> list[Any]:
+    """Returns the report that each rank of a session has written."""
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
 def memory_reason(failure: Failure, plan: Plan) -> str | None:
     """Returns how memory ran out, if it did. The kernel kills a process that takes a host's last memory without any message."""
     if failure.consequence:
@@ -228,9 +250,7 @@ def memory_reason(failure: Failure, plan: Plan) -> str | None:
 
 def read_trial(run: RunDir, plan: Plan, *, launched: float, ahead_s: Mapping[int, float]) -> Trial:
     """Returns what the ranks measured. launched: Unix seconds. ahead_s: how far the clocks of ranks on other hosts are ahead."""
-    ranks: list[list[dict[str, Any]]] = [
-        json.loads((run.path / "probe" / f"{rank}.json").read_text()) for rank in range(plan.world_size)
-    ]
+    ranks = read_reports(run.path / "probe", plan.world_size)
     stages = list(zip(*ranks, strict=True))
     records = (record_of(replace(plan, compile=stage[0]["compiled"]), stage, source=PROBE) for stage in stages)
     known = tuple(record for record in records if record is not None)

@@ -19,7 +19,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from paceline.config import FLASH, ModelConfig
 from paceline.model.layers import compile_once
 from paceline.plan.activations import CPU_KEEP_TOKENS
-from paceline.plan.cost import attention_blocks, window_sizes
+from paceline.plan.cost import attention_blocks
+from paceline.plan.shapes import window_sizes
 
 # B rows, T tokens in a row (with a cache: new tokens), C n_embd, H n_head, K n_kv_head, D head_dim; N = B*H
 

@@ -19,7 +19,6 @@ from torch import Tensor
 LARGEST = {"e4m3": 448.0, "e5m2": 57_344.0, "e2m1": 6.0}
 # PyTorch can store E2M1 but not compute with it: its elements are kept as fp32
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float32}
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 is the sign
 MX_BLOCK, NVFP4_BLOCK = 32, 16
 BIAS, NOT_A_NUMBER = 127, 255  # of a scale in E8M0
 SMALLEST_AMAX = 2.0**-100  # of a whole tensor: its reciprocal stays finite
@@ -35,8 +34,8 @@ WORD = 0xFFFFFFFF
 class Quantized:
     """A tensor of elements and their scales: value = element * its block's scale * tensor_scale.
 
-    elements: (R, K), float8 or fp32 of E2M1 values. scales: () or (R, 1) fp32, (R, S) bytes of E8M0 or float8 of E4M3. block: the
-    elements of a row that share a scale; 0: all of the tensor, -1: the row. tensor_scale: () fp32.
+    elements: (R, K), float8 or fp32 of E2M1 values. scales: () fp32, (R, S) bytes of E8M0 or float8 of E4M3. block: the elements
+    of a row that share a scale; 0: all of the tensor. tensor_scale: () fp32.
     """
 
     elements: Tensor
@@ -52,17 +51,8 @@ class Quantized:
 
 def quantize_tensorwise(x: Tensor, element: str) -> Quantized:
     """Quantizes a tensor of any shape with one scale, so that its largest element is the format's."""
-    return _quantize_float8(x, element, x.abs().amax().float(), block=0)
-
-
-def quantize_rowwise(x: Tensor, element: str) -> Quantized:
-    """Quantizes (R, K) with a scale for each row."""
-    return _quantize_float8(x, element, x.abs().amax(-1, keepdim=True).float(), block=-1)
-
-
-def _quantize_float8(x: Tensor, element: str, amax: Tensor, *, block: int) -> Quantized:
-    amax, largest = amax.clamp_min(SMALLEST_AMAX), LARGEST[element]
-    return Quantized(_to_element(x.float() * (largest / amax), element), amax * (1 / largest), block)
+    amax, largest = x.abs().amax().float().clamp_min(SMALLEST_AMAX), LARGEST[element]
+    return Quantized(_to_element(x.float() * (largest / amax), element), amax * (1 / largest), block=0)
 
 
 def quantize_mx(x: Tensor, element: str, *, noise: Tensor | None = None) -> Quantized:
@@ -137,9 +127,9 @@ def exact(q: Quantized, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Returns what a product multiplies, (R, K), and the factor of its result: bf16 and fp32 hold the first exactly.
 
     An element of E4M3 or E2M1 has at most 4 significant bits and an E4M3 scale as many; a power of two adds none. What covers a
-    whole tensor or row is the factor, () or (R, 1) fp32.
+    whole tensor is the factor, () fp32.
     """
-    if q.block <= 0:
+    if not q.block:
         return q.elements.to(dtype), q.scales
     blocks = in_blocks(q.elements.float(), q.block) * block_scales(q).unsqueeze(-1)
     return blocks.flatten(-2).to(dtype), q.tensor_scale
@@ -154,7 +144,7 @@ def dequantize(q: Quantized) -> Tensor:
 def transposed(q: Quantized) -> Quantized:
     """Returns the transpose, of one scale or of square blocks."""
     scales = q.scales
-    if q.block > 0:
+    if q.block:
         bytes_of_scales = scales.view(torch.uint8)[:: q.block].t()  # (S, R/16)
         scales = bytes_of_scales.repeat_interleave(q.block, 0).view(scales.dtype)
     return Quantized(q.elements.t(), scales, q.block, q.tensor_scale)
@@ -167,20 +157,9 @@ def e2m1_codes(elements: Tensor) -> Tensor:
     return code.to(torch.uint8) + 8 * torch.signbit(elements).to(torch.uint8)
 
 
-def e2m1_elements(codes: Tensor) -> Tensor:
-    """Returns the values of codes, fp32."""
-    table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=codes.device)
-    return table[codes.long()]
-
-
 def pack_e2m1(codes: Tensor) -> Tensor:
     """Puts two codes into a byte, the even one into its low half: (R, K) -> (R, K/2) uint8."""
     return codes[..., 0::2] | codes[..., 1::2] << 4
-
-
-def unpack_e2m1(packed: Tensor) -> Tensor:
-    """Returns the codes of pack_e2m1."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
@@ -193,13 +172,6 @@ def swizzle_scales(scales: Tensor) -> Tensor:
     padded[: scales.shape[0], : scales.shape[1]] = scales.view(torch.uint8)
     tiles = padded.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.flatten()
-
-
-def unswizzle_scales(swizzled: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns the bytes of (R, S) scales that swizzle_scales has ordered."""
-    rows, columns = (-(-size // step) for size, step in zip(shape, (128, 4), strict=True))
-    tiles = swizzled.view(torch.uint8).view(rows, columns, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(128 * rows, 4 * columns)[: shape[0], : shape[1]]
 
 
 def hadamard(size: int, device: torch.device) -> Tensor:

@@ -35,8 +35,7 @@ from paceline.model.layers import (
     sum_of_nats,
 )
 from paceline.model.linear import Linear, LowProducts
-from paceline.plan.cost import window_sizes
-from paceline.plan.shapes import has_value_embed, layer_matrices, smear_gate_width, ve_gate_width
+from paceline.plan.shapes import has_value_embed, layer_matrices, smear_gate_width, ve_gate_width, window_sizes
 
 # B rows, T tokens in a row (with a cache: new tokens), C n_embd, H n_head, K n_kv_head, D head_dim, V padded_vocab_size
 

@@ -34,7 +34,6 @@ from paceline.model.formats import (
     pack_e2m1,
     quantize_mx,
     quantize_nvfp4,
-    quantize_rowwise,
     quantize_tensorwise,
     rotate,
     swizzle_scales,
@@ -57,7 +56,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 class LowRecipe:
     """How the operands of a layer's three products are quantized. forward, gradient: elements of x and W, and of dy."""
 
-    codec: str  # tensorwise, rowwise, mx or nvfp4
+    codec: str  # tensorwise, mx or nvfp4
     forward: str
     gradient: str
     stochastic: bool = False  # dy is rounded up or down at random, so that its rounding errors average out
@@ -78,7 +77,7 @@ class Operand(NamedTuple):
 
     values: Tensor
     scales: Tensor | None = None  # of the codes, as the hardware takes them; None where emulated
-    factor: Tensor | None = None  # () or (M, 1) fp32, by which the product is multiplied
+    factor: Tensor | None = None  # () fp32, by which the product is multiplied
 
 
 def quantize(
@@ -87,8 +86,6 @@ def quantize(
     """Returns the operand's codes. x: (M, K), summed over K; noise: as formats.py wants it."""
     if recipe.codec == "tensorwise":
         return quantize_tensorwise(x, element)
-    if recipe.codec == "rowwise":
-        return quantize_rowwise(x, element)
     if recipe.codec == "mx":
         return quantize_mx(x, element, noise=noise)
     return quantize_nvfp4(x, square=square, noise=noise)
@@ -101,7 +98,7 @@ def make_operand(q: Quantized, *, native: bool) -> Operand:
     if not native:
         values, factor = exact(q, torch.bfloat16)
         return Operand(values, None, factor)
-    if q.block <= 0:
+    if not q.block:
         return Operand(q.elements.contiguous(), q.scales)
     codes = q.elements.contiguous()
     if q.is_packed:
@@ -214,7 +211,7 @@ def product(a: Operand, b: Operand, recipe: LowRecipe, *, dtype: torch.dtype, fa
     else:
         y = torch.mm(a.values, b.values.t(), out_dtype=torch.float32)
     if a.factor is not None and b.factor is not None:
-        y = y * (a.factor * b.factor.t())
+        y = y * (a.factor * b.factor)
     return y.to(dtype)
 
 
@@ -223,8 +220,8 @@ def scaled_product(a: Operand, b: Operand, recipe: LowRecipe, *, dtype: torch.dt
     assert a.scales is not None and b.scales is not None
     if recipe.codec in BLOCKS:
         return cast(Tensor, torch.ops.paceline.block_product(a.values, a.scales, b.values, b.scales, dtype))
-    kind = F.ScalingType.TensorWise if recipe.codec == "tensorwise" else F.ScalingType.RowWise
-    scales = (a.scales, kind, b.scales.t(), kind)
+    kind = F.ScalingType.TensorWise
+    scales = (a.scales, kind, b.scales, kind)
     return F.scaled_mm(a.values, b.values.t(), *scales, output_dtype=dtype, use_fast_accum=fast)
 
 

@@ -15,9 +15,7 @@ one graph, and a graph for each layer.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.config import ModelConfig
-from paceline.plan.cost import attention_pairs, window_sizes
-from paceline.plan.precision import LowPrecision
+from paceline.plan.cost import RunSetup, attention_pairs
 from paceline.plan.shapes import (
     ELEMENT_BYTES,
     FP32,
@@ -28,8 +26,9 @@ from paceline.plan.shapes import (
     smear_gate_width,
     value_table,
     ve_gate_width,
+    window_sizes,
 )
-from paceline.plan.sharding import GatheredBytes, compiles_by_block, sends_narrow
+from paceline.plan.sharding import GatheredBytes, compiles_by_block
 
 LOSS_COPIES = 3  # fp32 tensors as large as a block's logits that model/layers.py holds at once
 BLOCK_SHARE = 4  # of a chunk's budget: what one block's fp32 copies may take
@@ -45,34 +44,15 @@ MADE_AGAIN: dict[bool | str, int] = {False: 0, "relu": 4, "mlp": 8, True: 0}  # 
 POSTPONED = 8  # the square and its gradient of a layer above, until inductor makes the weights' gradients of them
 
 
-@dataclass(frozen=True)
-class MemorySetup:
+@dataclass(frozen=True, kw_only=True)
+class MemorySetup(RunSetup):
     """All that the memory of one rank depends on.
 
-    attention: the kernel: flash (FlexAttention saves the same), efficient, math, or cpu (model/layers.py). offload:
-    "optimizer" where masters and states are in the host's memory. optimizer_states: the config's, fp32 or 8bit.
+    attention: the kernel: flash (FlexAttention saves the same), efficient, math, or cpu (model/layers.py).
     """
 
-    model: ModelConfig
-    device: str
-    world_size: int
-    optimizer: str
-    shard: str
-    precision: str
-    device_batch_size: int
-    grad_accum_steps: int
-    logits_budget_bytes: int
-    activation_checkpointing: bool | str
     attention: str
     compiled: bool
-    offload: str = "none"
-    optimizer_states: str = "fp32"
-    low_precision: LowPrecision | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of one micro-step on one device."""
-        return self.device_batch_size * self.model.sequence_len
 
     @property
     def element_bytes(self) -> int:
@@ -376,13 +356,7 @@ def _layer_gradient_bytes(setup: MemorySetup) -> int:
 
 def _sent_width(setup: MemorySetup) -> int:
     """Returns the bytes of an element of the gradients that autograd leaves, as they are sent."""
-    narrow = sends_narrow(
-        bf16=setup.precision == "bf16",
-        grad_accum_steps=setup.grad_accum_steps,
-        world_size=setup.world_size,
-        shard=setup.shard,
-    )
-    return NARROW if narrow else FP32
+    return NARROW if setup.sends_narrow else FP32
 
 
 def _handed_over_bytes(setup: MemorySetup) -> int:

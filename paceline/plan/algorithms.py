@@ -10,7 +10,7 @@ carried to other sizes by powers of batch, width and length.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.config import ModelConfig
 from paceline.plan.shapes import FP32, HEAD, MATRIX, REFERENCE_BATCH, REFERENCE_WIDTH, reference_params
@@ -121,9 +121,15 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 }
 
 
-def algorithm_of(optimizer: str, group: str) -> Algorithm:
-    """Returns the algorithm that updates a group of plan/shapes.py. optimizer: the config's."""
-    return ALGORITHMS[optimizer if group == MATRIX else OTHERS]
+def algorithm_of(optimizer: str, group: str, *, optimizer_states: str = "fp32") -> Algorithm:
+    """Returns the algorithm that updates a group of plan/shapes.py. optimizer, optimizer_states: the config's."""
+    return with_states(optimizer if group == MATRIX else OTHERS, optimizer_states)
+
+
+def with_states(name: str, optimizer_states: str) -> Algorithm:
+    """Returns the algorithm of a name as the config's `optimizer_states` has it: in fp32 no state has codes."""
+    row = ALGORITHMS[name]
+    return row if optimizer_states == "8bit" else replace(row, codes={})
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,14 @@ from functools import lru_cache
 
 from paceline.config import ModelConfig
 from paceline.plan.algorithms import ALGORITHMS
-from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, layer_weights, matmul_params, param_shapes
+from paceline.plan.precision import LowPrecision
+from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, layer_weights, matmul_params, param_shapes, window_sizes
 from paceline.plan.sharding import ShardPlan, ddp_buckets, gather_schedule, sends_narrow, shard_plan, shards_weights
+from paceline.units import MIB
 
 BACKWARD_PER_FORWARD = 2  # one matmul forward is two backward: by input and by weight
-SHORT_WINDOW_MULTIPLE = 128
 ATTENTION_BLOCK = 128  # queries at once: a smaller block skips more of the causal half but makes smaller matmuls
+LOGITS_MIB = 512  # of a chunk of the loss: from here on, larger ones were not faster
 
 
 def forward_passes(model: ModelConfig, rung: bool | str) -> tuple[float, float, float]:
@@ -28,15 +30,6 @@ def forward_passes(model: ModelConfig, rung: bool | str) -> tuple[float, float, 
         return 4 / 3, 4 / 3, 4 / 3
     product = 4 * model.n_embd**2 / layer_weights(model) if rung == "mlp" else 0.0
     return 1.0, 1 + product / 3, 1 + (1 / 4 if rung else 0.0) / 3
-
-
-def window_sizes(model: ModelConfig) -> tuple[int, ...]:
-    """Returns the tokens that each layer's attention sees: all for L, a quarter rounded up to 128 for S; all in the last layer."""
-    full = model.sequence_len
-    short = min(full, -(-full // 4 // SHORT_WINDOW_MULTIPLE) * SHORT_WINDOW_MULTIPLE)
-    pattern = model.window_pattern
-    sizes = [full if pattern[i % len(pattern)] == "L" else short for i in range(model.n_layer)]
-    return (*sizes[:-1], full)
 
 
 def flops_per_token(model: ModelConfig) -> int:
@@ -69,6 +62,56 @@ def attention_blocks(num_tokens: int, window: int) -> Iterator[tuple[slice, slic
 
 
 @dataclass(frozen=True)
+class RunSetup:
+    """What the memory and the time of a step both depend on. world_size counts the ranks of all hosts.
+
+    offload: "optimizer" where masters and states are in the host's memory. optimizer_states: the config's, fp32 or 8bit.
+    """
+
+    model: ModelConfig
+    device: str
+    world_size: int
+    precision: str
+    optimizer: str
+    shard: str
+    device_batch_size: int
+    grad_accum_steps: int
+    activation_checkpointing: bool | str = False  # of plan/shapes.py: RUNGS
+    logits_budget_bytes: int = LOGITS_MIB * MIB
+    offload: str = "none"
+    optimizer_states: str = "fp32"
+    low_precision: LowPrecision | None = None  # of the blocks' products; all else is in `precision`
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of one micro-step on one device."""
+        return self.device_batch_size * self.model.sequence_len
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether each rank has a part of the weights alone, and gathers the others when it uses them."""
+        return shards_weights(world_size=self.world_size, shard=self.shard)
+
+    @property
+    def sends_narrow(self) -> bool:
+        """Whether gradients are sent in bf16."""
+        bf16, accum = self.precision == "bf16", self.grad_accum_steps
+        return sends_narrow(bf16=bf16, grad_accum_steps=accum, world_size=self.world_size, shard=self.shard)
+
+    @property
+    def layout(self) -> ShardPlan:
+        """Which rank owns what."""
+        return layout(self.model, self.world_size, self.optimizer, self.shard)
+
+    @property
+    def of_states(self) -> "RunSetup":
+        """What a rank's states and their update depend on: a key for caches. More micro-steps than two change nothing."""
+        run = (self.model, self.device, self.world_size, self.precision, self.optimizer, self.shard)
+        batch = (1, min(2, self.grad_accum_steps))
+        return RunSetup(*run, *batch, offload=self.offload, optimizer_states=self.optimizer_states)
+
+
+@dataclass(frozen=True)
 class Messages:
     """What one rank's step sends: bytes of each collective over all ranks, in the order in which they start."""
 
@@ -77,38 +120,26 @@ class Messages:
     all_reduce: tuple[int, ...]
 
 
-def step_messages(
-    model: ModelConfig,
-    *,
-    world_size: int,
-    optimizer: str,
-    shard: str,
-    precision: str,
-    grad_accum_steps: int,
-    checkpointing: bool | str,
-) -> Messages:
+def step_messages(setup: RunSetup) -> Messages:
     """Returns a step's messages: gradients to owners, new weights from them, small tensors to all; under DDP every gradient.
 
-    Sharded weights are sent for each micro-step, and so are its gradients. checkpointing: as gather_schedule's.
+    Sharded weights are sent for each micro-step, and so are its gradients.
     """
-    if world_size == 1:
+    if setup.world_size == 1:
         return Messages((), (), ())
-    shapes = param_shapes(model)
-    if shard == "none":
+    shapes = param_shapes(setup.model)
+    if setup.shard == "none":
         return Messages((), (), ddp_buckets(shapes))
-    plan = layout(model, world_size, optimizer, shard)
-    narrow = sends_narrow(
-        bf16=precision == "bf16", grad_accum_steps=grad_accum_steps, world_size=world_size, shard=shard
-    )
-    grad_bytes = NARROW if narrow else FP32
-    weight_bytes = ELEMENT_BYTES[precision]
-    numels = [bucket.segment * world_size for bucket in plan.buckets]
+    plan = setup.layout
+    grad_bytes = NARROW if setup.sends_narrow else FP32
+    weight_bytes = ELEMENT_BYTES[setup.precision]
+    numels = [bucket.segment * setup.world_size for bucket in plan.buckets]
     small = FP32 * sum(shape.numel for shape in plan.replicated)
     gathered = sums = tuple(range(len(numels)))
-    if shards_weights(world_size=world_size, shard=shard):
-        schedule = gather_schedule(plan, shapes, checkpointing=checkpointing)
-        gathered = tuple(number for moment in schedule for number in moment.gather) * grad_accum_steps
-        sums = tuple(number for moment in schedule for number in moment.complete) * grad_accum_steps
+    if setup.shards_weights:
+        schedule = gather_schedule(plan, shapes, checkpointing=setup.activation_checkpointing)
+        gathered = tuple(number for moment in schedule for number in moment.gather) * setup.grad_accum_steps
+        sums = tuple(number for moment in schedule for number in moment.complete) * setup.grad_accum_steps
     return Messages(
         tuple(grad_bytes * numels[number] for number in sums),
         tuple(weight_bytes * numels[number] for number in gathered),
@@ -116,18 +147,20 @@ def step_messages(
     )
 
 
-@lru_cache(maxsize=256)
-def update_work(
-    model: ModelConfig, *, world_size: int, optimizer: str, shard: str
-) -> tuple[tuple[tuple[int, ...], ...], int]:
+def update_work(setup: RunSetup) -> tuple[tuple[tuple[int, ...], ...], int]:
     """Returns what the rank with the most FLOPs updates: shapes of its whole matrices, and elements that are updated by rows."""
-    if shard == "none":
-        return (), sum(shape.numel for shape in param_shapes(model))
-    plan = layout(model, world_size, optimizer, shard)
-    flops = ALGORITHMS[optimizer].flops
+    return _update_work(setup.of_states)
+
+
+@lru_cache(maxsize=256)
+def _update_work(setup: RunSetup) -> tuple[tuple[tuple[int, ...], ...], int]:
+    if setup.shard == "none":
+        return (), sum(shape.numel for shape in param_shapes(setup.model))
+    plan, flops = setup.layout, ALGORITHMS[setup.optimizer].flops
     whole = [bucket for bucket in plan.buckets if bucket.whole]
     owned = [
-        tuple(share.param.shape for bucket in whole for share in bucket.shares(rank)) for rank in range(world_size)
+        tuple(share.param.shape for bucket in whole for share in bucket.shares(rank))
+        for rank in range(setup.world_size)
     ]
     rows = sum(bucket.segment for bucket in plan.buckets if not bucket.whole)
     small = sum(shape.numel for shape in plan.replicated)

@@ -26,7 +26,7 @@ from paceline.plan.history import load_calibration, load_too_large
 from paceline.plan.links import Link, link_of
 from paceline.plan.machine import Machine
 from paceline.plan.memory import checkpoint_bytes
-from paceline.plan.planner import Measured, Plan, format_flags, make_plan, threads_of
+from paceline.plan.planner import SETUP_FIELDS, Measured, Plan, format_flags, make_plan, threads_of
 from paceline.plan.precision import precision_name
 from paceline.plan.shapes import choose_eval_tokens, num_params, steps_of_time
 from paceline.plan.sizing import PROFILES, SIZE_KEYS
@@ -101,9 +101,7 @@ def forecast(
             eval_tokens=choose_eval_tokens(config, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size),
             save_every=config.save_every,
             total_batch_size=plan.total_batch_size,
-            checkpoint_bytes=checkpoint_bytes(
-                plan.model, optimizer=plan.optimizer, optimizer_states=plan.optimizer_states
-            ),
+            checkpoint_bytes=checkpoint_bytes(plan),
             watts=watts if watts is not None else setup.spec.watts if setup.spec else None,
             price=price,
         )
@@ -167,9 +165,8 @@ def measured_here(cache: Path, *, link_name: str | None = None, machine: Machine
         if setup.device == "cpu":
             return None
         gpu = machine.gpus[0]
-        names = {field.name for field in fields(StepSetup)} & {field.name for field in fields(MemorySetup)}
         timed = StepSetup(
-            **{name: getattr(setup, name) for name in names},
+            **{name: getattr(setup, name) for name in SETUP_FIELDS},
             compile=compile,
             spec=gpu.spec,
             link=link_of(link_name, machine, world_size=setup.world_size, device=setup.device, comm=comm),

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from paceline.config import ATTENTION, FLASH, ModelConfig
 from paceline.errors import PlanError
-from paceline.plan.cost import window_sizes
 from paceline.plan.gpu_table import GpuSpec, spec_of
 from paceline.plan.host import probe_cpu_bf16, probe_cpu_cores, probe_memory_bytes
 from paceline.plan.nvml import list_gpus, visible_devices
+from paceline.plan.shapes import window_sizes
 from paceline.units import MIB
 
 

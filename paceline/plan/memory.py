@@ -9,9 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Any
 
-from paceline.config import ModelConfig
 from paceline.plan.activations import (
     MemorySetup,
     backward_parts,
@@ -23,7 +21,7 @@ from paceline.plan.activations import (
     stem_bytes,
 )
 from paceline.plan.algorithms import algorithm_of
-from paceline.plan.cost import layout
+from paceline.plan.cost import RunSetup
 from paceline.plan.offloading import NUM_BUFFERS, copies_in_batch, offloaded_batches, row_batches
 from paceline.plan.precision import code_bytes, working_bytes
 from paceline.plan.shapes import FP32, MATRIX, NARROW, ParamShape, param_shapes
@@ -34,13 +32,8 @@ from paceline.plan.sharding import (
     gather_schedule,
     parts_of,
     row_size,
-    sends_narrow,
-    shards_weights,
 )
 from paceline.plan.states import decoded_bytes, has_codes, state_bytes_of
-
-UPDATE_KEYS = ("world_size", "optimizer", "shard", "optimizer_states")  # of a setup: what an update's batches depend on
-STATE_KEYS = (*UPDATE_KEYS, "precision", "grad_accum_steps", "device", "offload")  # what a rank holds depends on
 
 
 @dataclass(frozen=True)
@@ -85,7 +78,7 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
     if state.communication:
         base["communication"] = state.communication
     low = setup.low_precision
-    if not shards_weights(world_size=setup.world_size, shard=setup.shard):  # else they come and go with the weights
+    if not setup.shards_weights:  # else they come and go with the weights
         base["weights"] += code_bytes(low, setup.model, device=setup.device)
     quantized = working_bytes(low, setup.model, tokens=setup.num_tokens, device=setup.device, compiled=setup.compiled)
     fresh = setup.world_size == 1 and setup.grad_accum_steps == 1  # gradients are made during the backward
@@ -95,7 +88,7 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
     saved = [saved_bytes(setup, layer) for layer in range(setup.model.n_layer)]
     activations = stem_bytes(setup, compiled=setup.compiled) + sum(saved)
     staging = staging_bytes(setup)
-    updating = {"working": _update_bytes(setup), **({"staging": staging} if staging else {})}
+    updating = {"working": _update_bytes(setup.of_states), **({"staging": staging} if staging else {})}
     num_layers, gathered = setup.model.n_layer, gathered_bytes(setup)
     forward, loss = gathered[num_layers].parts(), gathered[num_layers + 1].parts()
     in_backward = [gathered[-2 - part] for part in range(num_layers + 2)]
@@ -144,10 +137,10 @@ def gathered_bytes(setup: MemorySetup, *, backward: bool = True) -> tuple[Gather
 
     Those are gathered weights, and the buffers of gradients from a bucket's first one until its sum over ranks is known.
     """
-    if not shards_weights(world_size=setup.world_size, shard=setup.shard):
+    if not setup.shards_weights:
         return tuple(GatheredBytes() for _ in range(2 * (setup.model.n_layer + 3)))
     shapes = param_shapes(setup.model)
-    plan = layout(setup.model, setup.world_size, setup.optimizer, setup.shard)
+    plan = setup.layout
     schedule = gather_schedule(plan, shapes, checkpointing=setup.activation_checkpointing, backward=backward)
     numels, parts = [bucket.segment for bucket in plan.buckets], parts_of(shapes)
     copies = setup.world_size + (
@@ -179,43 +172,26 @@ def staging_bytes(setup: MemorySetup) -> int:
     return min(NUM_BUFFERS, len(batches)) * max((batch.buffer_bytes for batch in batches), default=0)
 
 
-def _update_bytes(setup: MemorySetup) -> int:
-    """Returns the temporaries of the largest batch of the update: of whole matrices, or of states that are decoded."""
-    keys = {name: getattr(setup, name) for name in UPDATE_KEYS}
-    has_masters = setup.offload == "optimizer" and setup.precision != "fp32"
-    return _batch_bytes(setup.model, on_cpu=setup.device == "cpu", moves_masters=has_masters, **keys)
-
-
 @lru_cache(maxsize=256)
-def _batch_bytes(
-    model: ModelConfig,
-    *,
-    world_size: int,
-    optimizer: str,
-    shard: str,
-    optimizer_states: str,
-    on_cpu: bool,
-    moves_masters: bool,
-) -> int:
-    """moves_masters: a buffer of offloaded ones is a stack already."""
-    if shard == "none":
-        buckets = [([(shape, shape.shape) for shape in param_shapes(model)], False)]
+def _update_bytes(setup: RunSetup) -> int:
+    """Returns the temporaries of the largest batch of the update: of whole matrices, or of states that are decoded."""
+    on_cpu = setup.device == "cpu"
+    moves_masters = setup.offload == "optimizer" and setup.precision != "fp32"  # their buffer is a stack already
+    if setup.shard == "none":
+        buckets = [([(shape, shape.shape) for shape in param_shapes(setup.model)], False)]
     else:
-        buckets = [_owned_shapes(bucket) for bucket in layout(model, world_size, optimizer, shard).buckets]
+        buckets = [_owned_shapes(bucket) for bucket in setup.layout.buckets]
     largest = 0
     for members, whole in buckets:
         if not members:
             continue
-        algorithm = algorithm_of(optimizer, members[0][0].group)
+        algorithm = algorithm_of(setup.optimizer, members[0][0].group, optimizer_states=setup.optimizer_states)
         shapes = [shape for _, shape in members]
         if not whole:
-            copies = copies_in_batch(algorithm, masters=moves_masters, optimizer_states=optimizer_states)
-            for batch in row_batches(shapes, num_copies=copies) if optimizer_states != "fp32" else ():
+            copies = copies_in_batch(algorithm, masters=moves_masters)
+            for batch in row_batches(shapes, num_copies=copies) if algorithm.codes else ():
                 numels = [(rows.hi - rows.lo) * prod(shapes[rows.number][1:]) for rows in batch]
-                decoded = decoded_bytes(
-                    algorithm, numel=sum(numels), largest=max(numels), optimizer_states=optimizer_states
-                )
-                largest = max(largest, decoded)
+                largest = max(largest, decoded_bytes(algorithm, numel=sum(numels), largest=max(numels)))
             continue
         start = 0
         for count in batch_sizes(shapes, together=not on_cpu):
@@ -224,7 +200,7 @@ def _batch_bytes(
             working = algorithm.working_bytes(shape, count, FP32 if on_cpu else NARROW)
             working -= numel if moves_masters and count > 1 else 0
             # the momentum in fp32; encoding it takes no more than the update itself
-            working += numel if has_codes(shape, optimizer_states=optimizer_states) else 0
+            working += numel if has_codes(algorithm, shape) else 0
             largest = max(largest, working)
     return largest
 
@@ -235,20 +211,18 @@ def _owned_shapes(bucket: Bucket) -> tuple[list[tuple[ParamShape, tuple[int, ...
     return [(share.param, (share.hi - share.lo, *share.param.shape[1:])) for share in shares], bucket.whole
 
 
-def fullest_state(setup: MemorySetup) -> StateBytes:
+def fullest_state(setup: RunSetup) -> StateBytes:
     """Returns the state of the rank that holds most."""
-    keys = {name: getattr(setup, name) for name in STATE_KEYS}
-    keys["grad_accum_steps"] = min(2, setup.grad_accum_steps)  # further ones change nothing
-    return _fullest_state(setup.model, **keys)
+    return _fullest_state(setup.of_states)
 
 
 @lru_cache(maxsize=256)
-def _fullest_state(model: ModelConfig, **keys: Any) -> StateBytes:
-    ranks = range(keys["world_size"] if keys["shard"] != "none" else 1)
-    return max((state_bytes(model, rank=rank, **keys) for rank in ranks), key=lambda state: state.total)
+def _fullest_state(setup: RunSetup) -> StateBytes:
+    ranks = range(setup.world_size if setup.shard != "none" else 1)
+    return max((state_bytes(setup, rank=rank) for rank in ranks), key=lambda state: state.total)
 
 
-def copies_bytes(setup: MemorySetup) -> int:
+def copies_bytes(setup: RunSetup) -> int:
     """Returns the fullest rank's part of a checkpoint, fp32 weights and states: it stays in host memory from the first save on.
 
     It is there beside what is offloaded: the next step changes that while the checkpoint is written.
@@ -258,36 +232,19 @@ def copies_bytes(setup: MemorySetup) -> int:
     return masters + state.states
 
 
-@lru_cache(maxsize=256)
-def state_bytes(
-    model: ModelConfig,
-    *,
-    world_size: int,
-    rank: int,
-    optimizer: str,
-    shard: str,
-    precision: str,
-    grad_accum_steps: int,
-    device: str,
-    offload: str = "none",
-    optimizer_states: str = "fp32",
-) -> StateBytes:
+def state_bytes(setup: RunSetup, *, rank: int) -> StateBytes:
     """Returns what a rank holds between two steps, with the gradients as they are before the update."""
 
     def states_of(owned: Iterable[tuple[ParamShape, int]]) -> int:
-        return sum(_bytes_of_states(optimizer, param, rows, optimizer_states) for param, rows in owned)
+        return sum(_bytes_of_states(setup, param, rows) for param, rows in owned)
 
-    if shard == "none":
-        numel = sum(shape.numel for shape in param_shapes(model))
-        states = states_of((shape, shape.shape[0]) for shape in param_shapes(model))
+    if setup.shard == "none":
+        numel = sum(shape.numel for shape in param_shapes(setup.model))
+        states = states_of((shape, shape.shape[0]) for shape in param_shapes(setup.model))
         return StateBytes(FP32 * numel, FP32 * numel, masters=0, states=states, communication=0)
-    plan = layout(model, world_size, optimizer, shard)
-    width = FP32 if precision == "fp32" else NARROW
-    sharded = shards_weights(world_size=world_size, shard=shard)
-    narrow = sends_narrow(
-        bf16=precision == "bf16", grad_accum_steps=grad_accum_steps, world_size=world_size, shard=shard
-    )
-    grad_width = NARROW if narrow else FP32
+    plan, world_size, sharded = setup.layout, setup.world_size, setup.shards_weights
+    width = FP32 if setup.precision == "fp32" else NARROW
+    grad_width = NARROW if setup.sends_narrow else FP32
     segments = sum(bucket.segment for bucket in plan.buckets)
     owned = [(share.param, share.hi - share.lo) for bucket in plan.buckets for share in bucket.shares(rank)]
     owned_numel = sum(rows * row_size(param) for param, rows in owned)
@@ -298,15 +255,15 @@ def state_bytes(
     elif sharded:  # sums over micro-steps; buffers come and go
         gradients, communication = FP32 * segments, 0
     else:
-        received = 0 if device == "cuda" else world_size - 1  # segments; NCCL sums in place
+        received = 0 if setup.device == "cuda" else world_size - 1  # segments; NCCL sums in place
         gradients = grad_width * segments * world_size
         communication = segments * (grad_width * received + (FP32 if grad_width != FP32 else 0))
-    masters = FP32 * owned_numel if sharded or precision != "fp32" else 0
+    masters = FP32 * owned_numel if sharded or setup.precision != "fp32" else 0
     states = states_of(owned) + replicated
     weights, on_host = 0 if sharded else width * segments * world_size, 0
-    if offload == "optimizer":
+    if setup.offload == "optimizer":
         on_host, states = states - replicated, replicated
-        if precision != "fp32":  # a rank that gathers weights keeps its own on the device in their place
+        if setup.precision != "fp32":  # a rank that gathers weights keeps its own on the device in their place
             on_host, masters, weights = on_host + masters, 0, weights or width * segments
     return StateBytes(
         weights=weights + FP32 * small,
@@ -318,14 +275,14 @@ def state_bytes(
     )
 
 
-def checkpoint_bytes(model: ModelConfig, *, optimizer: str, optimizer_states: str) -> int:
+def checkpoint_bytes(setup: RunSetup) -> int:
     """Returns the size of a checkpoint: fp32 weights and the states of all ranks; headers and generators add some kilobytes."""
-    shapes = param_shapes(model)
-    states = sum(_bytes_of_states(optimizer, shape, shape.shape[0], optimizer_states) for shape in shapes)
+    shapes = param_shapes(setup.model)
+    states = sum(_bytes_of_states(setup, shape, shape.shape[0]) for shape in shapes)
     return FP32 * sum(shape.numel for shape in shapes) + states
 
 
-def _bytes_of_states(optimizer: str, param: ParamShape, rows: int, optimizer_states: str) -> int:
+def _bytes_of_states(setup: RunSetup, param: ParamShape, rows: int) -> int:
     """Returns the bytes of the states of some rows."""
-    algorithm = algorithm_of(optimizer, param.group)
-    return state_bytes_of(algorithm, param.shape, rows=rows, optimizer_states=optimizer_states)
+    algorithm = algorithm_of(setup.optimizer, param.group, optimizer_states=setup.optimizer_states)
+    return state_bytes_of(algorithm, param.shape, rows=rows)

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from paceline.config import Config, ModelConfig
+from paceline.config import Config
 from paceline.errors import PlanError
 from paceline.plan.algorithms import Algorithm, Shape, algorithm_of
-from paceline.plan.cost import layout
+from paceline.plan.cost import RunSetup
 from paceline.plan.shapes import FP32
 from paceline.plan.sharding import ALIGNMENT, batch_sizes
 from paceline.plan.states import WORKING_COPIES, StoredTensor, stored_states
@@ -26,34 +26,6 @@ from paceline.units import MIB
 MASTER = "master"  # beside the names of states
 NUM_BUFFERS = 3
 ROW_BATCH_BYTES = 128 * MIB  # some 10 ms over PCIe: a longer copy is no faster
-
-
-class OffloadSetup(Protocol):
-    """What the batches depend on, as a MemorySetup and a StepSetup have it."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def optimizer(self) -> str: ...
-
-    @property
-    def shard(self) -> str: ...
-
-    @property
-    def precision(self) -> str: ...
-
-    @property
-    def offload(self) -> str: ...
-
-    @property
-    def optimizer_states(self) -> str: ...
 
 
 class RowRange(NamedTuple):
@@ -89,17 +61,15 @@ def choose_offload(config: Config, *, device: str) -> str:
     return config.offload
 
 
-def moved_tensors(
-    algorithm: Algorithm, shape: Shape, *, rows: int, masters: bool, optimizer_states: str
-) -> tuple[StoredTensor, ...]:
+def moved_tensors(algorithm: Algorithm, shape: Shape, *, rows: int, masters: bool) -> tuple[StoredTensor, ...]:
     """Returns what some rows of a parameter have in the host's memory: their master first."""
     master = (StoredTensor(MASTER, (rows, *shape[1:])),) if masters else ()
-    return master + stored_states(algorithm, shape, rows=rows, optimizer_states=optimizer_states)
+    return master + stored_states(algorithm, shape, rows=rows)
 
 
-def copies_in_batch(algorithm: Algorithm, *, masters: bool, optimizer_states: str) -> int:
+def copies_in_batch(algorithm: Algorithm, *, masters: bool) -> int:
     """Returns the fp32 numbers for each element of a batch of rows: what is moved, or decoded, and what decoding needs."""
-    return masters + len(algorithm.states) + (0 if optimizer_states == "fp32" else WORKING_COPIES)
+    return masters + len(algorithm.states) + (WORKING_COPIES if algorithm.codes else 0)
 
 
 def row_batches(shapes: Sequence[Shape], *, num_copies: int) -> list[list[RowRange]]:
@@ -129,49 +99,31 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // (FP32 * ALIGNMENT)) * FP32 * ALIGNMENT
 
 
-def offloaded_batches(setup: OffloadSetup) -> tuple[MovedBatch, ...]:
+def offloaded_batches(setup: RunSetup) -> tuple[MovedBatch, ...]:
     """Returns what the first rank, which has no less than others, moves in each update, in order; without offloading nothing."""
     if setup.offload == "none":
         return ()
-    masters, together = setup.precision != "fp32", setup.device != "cpu"
-    keys = {name: getattr(setup, name) for name in ("world_size", "optimizer", "shard", "optimizer_states")}
-    return _moved_batches(setup.model, masters=masters, together=together, **keys)
+    return _moved_batches(setup.of_states)
 
 
 @lru_cache(maxsize=64)
-def _moved_batches(
-    model: ModelConfig,
-    *,
-    world_size: int,
-    optimizer: str,
-    shard: str,
-    masters: bool,
-    together: bool,
-    optimizer_states: str,
-) -> tuple[MovedBatch, ...]:
-    batches: list[MovedBatch] = []
-    for bucket in sorted(layout(model, world_size, optimizer, shard).buckets, key=lambda bucket: bucket.whole):
+def _moved_batches(setup: RunSetup) -> tuple[MovedBatch, ...]:
+    masters, batches = setup.precision != "fp32", list[MovedBatch]()
+    for bucket in sorted(setup.layout.buckets, key=lambda bucket: bucket.whole):
         shares = bucket.shares(0)
         if not shares:
             continue
         shapes = [(share.hi - share.lo, *share.param.shape[1:]) for share in shares]
-        algorithm = algorithm_of(optimizer, shares[0].param.group)
+        algorithm = algorithm_of(setup.optimizer, shares[0].param.group, optimizer_states=setup.optimizer_states)
         if bucket.whole:
-            groups = _matrices(shapes, together)
+            groups = _matrices(shapes, together=setup.device != "cpu")
         else:
-            copies = copies_in_batch(algorithm, masters=masters, optimizer_states=optimizer_states)
-            groups = row_batches(shapes, num_copies=copies)
+            groups = row_batches(shapes, num_copies=copies_in_batch(algorithm, masters=masters))
         for group in groups:
             moved = [
                 tensor
                 for number, lo, hi in group
-                for tensor in moved_tensors(
-                    algorithm,
-                    shares[number].param.shape,
-                    rows=hi - lo,
-                    masters=masters,
-                    optimizer_states=optimizer_states,
-                )
+                for tensor in moved_tensors(algorithm, shares[number].param.shape, rows=hi - lo, masters=masters)
             ]
             batches.append(_moved_batch(group, shapes, moved, whole=bucket.whole))
     return tuple(batches)
@@ -191,7 +143,7 @@ def staged_seconds(moves: Sequence[float], updates: Sequence[float]) -> float:
     return sent[-1] if sent else 0.0
 
 
-def _matrices(shapes: Sequence[Shape], together: bool) -> list[list[RowRange]]:
+def _matrices(shapes: Sequence[Shape], *, together: bool) -> list[list[RowRange]]:
     """Returns which matrices are updated together, with all of their rows."""
     groups, start = [], 0
     for count in batch_sizes(shapes, together=together):

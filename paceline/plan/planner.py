@@ -14,17 +14,16 @@ from paceline.config import FLASH, Config, ModelConfig
 from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, group_settings
-from paceline.plan.cost import flops_per_token
+from paceline.plan.cost import LOGITS_MIB, RunSetup, flops_per_token
 from paceline.plan.estimate import Calibrate
 from paceline.plan.machine import AttentionCase, Machine
 from paceline.plan.offloading import choose_offload
 from paceline.plan.precision import LowPrecision, choose_low_precision, choose_precision, precision_notes
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, width_of_depth
-from paceline.plan.sizing import LOGITS_MIB, SIZE_KEYS, DoesNotFit, TooLarge, choose_fit, divisors
+from paceline.plan.sizing import SIZE_KEYS, DoesNotFit, TooLarge, choose_fit, divisors
 from paceline.units import MIB, format_bytes, format_number_of, parse_duration
 
-# fields that a MemorySetup and a Plan have in common
-SETUP_FIELDS = tuple(field.name for field in fields(MemorySetup) if field.name not in ("attention", "compiled"))
+SETUP_FIELDS = tuple(field.name for field in fields(RunSetup))
 RATE_KEYS = ("optimizer", "tokens_per_param", "matrix_lr", "embedding_lr", "unembedding_lr", "weight_decay")
 SHORT_RUN_FLOPS = 2e15  # a CPU run under this ends sooner than compiling pays back
 SHORT_RUN_S = {"cpu": 10_000.0, "cuda": 600.0}  # the same for a run whose length is a time
@@ -33,36 +32,23 @@ FIX_DEPTH = 3  # refusals in a row that one fix may answer
 SAME_RUN_KEYS = {*SIZE_KEYS, "profile", "memory_share", "nproc", "offload", "optimizer_states"}
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(RunSetup):
     """What a run will do. Rows, tokens and steps are exact."""
 
-    model: ModelConfig
-    device: str
     device_name: str
-    world_size: int
     threads: int
-    precision: str
-    optimizer: str
-    shard: str
-    device_batch_size: int
-    grad_accum_steps: int
     total_batch_size: int
     num_steps: int  # an estimate where `time` is set
     num_rows: int  # training rows of one epoch; 0 while the text is not prepared
     groups: Mapping[str, GroupSettings]
     attention: str | None  # one of config.ATTENTION; None: the worker measures
     compile: bool | None  # None: the worker measures
-    logits_budget_bytes: int
-    activation_checkpointing: bool | str  # of plan/shapes.py: RUNGS
     flops_per_token: int
     peak_flops: float | None
     hosts: int = 1
-    low_precision: LowPrecision | None = None  # of the blocks' products; all else is in `precision`
     # of each matrix of a block: how many times as fast as in 16 bits; None: not measured yet, or all products are low ones
     product_gains: Mapping[str, float] | None = None
-    offload: str = "none"  # optimizer: masters and states are in the host's memory
-    optimizer_states: str = "fp32"  # or 8bit
     onednn: bool | None = None  # fp32 matmuls of a CPU go through oneDNN; None: the worker measures
     attention_choices: tuple[str, ...] = ()  # that it may measure, the first expected
     fused_loss: bool = False  # by the Triton kernel of model/loss_kernel.py; a GPU's worker tries it at each start

@@ -32,6 +32,7 @@ MIN_STEPS = 60  # of a run whose length is a time: with fewer steps the loss har
 EVAL_SHARE = 0.1  # of a run's time, for all its evaluations
 EVAL_COST = 0.5  # of evaluating a token, in the time of training on one; the forward alone is a third
 MAX_EVAL_TOKENS = 1 << 20
+SHORT_WINDOW_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
@@ -191,3 +192,12 @@ def choose_eval_tokens(config: Config, *, num_steps: int, total_batch_size: int,
     num_evals = num_evaluations(num_steps, eval_every=config.eval_every)
     num_tokens = EVAL_SHARE / (1 - EVAL_SHARE) * num_steps * total_batch_size / (num_evals * cost)
     return min(MAX_EVAL_TOKENS, max(total_batch_size, int(num_tokens)))
+
+
+def window_sizes(model: ModelConfig) -> tuple[int, ...]:
+    """Returns the tokens that each layer's attention sees: all for L, a quarter rounded up to 128 for S; all in the last layer."""
+    full = model.sequence_len
+    short = min(full, -(-full // 4 // SHORT_WINDOW_MULTIPLE) * SHORT_WINDOW_MULTIPLE)
+    pattern = model.window_pattern
+    sizes = [full if pattern[i % len(pattern)] == "L" else short for i in range(model.n_layer)]
+    return (*sizes[:-1], full)

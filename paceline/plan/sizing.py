@@ -19,7 +19,6 @@ from paceline.plan.shapes import RUNGS, model_of_depth
 from paceline.units import MIB, format_bytes, format_number_of
 
 PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # of the device's memory
-LOGITS_MIB = 512  # from here on, larger chunks were not faster
 SMALLEST_LOGITS_MIB = 32
 CPU_MICRO_STEP_TOKENS = 2_048  # of an automatic device_batch_size: a larger one is no faster on a CPU
 BLIND_MICRO_STEP_TOKENS = 32_768  # the same on a GPU whose memory is not known

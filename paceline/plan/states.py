@@ -33,14 +33,14 @@ class StoredTensor:
         return DTYPE_BYTES[self.dtype] * prod(self.shape)
 
 
-def has_codes(shape: Shape, *, optimizer_states: str) -> bool:
-    """Returns whether the states of a parameter are codes. optimizer_states: the config's."""
-    return optimizer_states == "8bit" and len(shape) > 1 and prod(shape) >= SMALL
+def has_codes(algorithm: Algorithm, shape: Shape) -> bool:
+    """Returns whether the states of a parameter are codes."""
+    return bool(algorithm.codes) and len(shape) > 1 and prod(shape) >= SMALL
 
 
-def stored_states(algorithm: Algorithm, shape: Shape, *, rows: int, optimizer_states: str) -> tuple[StoredTensor, ...]:
+def stored_states(algorithm: Algorithm, shape: Shape, *, rows: int) -> tuple[StoredTensor, ...]:
     """Returns what is kept of the states of some rows of a parameter, whose whole shape is `shape`."""
-    codes = algorithm.codes if has_codes(shape, optimizer_states=optimizer_states) else {}
+    codes = algorithm.codes if has_codes(algorithm, shape) else {}
     stored: list[StoredTensor] = []
     for name, shape_of in algorithm.states.items():
         state = shape_of((rows, *shape[1:]))
@@ -50,10 +50,9 @@ def stored_states(algorithm: Algorithm, shape: Shape, *, rows: int, optimizer_st
     return tuple(stored)
 
 
-def state_bytes_of(algorithm: Algorithm, shape: Shape, *, rows: int, optimizer_states: str) -> int:
+def state_bytes_of(algorithm: Algorithm, shape: Shape, *, rows: int) -> int:
     """Returns the bytes of the states of some rows of a parameter."""
-    stored = stored_states(algorithm, shape, rows=rows, optimizer_states=optimizer_states)
-    return sum(tensor.num_bytes for tensor in stored)
+    return sum(tensor.num_bytes for tensor in stored_states(algorithm, shape, rows=rows))
 
 
 def block_size(row_numel: int) -> int:
@@ -61,15 +60,11 @@ def block_size(row_numel: int) -> int:
     return next(size for size in range(min(BLOCK, row_numel), 0, -1) if row_numel % size == 0)
 
 
-def decoded_bytes(algorithm: Algorithm, *, numel: int, largest: int, optimizer_states: str) -> int:
+def decoded_bytes(algorithm: Algorithm, *, numel: int, largest: int) -> int:
     """Returns what an update of `numel` elements needs beside the codes: fp32 states, and the temporaries of the largest tensor."""
-    if optimizer_states == "fp32":
-        return 0
     return 4 * (len(algorithm.codes) * numel + WORKING_COPIES * largest)
 
 
-def codec_bytes(algorithm: Algorithm, numel: int, *, optimizer_states: str) -> int:
+def codec_bytes(algorithm: Algorithm, numel: int) -> int:
     """Returns the bytes that are moved in the device's memory to decode the states of `numel` elements and to encode them again."""
-    if optimizer_states == "fp32" or numel < SMALL:
-        return 0
-    return numel * sum(CODEC_BYTES[code] for code in algorithm.codes.values())
+    return numel * sum(CODEC_BYTES[code] for code in algorithm.codes.values()) if numel >= SMALL else 0

@@ -11,26 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from paceline.config import ModelConfig
 from paceline.plan.activations import loss_chunks
-from paceline.plan.algorithms import ALGORITHMS, OTHERS
+from paceline.plan.algorithms import ALGORITHMS, OTHERS, with_states
 from paceline.plan.cost import (
+    LOGITS_MIB,
+    RunSetup,
     attention_pairs,
     flops_per_token,
     forward_passes,
     mfu,
     step_messages,
     update_work,
-    window_sizes,
 )
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import GpuSpec
 from paceline.plan.links import Link, host_link, link_of_speeds
 from paceline.plan.offloading import offloaded_batches, staged_seconds
-from paceline.plan.precision import Gain, LowPrecision, gain_of, precision_name
-from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, has_value_embed, layer_weights, num_params
-from paceline.plan.sharding import batch_sizes, shards_weights
-from paceline.plan.sizing import LOGITS_MIB
+from paceline.plan.precision import Gain, gain_of, precision_name
+from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, has_value_embed, layer_weights, num_params, window_sizes
+from paceline.plan.sharding import batch_sizes
 from paceline.plan.speeds import Speeds, assumed_speeds, with_fused_ops
 from paceline.plan.states import codec_bytes
 from paceline.units import MIB
@@ -54,25 +53,11 @@ LIMITS = {
 }
 
 
-@dataclass(frozen=True)
-class StepSetup:
-    """All that the time of a step depends on. world_size counts the ranks of all hosts. compile: None is the worker's choice."""
+@dataclass(frozen=True, kw_only=True)
+class StepSetup(RunSetup):
+    """All that the time of a step depends on. compile: None is the worker's choice."""
 
-    model: ModelConfig
-    device: str
-    world_size: int
-    precision: str
-    optimizer: str
-    shard: str
-    device_batch_size: int
-    grad_accum_steps: int
-    activation_checkpointing: bool | str = False
-    logits_budget_bytes: int = LOGITS_MIB * MIB
     compile: bool | None = None
-    attention: str = "sdpa"
-    offload: str = "none"
-    optimizer_states: str = "fp32"
-    low_precision: LowPrecision | None = None
     spec: GpuSpec | None = None
     threads: int = 1
     link: Link | None = None
@@ -83,11 +68,6 @@ class StepSetup:
     def compiled(self) -> bool:
         """Where the worker decides, a GPU's is expected to compile and a CPU's is not."""
         return self.device == "cuda" if self.compile is None else self.compile
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of one micro-step on one device."""
-        return self.device_batch_size * self.model.sequence_len
 
     @property
     def moving_link(self) -> Link | None:
@@ -103,7 +83,7 @@ class StepSetup:
 
     @property
     def total_batch_size(self) -> int:
-        return self.tokens * self.grad_accum_steps * self.world_size
+        return self.num_tokens * self.grad_accum_steps * self.world_size
 
     @property
     def checkpointed(self) -> str:
@@ -228,7 +208,7 @@ def _sum_parts(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], hid
 
 def micro_step_parts(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
     """Returns the device's seconds for one forward and backward, by part."""
-    model, tokens, width = setup.model, setup.tokens, setup.model.n_embd
+    model, tokens, width = setup.model, setup.num_tokens, setup.model.n_embd
     attention, products, elementwise = forward_passes(model, setup.activation_checkpointing)
     kv_width = model.n_kv_head * model.head_dim
 
@@ -258,14 +238,14 @@ def _extra_chunks(setup: StepSetup) -> int:
 
     def count(budget_bytes: int) -> int:
         chunk, _ = loss_chunks(
-            setup.tokens,
+            setup.num_tokens,
             vocab=setup.model.padded_vocab_size,
             element_bytes=ELEMENT_BYTES[setup.precision],
             budget_bytes=budget_bytes,
             device=setup.device,
             in_place=setup.device != "cpu",
         )
-        return -(-setup.tokens // chunk)
+        return -(-setup.num_tokens // chunk)
 
     return max(0, count(setup.logits_budget_bytes) - count(LOGITS_MIB * MIB))
 
@@ -285,9 +265,7 @@ def _gradient_seconds(setup: StepSetup, speeds: Speeds) -> float:
 
 def _optimizer_seconds(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
     """Returns the update's time on the rank with the most to do, by algorithm."""
-    shapes, elements = update_work(
-        setup.model, world_size=setup.world_size, optimizer=setup.optimizer, shard=setup.shard
-    )
+    shapes, elements = update_work(setup)
     row, matrices, start = ALGORITHMS[setup.optimizer], 0.0, 0
     for count in batch_sizes(shapes, together=setup.device != "cpu"):
         matrices += _matrices_seconds(setup, speeds, shapes[start], count)
@@ -298,18 +276,18 @@ def _optimizer_seconds(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
 
 def _matrices_seconds(setup: StepSetup, speeds: Speeds, shape: tuple[int, ...], count: int) -> float:
     """Returns the time of one call that updates `count` whole matrices."""
-    row = ALGORITHMS[setup.optimizer]
+    row = with_states(setup.optimizer, setup.optimizer_states)
     by_flops = speeds.seconds(row.rate_name(shape), count * row.flops(shape), size=min(shape))
-    coded = count * codec_bytes(row, prod(shape), optimizer_states=setup.optimizer_states)
+    coded = count * codec_bytes(row, prod(shape))
     return max(by_flops + speeds.seconds("copy", coded), speeds.host.get("update", 0.0))
 
 
 def _rows_seconds(setup: StepSetup, speeds: Speeds, elements: int) -> tuple[str, float]:
     """Returns the algorithm that updates most of what is cut by rows, and its time for so many elements."""
-    row = ALGORITHMS[setup.optimizer]
-    elementwise = ALGORITHMS[OTHERS] if row.whole else row
+    name = OTHERS if ALGORITHMS[setup.optimizer].whole else setup.optimizer
+    elementwise = with_states(name, setup.optimizer_states)
     [rate_name] = elementwise.rates
-    coded = codec_bytes(elementwise, elements, optimizer_states=setup.optimizer_states)
+    coded = codec_bytes(elementwise, elements)
     return elementwise.title, speeds.seconds(rate_name, elements) + speeds.seconds("copy", coded)
 
 
@@ -339,7 +317,7 @@ def _message_seconds(setup: StepSetup, *, micro_s: float, whole_s: float) -> tup
         return 0.0, 0.0, 0.0
     summing, gathering, last_share = sending_seconds(setup)
     hidden_share = HIDDEN_SHARE[setup.device]
-    if shards_weights(world_size=setup.world_size, shard=setup.shard):
+    if setup.shards_weights:
         width, grad_width = ELEMENT_BYTES[setup.precision], NARROW if setup.precision == "bf16" else FP32
         forward_s = summing * width / grad_width
         hidden_s = hidden_share * setup.grad_accum_steps * micro_s
@@ -357,15 +335,7 @@ def _message_seconds(setup: StepSetup, *, micro_s: float, whole_s: float) -> tup
 def sending_seconds(setup: StepSetup) -> tuple[float, float, float]:
     """Returns the seconds of sending gradients and weights, and the share of the last message, which nothing hides."""
     assert setup.link is not None
-    messages = step_messages(
-        setup.model,
-        world_size=setup.world_size,
-        optimizer=setup.optimizer,
-        shard=setup.shard,
-        precision=setup.precision,
-        grad_accum_steps=setup.grad_accum_steps,
-        checkpointing=setup.activation_checkpointing,
-    )
+    messages = step_messages(setup)
     share, link = (setup.world_size - 1) / setup.world_size, setup.link
 
     def seconds(sizes: tuple[int, ...], rounds: int) -> float:

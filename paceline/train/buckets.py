@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from paceline.model.checkpoint import Piece
-from paceline.plan.algorithms import ALGORITHMS, Algorithm, GroupSettings
+from paceline.plan.algorithms import Algorithm
 from paceline.plan.offloading import MASTER
 from paceline.plan.shapes import ParamShape
 from paceline.plan.sharding import Bucket
@@ -40,7 +40,7 @@ class Owned:
     """Rows [lo, hi) of a parameter, whose update is this rank's work.
 
     weight: what the model computes with. master: fp32, the same tensor as weight where the model computes in fp32. home: where the
-    states are to be, and under MASTER the master; empty: on the device. optimizer_states: the config's.
+    states are to be, and under MASTER the master; empty: on the device.
     """
 
     param: nn.Parameter
@@ -51,17 +51,15 @@ class Owned:
     master: Tensor
     algorithm: Algorithm
     home: Mapping[str, Tensor] = field(default_factory=dict)
-    optimizer_states: str = "fp32"
     grad: Tensor = NO_GRADIENT  # fp32, summed over ranks: set by each reduce
 
     def __post_init__(self) -> None:
         self.on_host, self.master_on_host = bool(self.home), MASTER in self.home
-        kind, rows = self.optimizer_states, self.hi - self.lo
         self.states = {  # as they are stored: fp32, or codes and bases
             state.name: self.home[state.name]
             if self.on_host
             else self.master.new_zeros(state.shape, dtype=getattr(torch, state.dtype))
-            for state in stored_states(self.algorithm, self.shape.shape, rows=rows, optimizer_states=kind)
+            for state in stored_states(self.algorithm, self.shape.shape, rows=self.hi - self.lo)
         }
         if self.master_on_host:
             self.master = self.home[MASTER].copy_(self.master)
@@ -126,7 +124,8 @@ def norm_of(name: str, x: Tensor, *, scale: float = 1.0) -> dict[str, float | in
 class BucketBuffers:
     """One bucket on one rank: flat weights, flat gradients, their sum over ranks, and the rows that this rank owns.
 
-    first_value: returns a parameter's first value, fp32, by its name. host: Owned.home of each parameter that has one.
+    algorithms: by group. first_value: returns a parameter's first value, fp32, by its name. host: Owned.home of each parameter that
+    has one.
     """
 
     gathered = False  # whether the weights are there only while they are used: GatheredBucket
@@ -135,7 +134,7 @@ class BucketBuffers:
         self,
         bucket: Bucket,
         params: Mapping[str, nn.Parameter],
-        groups: Mapping[str, GroupSettings],
+        algorithms: Mapping[str, Algorithm],
         *,
         rank: int,
         world_size: int,
@@ -144,7 +143,6 @@ class BucketBuffers:
         grad_dtype: torch.dtype,
         first_value: Callable[[str], Tensor],
         host: Mapping[str, Mapping[str, Tensor]],
-        optimizer_states: str,
     ):
         self.whole, self.rank, self.world_size, self.tag = bucket.whole, rank, world_size, tag
         self.params = [params[placement.param.name] for placement in bucket.placements]
@@ -172,9 +170,8 @@ class BucketBuffers:
                     rows = value[share.lo : share.hi]
                     # a view would keep the others' rows in memory
                     master = rows if len(rows) == len(value) else rows.clone()
-                algorithm = ALGORITHMS[groups[shape.group].algorithm]
-                home = host.get(shape.name, {})
-                owned = Owned(param, shape, share.lo, share.hi, weight, master, algorithm, home, optimizer_states)
+                algorithm, home = algorithms[shape.group], host.get(shape.name, {})
+                owned = Owned(param, shape, share.lo, share.hi, weight, master, algorithm, home)
                 self.owned.append(owned)
         self.grad_views: list[Tensor] = []
         self.sum: SegmentSum | None = None

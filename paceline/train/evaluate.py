@@ -33,7 +33,7 @@ from paceline.model.layers import fused_loss_problem
 from paceline.model.manifest import newest_good, step_folder_name, step_folders
 from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
-from paceline.run_options import EvalOptions
+from paceline.run_options import EvalOptions, SampleOptions
 from paceline.rundir import NO_SPACE, RunDir, append_event, write_atomic
 from paceline.terminal import show_progress
 from paceline.train.loop import to_device
@@ -232,41 +232,21 @@ def format_evaluation(result: Mapping[str, Any], *, name: str) -> str:
     return f"{name} at {step}: val_bpb {result['val_bpb']:.4f} on {tokens}"
 
 
-def sample_run(
-    run: RunDir,
-    *,
-    prompt: str,
-    num_samples: int,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    step: int | None,
-    device: str | None,
-    write: Callable[[str], None],
-) -> list[str]:
+def sample_run(run: RunDir, options: SampleOptions, *, prompt: str, write: Callable[[str], None]) -> list[str]:
     """Streams the first sample through `write`, then writes the others; returns all of them."""
-    for name, value, low in (
-        ("num", num_samples, 1),
-        ("tokens", max_new_tokens, 1),
-        ("temperature", temperature, 0),
-        ("top-k", top_k, 0),
-    ):
-        if not low <= value <= 1_000_000:
-            raise PacelineError(f"--{name} is {value}", fix=f"a number from {low} to 1,000,000")
-    model, _ = load_model(run, step=step, device=device)
+    model, _ = load_model(run, step=options.step, device=options.device)
     tokenizer = Tokenizer.load(run.tokenizer_json)
     live = DecodeStream(tokenizer)
-    tokens: list[list[int]] = [[] for _ in range(num_samples)]
+    tokens: list[list[int]] = [[] for _ in range(options.num)]
     write(prompt)
     for new in generate(
         model,
         [tokenizer.bos_id, *tokenizer.encode(prompt)],
-        num_samples=num_samples,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k or None,
-        seed=seed,
+        num_samples=options.num,
+        max_new_tokens=options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k or None,
+        seed=options.seed,
         stop_token=tokenizer.bos_id,
     ):
         for row, token in zip(tokens, new, strict=True):
@@ -278,7 +258,7 @@ def sample_run(
     texts = [tokenizer.decode(row) for row in tokens]
     write("\n")
     for number, text in enumerate(texts[1:], 2):
-        write(f"\n--- {number} of {num_samples}\n{prompt}{text}\n")
+        write(f"\n--- {number} of {options.num}\n{prompt}{text}\n")
     return texts
 
 

@@ -43,7 +43,6 @@ from paceline.plan.algorithms import GroupSettings, algorithm_of
 from paceline.plan.memory import peak_phase
 from paceline.plan.precision import LowPrecision
 from paceline.plan.shapes import param_shapes
-from paceline.plan.sharding import shards_weights
 from paceline.train import offload, optim
 from paceline.train.optim import ShardedOptimizer, make_optimizer
 from paceline.train.setup import hollow_out
@@ -341,7 +340,7 @@ def run_steps(setup: MemorySetup, *, rank: int, device: str, at: Callable[[str],
 
 def build_model(setup: MemorySetup, device: str) -> GPT:
     """Builds the worker's model on `device`, with hollow weights where ranks share them."""
-    hollow = shards_weights(world_size=setup.world_size, shard=setup.shard)
+    hollow = setup.shards_weights
     # what hollow_out replaces is on the meta device in a run too, so it is not counted
     with _disable_current_modes() if hollow else nullcontext(), torch.device("meta" if hollow else device):
         model = GPT(

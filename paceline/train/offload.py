@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.plan.algorithms import ALGORITHMS, GroupSettings
+from paceline.plan.algorithms import Algorithm
 from paceline.plan.offloading import NUM_BUFFERS, aligned, moved_tensors
 from paceline.plan.sharding import ShardPlan
 from paceline.plan.states import DTYPE_BYTES, StoredTensor
@@ -37,22 +37,20 @@ class HostMemory:
     def __init__(
         self,
         plan: ShardPlan,
-        groups: Mapping[str, GroupSettings],
+        algorithms: Mapping[str, Algorithm],
         *,
         rank: int,
         dtype: torch.dtype,
         device: torch.device,
-        optimizer_states: str,
     ):
-        """dtype: that the model computes in; in fp32 its weights are the masters, and stay."""
+        """algorithms: by group. dtype: that the model computes in; in fp32 its weights are the masters, and stay."""
         masters = dtype != torch.float32
         places: list[tuple[str, StoredTensor]] = []  # with the parameter's name
         for bucket in plan.buckets:
             members: list[tuple[str, StoredTensor]] = []
             for share in bucket.shares(rank):
-                algorithm, rows = ALGORITHMS[groups[share.param.group].algorithm], share.hi - share.lo
-                options: dict[str, Any] = {"rows": rows, "masters": masters, "optimizer_states": optimizer_states}
-                moved = moved_tensors(algorithm, share.param.shape, **options)
+                algorithm, rows = algorithms[share.param.group], share.hi - share.lo
+                moved = moved_tensors(algorithm, share.param.shape, rows=rows, masters=masters)
                 members += [(share.param.name, tensor) for tensor in moved]
             order = list(dict.fromkeys(tensor.name for _, tensor in members))
             places += sorted(members, key=lambda place: order.index(place[1].name))

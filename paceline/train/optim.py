@@ -30,11 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.model.checkpoint import Piece
 from paceline.model.gpt import DTYPES
-from paceline.plan.activations import MemorySetup
-from paceline.plan.algorithms import ALGORITHMS, GroupSettings
-from paceline.plan.planner import Plan
+from paceline.plan.algorithms import ALGORITHMS, GroupSettings, with_states
+from paceline.plan.cost import RunSetup
 from paceline.plan.shapes import MATRIX, ParamShape, param_shapes
-from paceline.plan.sharding import Moment, ShardPlan, gather_schedule, sends_narrow, shard_plan, shards_weights
+from paceline.plan.sharding import Moment, ShardPlan, gather_schedule, sends_narrow, shard_plan
 from paceline.train import updates
 from paceline.train.buckets import (
     NO_GRADIENT,
@@ -91,12 +90,10 @@ class ShardedOptimizer:
         bf16 = compute_dtype == torch.bfloat16
         narrow = sends_narrow(bf16=bf16, grad_accum_steps=grad_accum_steps, world_size=world_size, shard=self.shard)
         first_value = first_value or (lambda name: params[name].data)
+        algorithms = {name: with_states(group.algorithm, optimizer_states) for name, group in groups.items()}
         host: Mapping[str, Mapping[str, Tensor]] = {}
         if offload:
-            memory = HostMemory(
-                plan, groups, rank=rank, dtype=compute_dtype, device=self._device, optimizer_states=optimizer_states
-            )
-            host = memory.tensors
+            host = HostMemory(plan, algorithms, rank=rank, dtype=compute_dtype, device=self._device).tensors
         make_bucket = partial(
             self.bucket_type,
             rank=rank,
@@ -105,16 +102,15 @@ class ShardedOptimizer:
             grad_dtype=torch.bfloat16 if narrow else torch.float32,
             first_value=first_value,
             host=host,
-            optimizer_states=optimizer_states,
         )
-        self._buckets = [make_bucket(bucket, params, groups, tag=tag) for tag, bucket in enumerate(plan.buckets)]
+        self._buckets = [make_bucket(bucket, params, algorithms, tag=tag) for tag, bucket in enumerate(plan.buckets)]
         self._params = list(params.values())
         self._sharded = [share for bucket in self._buckets for share in bucket.owned]  # this rank's
         self._replicated = []
         for shape in plan.replicated:  # all rows of an fp32 parameter, which is its own master
-            param, algorithm = params[shape.name], ALGORITHMS[groups[shape.group].algorithm]
+            param = params[shape.name]
             weight = param.data = first_value(shape.name)
-            share = Owned(param, shape, 0, shape.shape[0], weight, weight, algorithm, {}, optimizer_states)
+            share = Owned(param, shape, 0, shape.shape[0], weight, weight, algorithms[shape.group])
             self._replicated.append(share)
         self._replicated_batches = list(make_batches(self._replicated, whole=False, together=False))
         self._in_update_order = sorted(self._buckets, key=lambda bucket: bucket.whole)
@@ -380,11 +376,11 @@ class ReplicatedOptimizer(ShardedOptimizer):
 
 
 def make_optimizer(
-    model: nn.Module, setup: Plan | MemorySetup, groups: Mapping[str, GroupSettings], *, rank: int
+    model: nn.Module, setup: RunSetup, groups: Mapping[str, GroupSettings], *, rank: int
 ) -> ShardedOptimizer:
     """Returns the setup's optimizer; the sharded ones move the model's parameters into their buffers."""
     kind = ReplicatedOptimizer if setup.shard == "none" else ShardedOptimizer
-    if shards_weights(world_size=setup.world_size, shard=setup.shard):
+    if setup.shards_weights:
         kind = FullyShardedOptimizer
     return kind(
         model,

@@ -76,13 +76,12 @@ def product_piece(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    native: bool = True,
 ) -> Callable[[], None]:
     """Returns a layer's three products, (O, I) its shape, in a low precision or in 16 bits. Weights are quantized beforehand."""
     layer = Linear(shape[1], shape[0]).to(device, dtype)
     torch.nn.init.normal_(layer.weight, 0, 0.02)
     if name is not None:
-        low = LowProducts([layer], name, native=native, keeps_codes=True, device=device)
+        low = LowProducts([layer], name, native=True, keeps_codes=True, device=device)
         low.begin(seed=0, step=0, micro_step=0, micro_batch=0)
     x, dy = (torch.randn(tokens, size, dtype=dtype, device=device) for size in (shape[1], shape[0]))
     x.requires_grad_()

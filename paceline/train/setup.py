@@ -26,11 +26,11 @@ from paceline.model.checkpoint import CheckpointReader, Piece
 from paceline.model.gpt import DTYPES, GPT, initial_value
 from paceline.model.layers import fused_loss_problem
 from paceline.model.manifest import NoCheckpoint, clean_leftovers, newest_good
-from paceline.plan.cost import window_sizes
 from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
 from paceline.plan.precision import loses, precision_name
-from paceline.plan.sharding import compiles_by_block, shards_weights
+from paceline.plan.shapes import window_sizes
+from paceline.plan.sharding import compiles_by_block
 from paceline.plan.states import BASE
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
 from paceline.train.loop import Loop
@@ -206,7 +206,7 @@ def use_deterministic_kernels() -> None:
 
 def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
     """Returns the plan's model with its first weights, fp32, on the device; where weights are sharded, without their memory."""
-    hollow = shards_weights(world_size=plan.world_size, shard=plan.shard)
+    hollow = plan.shards_weights
     with torch.device("meta") if hollow else contextlib.nullcontext():
         model = GPT(
             plan.model,

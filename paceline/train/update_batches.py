@@ -146,9 +146,9 @@ def make_batches(shares: Sequence[Owned], *, whole: bool, together: bool) -> Ite
         for count in batch_sizes([share.shape.shape for share in shares], together=together):
             start, end = end, end + count
             yield MatrixBatch(shares[start:end])
-    elif shares and (shares[0].on_host or shares[0].optimizer_states != "fp32"):
+    elif shares and (shares[0].on_host or shares[0].algorithm.codes):
         first, shapes = shares[0], [tuple(share.master.shape) for share in shares]
-        copies = copies_in_batch(first.algorithm, masters=first.master_on_host, optimizer_states=first.optimizer_states)
+        copies = copies_in_batch(first.algorithm, masters=first.master_on_host)
         for ranges in row_batches(shapes, num_copies=copies):
             yield RowBatch(shares, ranges)
     elif shares:

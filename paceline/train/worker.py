@@ -158,7 +158,7 @@ def make_writer(run: RunDir, config: Config, plan: Plan, *, attempt: int, rank: 
         attempt=str(attempt),
         on_saved=on_saved,
         on_no_space=on_no_space,
-        whole_bytes=checkpoint_bytes(plan.model, optimizer=plan.optimizer, optimizer_states=plan.optimizer_states),
+        whole_bytes=checkpoint_bytes(plan),
     )
 
 

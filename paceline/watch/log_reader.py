@@ -64,7 +64,7 @@ SEPARATOR = r"['\"]?\s*[:=|]?\s*['\"]?"
 STEPS_OF = re.compile(
     r"(?i)(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|it|batch)['\"]?\s*[:=# \[(]{0,3}\s*\d[\d,]*\s*/\s*(?P<of>\d[\d,]*)"
 )
-BAR_SPEED = re.compile(r"(?P<value>[\d.]+)\s*(?P<unit>it/s|s/it|steps?/s)")
+BAR_SPEED = re.compile(r"(?P<value>\d+(?:\.\d+)?)\s*(?P<unit>it/s|s/it|steps?/s)")
 TRAINING_BAR = re.compile(r"(?i)\b(?:epoch|train|step|iter)|^\W*$")
 EPOCH_BAR = re.compile(r"(?i)\bepoch:? (?P<epoch>\d+)(?:/\d+)?$")
 STEP_FIRST = re.compile(r"(?i)^\W*(?:global[_ ]?)?(?:step|iter(?:ation)?)\b")

@@ -183,12 +183,6 @@ def test_sizes_too_small_for_a_bandwidth_are_refused_before_anything_starts(tmp_
     assert not any(tmp_path.iterdir())
 
 
-def test_a_deadline_under_a_second_is_refused(tmp_path):
-    with pytest.raises(PacelineError) as error:
-        measure_comm(cpu(2), cache_dir=tmp_path, deadline_s=0)
-    assert error.value.fix == "--deadline 10"
-
-
 def test_links_of_gpus_come_from_the_facts_of_the_visible_gpus():
     pcie = {"generation": 4, "generation_max": 4, "width": 16, "width_max": 16}
     cards = [{"visible": visible, "nvlinks": 0, "capability": [8, 9], "pcie": pcie} for visible in (False, True, True)]

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from paceline.config import Config
 from paceline.heartbeat import HeartbeatWriter
-from paceline.plan.cost import Messages, step_messages
+from paceline.plan.cost import step_messages
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import imagined_machine
 from paceline.plan.memory import peak_phase
@@ -157,7 +157,7 @@ def walk(
     started = time.process_time()
     TIMELINE.clear()
     READS.clear()
-    facts: dict[str, Any] = {"error": None, "graphs": [], "messages": asdict(messages_of(plan))}
+    facts: dict[str, Any] = {"error": None, "graphs": [], "messages": asdict(step_messages(plan))}
     facts["micro_steps"] = plan.grad_accum_steps
     try:
         with ExitStack() as stack:
@@ -245,13 +245,6 @@ def generator_states() -> dict[str, str]:
     """Returns the states of the default generators."""
     states = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(CARD)}
     return {name: bytes(state.numpy()).hex()[-9000:] for name, state in states.items()}
-
-
-def messages_of(plan: Plan) -> Messages:
-    """Returns what the planner expects the ranks to send in a step."""
-    names = ("world_size", "optimizer", "shard", "precision", "grad_accum_steps")
-    shared = {name: getattr(plan, name) for name in names}
-    return step_messages(plan.model, checkpointing=plan.activation_checkpointing, **shared)
 
 
 def tokens(num_rows: int) -> SimpleNamespace:

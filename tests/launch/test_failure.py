@@ -63,6 +63,11 @@ def test_an_error_file_cut_by_a_kill_counts_as_none(run):
     assert find_failures(run, 1, [ended(0, 2)])[0].message == "exit code 2, last line: fatal: no config"
 
 
+def test_a_real_time_signal_is_reported_like_any_other(run):
+    failure = find_failures(run, 1, [ended(0, -40)])[0]
+    assert (failure.signal, failure.message) == ("SIGRTMIN+6", "ended by SIGRTMIN+6")
+
+
 @pytest.mark.parametrize(("error_type", "exit_code"), [("PlanError", 1), ("TrainingFailed", 3)])
 def test_an_error_with_a_fix_keeps_its_exit_code(run, error_type, exit_code):
     error = {"type": error_type, "message": "no room", "fix": "make room", "exit_code": exit_code}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -77,6 +78,10 @@ def test_the_address_tells_the_form_and_only_its_host_is_shown(word, receiver):
     assert parse_receiver(word) == receiver
 
 
+def test_a_topic_in_other_letters_is_sent_as_a_browser_sends_it():
+    assert parse_receiver("https://ntfy.sh/训练?a=é%20b").url == "https://ntfy.sh/%E8%AE%AD%E7%BB%83?a=%C3%A9%20b"
+
+
 def test_an_address_may_stand_in_a_file(tmp_path):
     (tmp_path / "hook").write_text("https://ntfy.sh/books\n")
     assert parse_receiver(f"@{tmp_path / 'hook'}").url == "https://ntfy.sh/books"
@@ -94,6 +99,12 @@ def test_what_is_no_address_is_refused_without_telling_it(word):
 def test_plain_json_has_all_facts(server):
     assert send(parse_receiver(server.url), MESSAGE) is None
     assert [(path, json.loads(body)) for path, _, body in server.came] == [("/s3cret", MESSAGE)]
+
+
+def test_a_name_and_a_password_in_the_address_log_in(server):
+    assert send(parse_receiver(server.url.replace("://", "://me:p%40ss@")), MESSAGE) is None
+    [(path, headers, _)] = server.came
+    assert (path, headers["Authorization"]) == ("/s3cret", "Basic " + b64encode(b"me:p@ss").decode())
 
 
 def test_ntfy_gets_a_text_with_title_and_priority(server):

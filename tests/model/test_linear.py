@@ -5,7 +5,6 @@ import torch
 
 from paceline.config import ModelConfig
 from paceline.model import linear
-from paceline.model.formats import e2m1_elements, unpack_e2m1, unswizzle_scales
 from paceline.model.gpt import GPT
 from paceline.model.linear import (
     RECIPES,
@@ -19,6 +18,7 @@ from paceline.model.linear import (
     quantize,
     weight_operands,
 )
+from tests.model.native_codes import e2m1_elements, unpack_e2m1, unswizzle_scales
 
 CPU = torch.device("cpu")
 TOKENS, IN, OUT = 96, 64, 160

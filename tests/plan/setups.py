@@ -37,7 +37,6 @@ def on(gpu: str, model: ModelConfig, *, gpus: int = 1, rows: int = 32, total: in
         shard="optimizer",
         device_batch_size=rows,
         grad_accum_steps=max(1, total // (rows * model.sequence_len * world_size)),
-        attention="flex",
         spec=spec,
         link=link_of(None, machine, world_size=world_size, device="cuda", comm=None),
         hosts=hosts,

@@ -52,8 +52,7 @@ def test_states_of_a_matrix_are_counted_by_their_shapes():
         "second_momentum_buffer": (8, 1),
     }
     sizes = [
-        state_bytes_of(row, shape, rows=shape[0], optimizer_states="fp32")
-        for row, shape in ((muon, (8, 3)), (muon, (3, 8)), (adamw, (8, 3)))
+        state_bytes_of(row, shape, rows=shape[0]) for row, shape in ((muon, (8, 3)), (muon, (3, 8)), (adamw, (8, 3)))
     ]
     assert sizes == [4 * 32, 4 * 32, 4 * 48]
 

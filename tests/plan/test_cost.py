@@ -6,7 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.config import ModelConfig
 from paceline.model.gpt import GPT
-from paceline.plan.cost import flops_per_token, mfu, window_sizes
+from paceline.plan.cost import flops_per_token, mfu
+from paceline.plan.shapes import window_sizes
 
 SMALL = ModelConfig(n_layer=2, n_embd=32, n_head=4, n_kv_head=2, head_dim=8, sequence_len=16, vocab_size=100)
 

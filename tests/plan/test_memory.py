@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.config import ModelConfig
 from paceline.plan.activations import MemorySetup, chunk_sizes, loss_bytes, saved_bytes, stem_bytes
-from paceline.plan.cost import layout
+from paceline.plan.cost import RunSetup
 from paceline.plan.memory import Phase, fullest_state, peak_phase, phases, state_bytes
 from paceline.plan.shapes import param_shapes
 
@@ -203,6 +203,6 @@ def test_a_smaller_budget_for_logits_never_needs_more(setup):
 @pytest.mark.parametrize("accum, sum_bytes", [(1, 4), (4, 0)])
 def test_a_gpu_receives_the_sum_of_gradients_where_they_lie(accum, sum_bytes):
     """Only bf16 gradients, of a single micro-step, have a sum of their own: fp32, of this rank's segments."""
-    keys = {"world_size": 2, "optimizer": "muon", "shard": "optimizer", "precision": "bf16", "grad_accum_steps": accum}
-    segment = sum(bucket.segment for bucket in layout(MODEL, 2, "muon", "optimizer").buckets)
-    assert state_bytes(MODEL, rank=0, device="cuda", **keys).communication == sum_bytes * segment
+    setup = RunSetup(MODEL, "cuda", 2, "bf16", "muon", "optimizer", 1, accum)
+    segment = sum(bucket.segment for bucket in setup.layout.buckets)
+    assert state_bytes(setup, rank=0).communication == sum_bytes * segment

@@ -15,7 +15,6 @@ from paceline.check.ready import training_intent
 from paceline.config import Config
 from paceline.errors import PlanError
 from paceline.plan import offloading
-from paceline.plan.cost import layout
 from paceline.plan.forecast import forecast, memory_lines, plan_lines
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.links import host_link
@@ -43,17 +42,15 @@ gpu_setups = (
 @settings(max_examples=60, deadline=None)
 @given(gpu_setups, st.sampled_from(["optimizer", "full"]))
 def test_a_rank_has_less_by_exactly_what_is_on_the_host(setup, shard):
-    names = ("world_size", "optimizer", "precision", "grad_accum_steps", "device")
-    keys = {name: getattr(setup, name) for name in names} | {"shard": shard}
+    setup = replace(setup, shard=shard)
     for rank in range(setup.world_size):
-        without, state = (state_bytes(setup.model, rank=rank, **keys, offload=to) for to in ("none", "optimizer"))
+        without, state = (state_bytes(replace(setup, offload=to), rank=rank) for to in ("none", "optimizer"))
         own_weights = 0  # in place of the masters that a gathered bucket is filled from
         if shard == "full" and setup.world_size > 1 and setup.precision != "fp32":
-            plan = layout(setup.model, setup.world_size, setup.optimizer, shard)
-            own_weights = 2 * sum(bucket.segment for bucket in plan.buckets)
+            own_weights = 2 * sum(bucket.segment for bucket in setup.layout.buckets)
         assert without.total - state.total == state.on_host - own_weights
         assert state.masters == (without.masters if setup.precision == "fp32" else 0)
-        small = sum(p.numel for p in layout(setup.model, setup.world_size, setup.optimizer, shard).replicated)
+        small = sum(p.numel for p in setup.layout.replicated)
         assert state.states <= 2 * 4 * small
         assert without.on_host == 0
 
@@ -79,9 +76,7 @@ def test_every_phase_has_less_by_what_moved_and_the_update_has_the_buffers(setup
 def test_the_batches_move_what_is_on_the_host_through_buffers_of_the_largest(setup):
     offloaded = replace(setup, offload="optimizer")
     batches = offloaded_batches(offloaded)
-    names = ("world_size", "optimizer", "shard", "precision", "grad_accum_steps", "device", "offload")
-    state = state_bytes(setup.model, rank=0, **{name: getattr(offloaded, name) for name in names})
-    assert sum(batch.moved_bytes for batch in batches) == state.on_host
+    assert sum(batch.moved_bytes for batch in batches) == state_bytes(offloaded, rank=0).on_host
     padding = [(batch.buffer_bytes - batch.moved_bytes, batch.shape) for batch in batches]
     assert all(size >= 0 and (shape is None or size < 3 * 4 * ALIGNMENT) for size, shape in padding)
     largest = max(batch.buffer_bytes for batch in batches)

@@ -14,7 +14,7 @@ from paceline.plan.algorithms import ALGORITHMS
 from paceline.plan.forecast import forecast, plan_lines
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Machine, imagined_machine
-from paceline.plan.memory import STATE_KEYS, checkpoint_bytes, phases, staging_bytes, state_bytes
+from paceline.plan.memory import checkpoint_bytes, phases, staging_bytes, state_bytes
 from paceline.plan.offloading import ROW_BATCH_BYTES, offloaded_batches
 from paceline.plan.planner import Plan, make_plan, memory_setup
 from paceline.plan.replan import replan
@@ -30,7 +30,7 @@ def planned(machine: Machine = ONE_4090, **keys) -> Plan:
 
 
 def kinds(algorithm, shape, rows):
-    stored = stored_states(algorithm, shape, rows=rows, optimizer_states="8bit")
+    stored = stored_states(algorithm, shape, rows=rows)
     return {tensor.name: (tensor.shape, tensor.dtype) for tensor in stored}
 
 
@@ -62,11 +62,8 @@ def test_states_take_a_quarter_and_a_little_and_nothing_else_changes(setup, offl
     if offload == "optimizer" and (setup.shard == "none" or setup.device == "cpu"):
         return
     kinds = [replace(setup, offload=offload, optimizer_states=kind) for kind in ("fp32", "8bit")]
-    fp32, coded = (
-        state_bytes(kind.model, rank=0, **{name: getattr(kind, name) for name in STATE_KEYS}) for kind in kinds
-    )
-    states = replace(kinds[0], offload="none")
-    states = state_bytes(setup.model, rank=0, **{name: getattr(states, name) for name in STATE_KEYS}).states
+    fp32, coded = (state_bytes(kind, rank=0) for kind in kinds)
+    states = state_bytes(replace(kinds[0], offload="none"), rank=0).states
     saved = fp32.states + fp32.on_host - coded.states - coded.on_host
     assert 0.68 * states < saved < 0.75 * states
     for name in ("weights", "gradients", "masters", "communication"):
@@ -78,8 +75,7 @@ def test_states_take_a_quarter_and_a_little_and_nothing_else_changes(setup, offl
 def test_batches_move_what_is_on_the_host(setup):
     setup = replace(setup, device="cuda", attention="flash", offload="optimizer", optimizer_states="8bit")
     batches = offloaded_batches(setup)
-    keys = {name: getattr(setup, name) for name in STATE_KEYS}
-    assert sum(batch.moved_bytes for batch in batches) == state_bytes(setup.model, rank=0, **keys).on_host
+    assert sum(batch.moved_bytes for batch in batches) == state_bytes(setup, rank=0).on_host
     assert staging_bytes(setup) < staging_bytes(replace(setup, optimizer_states="fp32")) + 3 * 2**16
     for before, after in zip(phases(replace(setup, optimizer_states="fp32")), phases(setup), strict=True):
         if before.name != "optimizer":  # the states are on the host in either case
@@ -93,8 +89,8 @@ def test_decoded_rows_take_no_more_than_a_batch():
 
 
 def test_a_checkpoint_is_smaller_by_what_its_states_are():
-    model = gpt(12)
-    fp32, coded = (checkpoint_bytes(model, optimizer="adamw", optimizer_states=kind) for kind in ("fp32", "8bit"))
+    setup = replace(on("RTX 4090", gpt(12)), optimizer="adamw")
+    fp32, coded = (checkpoint_bytes(replace(setup, optimizer_states=kind)) for kind in ("fp32", "8bit"))
     assert coded / fp32 == pytest.approx((4 + 2) / 12, rel=0.01)
 
 

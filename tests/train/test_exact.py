@@ -20,7 +20,7 @@ from real_steps import PHASES, profile_as_rank, profiled_peaks, setup_of
 from torch.distributed import TCPStore
 
 from paceline.plan.activations import MemorySetup, chunk_sizes
-from paceline.plan.memory import STATE_KEYS, fullest_state, peak_phase, phases, state_bytes
+from paceline.plan.memory import fullest_state, peak_phase, phases, state_bytes
 from paceline.plan.shapes import num_params
 from paceline.train.exact import trace_steps
 
@@ -173,8 +173,7 @@ def ddp_grid(count: int, *, seed: int, most_ops: int) -> list[MemorySetup]:
 
 def peak_of_first_rank(setup: MemorySetup) -> int:
     """The peak of the rank that is traced; the plan's is that of the fullest one, which may own a matrix more."""
-    keys = {name: getattr(setup, name) for name in STATE_KEYS}
-    return peak_phase(setup).bytes - fullest_state(setup).total + state_bytes(setup.model, rank=0, **keys).total
+    return peak_phase(setup).bytes - fullest_state(setup).total + state_bytes(setup, rank=0).total
 
 
 def short_name(setup: MemorySetup) -> str:

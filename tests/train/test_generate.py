@@ -8,8 +8,7 @@ import torch
 from paceline.config import ModelConfig
 from paceline.errors import PacelineError
 from paceline.model.gpt import GPT
-from paceline.rundir import RunDir
-from paceline.train.evaluate import decode, generate, prefill, sample_run
+from paceline.train.evaluate import decode, generate, prefill
 
 CONFIG = ModelConfig(
     n_layer=3, n_embd=32, n_head=4, n_kv_head=2, head_dim=8, sequence_len=160, vocab_size=50, window_pattern="SL"
@@ -121,23 +120,6 @@ def test_generation_goes_on_past_sequence_len_and_sees_no_further_back_than_trai
 
 def test_a_prompt_longer_than_sequence_len_keeps_its_end(model):
     assert run(model, [1] * 7 + PROMPT * 30) == run(model, (PROMPT * 30)[-160:])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_samples": 0}, "--num is 0"),
-        ({"max_new_tokens": 0}, "--tokens is 0"),
-        ({"temperature": -1.0}, "--temperature is -1.0"),
-        ({"temperature": float("nan")}, "--temperature is nan"),
-        ({"top_k": -1}, "--top-k is -1"),
-    ],
-)
-def test_what_cannot_be_generated_is_named(tmp_path, options, message):
-    usual = {"num_samples": 1, "max_new_tokens": 8, "temperature": 0.0, "top_k": 0, "seed": 0}
-    with pytest.raises(PacelineError) as error:
-        sample_run(RunDir(tmp_path), prompt="", step=None, device="cpu", write=print, **{**usual, **options})
-    assert error.value.message == message
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import torch
 from paceline.config import ModelConfig
 from paceline.model.gpt import DTYPES, GPT
 from paceline.plan.algorithms import group_settings
+from paceline.plan.cost import RunSetup
 from paceline.plan.memory import checkpoint_bytes, state_bytes
 from paceline.plan.shapes import param_shapes
 from paceline.train.optim import ReplicatedOptimizer, ShardedOptimizer
@@ -52,14 +53,15 @@ def ready_for_an_update(
 def test_the_planned_bytes_are_those_that_live(precision, world_size, rank, accum, optimizer):
     layout = {"world_size": world_size, "rank": rank, "optimizer": optimizer, "precision": precision}
     made = ready_for_an_update(**layout, accum=accum)
-    planned = state_bytes(CONFIG, **layout, shard="optimizer", grad_accum_steps=accum, device="cpu")
+    setup = RunSetup(CONFIG, "cpu", world_size, precision, optimizer, "optimizer", 1, accum)
+    planned = state_bytes(setup, rank=rank)
     assert live_bytes(made) == planned.total
 
 
 def test_replicated_adamw_holds_sixteen_bytes_a_parameter():
     layout = {"world_size": 1, "rank": 0, "optimizer": "adamw", "shard": "none", "precision": "fp32"}
     made = ready_for_an_update(**layout)
-    planned = state_bytes(CONFIG, **layout, grad_accum_steps=1, device="cpu")
+    planned = state_bytes(RunSetup(CONFIG, "cpu", 1, "fp32", "adamw", "none", 1, 1), rank=0)
     assert live_bytes(made) == planned.total == 16 * sum(p.numel() for p in made.module.parameters())
 
 
@@ -68,6 +70,6 @@ def test_a_checkpoint_holds_the_pieces_of_all_ranks(optimizer):
     pieces = [
         p for rank in range(2) for p in ready_for_an_update(world_size=2, rank=rank, optimizer=optimizer).pieces()
     ]
-    assert checkpoint_bytes(CONFIG, optimizer=optimizer, optimizer_states="fp32") == sum(
+    assert checkpoint_bytes(RunSetup(CONFIG, "cpu", 2, "fp32", optimizer, "optimizer", 1, 1)) == sum(
         p.tensor.numel() * p.tensor.element_size() for p in pieces
     )

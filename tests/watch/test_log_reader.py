@@ -24,6 +24,7 @@ LINES = {
         "Hugging Face Trainer", None, None, {"loss": 2.3456, "grad_norm": 1.25, "lr": 4.9e-05},
     ),
     "  5%|▌         | 500/10000 [01:23<26:00,  5.00it/s]": (None, 500, 10000, {"step_ms": 200.0}),
+    "  5%|▌         | 500/10000 [01:23<26:00,  ...it/s]": (None, 500, 10000, {}),
     "Epoch 2:  10%|█         | 100/1000 [00:10<01:30, 10.00it/s, v_num=0, train_loss=2.300]": (
         "Lightning", 2100, None, {"loss": 2.3, "step_ms": 100.0},
     ),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -57,7 +58,10 @@ def test_a_detached_run_goes_on_without_its_terminal_until_it_is_stopped(tmp_pat
 def test_stop_now_ends_a_run_without_a_checkpoint(tmp_path):
     paceline(tmp_path, *TRAIN)
     run = RunDir(tmp_path / "runs" / "far")
+    pid_file = run.logs(1) / "0.pid"
+    wait_for(lambda: pid_file.exists() and pid_file.read_text().strip())
     wait_for(lambda: any(event["event"] == "attempt" for event in read_json_lines(run.events)))
+    os.kill(int(pid_file.read_text()), signal.SIGSTOP)  # so that it does not save between the two signals
     assert "stopped: runs/far, no checkpoint" in paceline(tmp_path, "stop", "far", "--now")
 
 

@@ -153,7 +153,7 @@ def log_of(points, line):
 
 @pytest.mark.parametrize("level", NOISE_LEVELS)
 def test_the_lines_of_healthy_runs_show_nothing(level):
-    for seed in range(RUNS // 2):
+    for seed in range(RUNS // 5):
         loss = healthy_run(seed, level)[0]
         points = list(zip(loss.steps, loss.values, strict=True))
         assert explain(log_of(points, LINES[seed % len(LINES)])).cause in ("healthy", "unknown")

@@ -48,6 +48,7 @@ CONTRACT_ENV = {
     },
     "NODE_RANK and NNODES": {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29501", "NODE_RANK": "{rank}", "NNODES": "2"},
 }  # fmt: skip
+SHORT = ("Slurm's variables", "PET_*, torchrun's variables", "SkyPilot's variables")  # outside of make soak
 SCRIPT = ["run", "--nproc=1", "--no-check", "--device=cpu", "--health-every=0", "--", "wait.py"]
 PLAIN = CONTRACT_ENV["NODE_RANK and NNODES"]
 WAIT = """
@@ -149,7 +150,10 @@ def left(hosts, host):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("source", CONTRACT_ENV)
+@pytest.mark.parametrize(
+    "source",
+    [source if source in SHORT else pytest.param(source, marks=pytest.mark.soak) for source in CONTRACT_ENV],
+)
 def test_nodes_of_every_contract_meet_and_node_0_plans_for_all_of_them(job, source):
     has_nproc = any(contract.source == source and contract.nproc in CONTRACT_ENV[source] for contract in CONTRACTS)
     keys = ["--total-batch-size=512", "--no-check", *([] if has_nproc else ["--nproc=3"])]

@@ -227,7 +227,7 @@ def correct_kill(
     cause = load_catalogue().causes[KILLED]
     values = {**values, **clean_values({"rank": explanation.rank, "host": explanation.host})}
     summary, fix = fill_template(cause.summary, values), fill_template(cause.fix, values)
-    return replace(explanation, cause=cause.id, also=(HOST_MEMORY,), summary=summary, fix=fix)
+    return replace(explanation, cause=cause.id, also=(), summary=summary, fix=fix)
 
 
 def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) -> Explanation:

@@ -141,7 +141,7 @@ def explain_event(
         evidence=evidence,
         consequences=make_evidence(consequences, MAX_CONSEQUENCES),
         progress=progress,
-        victims=ranks_of_victims(victims, rank),
+        victims=() if rank is None and cause.id in WAITING else ranks_of_victims(victims, rank),
     )
 
 

@@ -338,5 +338,5 @@ def test_a_rank_killed_with_enough_memory_was_killed_from_outside(tmp_path):
     append_event(run, "attempt", attempt=1, nproc=2, pids=[1 << 22, 1 << 22])
     append_event(run, "rank_failed", attempt=1, rank=1, exit_code=None, signal="SIGKILL", consequence=False)
     explanation = explain_run(run)
-    assert (explanation.cause, explanation.also, explanation.rank) == ("killed-from-outside", ("host-oom-killed",), 1)
+    assert (explanation.cause, explanation.also, explanation.rank) == ("killed-from-outside", (), 1)
     assert explanation.fix.endswith(f"`paceline resume {run.path}`")

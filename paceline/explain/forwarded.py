@@ -168,9 +168,10 @@ def shared_shape(lines: Sequence[str]) -> str:
         return ""
     for end in [edge.end() for edge in EDGE.finditer(first[: min(length, MAX_PREFIX)])][::-1]:
         shape = first[:end]
-        texts = {text for text in (line[len(shape) :] for line in shapes) if HAS_WORD.search(text)}
         is_cut = "0:0" in first[end:length]  # before the time that the program itself writes
-        if len(texts) >= MIN_COMMON and not is_cut and FORWARDER.fullmatch(shape) and not NOT_FORWARDER.search(shape):
+        if is_cut or NOT_FORWARDER.search(shape) or not FORWARDER.fullmatch(shape):
+            continue
+        if len({text for text in (line[len(shape) :] for line in shapes) if HAS_WORD.search(text)}) >= MIN_COMMON:
             return "" if reports_progress(shape) else shape
     return ""
 

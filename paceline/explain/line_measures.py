@@ -196,7 +196,7 @@ def read_value(match: re.Match[str] | None) -> float | None:
 def read_columns(text: str) -> tuple[str, ...]:
     """The names of a table's columns; none if no column is a loss."""
     names = split_cells(text) if "loss" in text.lower() else ()
-    is_header = len(names) > 1 and all(name[:1].isalpha() and not set(name) & set(":={") for name in names)
+    is_header = len(names) > 1 and all(name[:1].isalpha() and not set(name) & set(":={(*") for name in names)
     return names if is_header and any(map(LOSS_COLUMN.search, names)) else ()
 
 

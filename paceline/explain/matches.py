@@ -162,6 +162,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
             matches = [(load_catalogue().causes[FALLBACK], OWN_CLASS_WEIGHT, {})]
         if len(matches) > 1:
             matches = [match for match in matches if match[0].id != FALLBACK]
+            matches = [match for match in matches if not is_vague(match)] or matches
         is_vague_one = record.kind == "exception" and not CODE_ERROR.match(record.text) and all(map(is_vague, matches))
         if is_vague_one and not is_own:
             matches = guessed(record.text) or matches

@@ -964,3 +964,26 @@ def test_the_fix_is_of_the_error_of_the_rank_that_is_to_blame():
     )
     fix = verdict(raised(0, errors[0]) + raised(1, errors[1])).fix
     assert "books" in fix and "/a/y.py" not in fix
+
+
+def test_a_cause_that_tells_little_is_no_root_where_the_same_error_shows_a_better_one():
+    error = (
+        "RuntimeError: Check failed: (status == cudaSuccess) is false: BatchPrefill failed with error invalid argument"
+    )
+    assert verdict(raised(0, error) + raised(0, error)).cause == "cuda-error"
+
+
+def test_a_line_of_source_code_is_no_header_of_a_table():
+    code = "    return val_loss, bits_per_token * tokens_per_byte\n"
+    log = STEPS + code + "".join(f"{gpu}, 5.{gpu}\n" for gpu in range(6))
+    assert verdict(log).cause == "healthy"
+
+
+def test_settings_that_a_server_dumps_behind_an_error_are_no_part_of_it():
+    dump = "Dumping input data for V1 LLM engine with config: model='m', trust_remote_code=True, must be set\n"
+    assert verdict(raised(None, "RuntimeError: PassManager::run failed") + dump).cause == "compile-failure"
+
+
+def test_a_connection_that_a_program_tries_again_to_the_end_is_the_cause():
+    log = STEPS + "API connection error: Connection error., retrying in 2s...\n" * 40
+    assert verdict(log).cause == "service-unreachable"

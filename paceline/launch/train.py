@@ -148,7 +148,7 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     )
     if options.slurm and place is None:
         if config.num_steps and config.epochs is None:  # else the job counts them
-            check_unfinished(run, config.num_steps)
+            check_unfinished(run, config.num_steps, planned=plan_before.num_steps)
         return submit_resume(run, config, plan_before, options)
     announce_job(place)
     entries, config = hosts_of(config, nodes)
@@ -162,7 +162,7 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     if options.show_env:
         print(format_env(plan_env(plan, libuv=checked.libuv)[1]))
         return 0
-    check_unfinished(run, plan.num_steps)
+    check_unfinished(run, plan.num_steps, planned=plan_before.num_steps)
     lock, notes, cluster = wait_for_lock(run), list[str](), partial(cluster_of, entries, config, machine)
     if memory_setup(plan) != memory_setup(plan_before):
         config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv, cluster=cluster)
@@ -267,13 +267,19 @@ def wait_for_lock(run: RunDir) -> int:
         time.sleep(LOCK_POLL_S)
 
 
-def check_unfinished(run: RunDir, num_steps: int) -> None:
-    """Raises PacelineError where the run has finished all these steps."""
+def check_unfinished(run: RunDir, num_steps: int, *, planned: int) -> None:
+    """Raises PacelineError where the run has done all these steps. planned: its steps so far."""
     events = (event for event in read_json_lines(run.events) if event.get("event") != "submitted")
-    if end_state(events) == "finished" and (step := last_good_step(run.checkpoints)) >= num_steps:
+    is_finished = end_state(events) == "finished"
+    if not is_finished and num_steps >= planned:  # one that broke at its last step still has to end
+        return
+    if (step := last_good_step(run.checkpoints)) >= num_steps:
+        longer, text = (
+            (f" --num-steps {2 * step}", "extends it") if is_finished else ("", f"trains to step {planned:,}")
+        )
         raise PacelineError(
-            f"{run.name} is finished at step {step:,} of {num_steps:,}",
-            fix=f"paceline resume {run.quoted} --num-steps {2 * step} extends it",
+            f"{run.name} is {'finished' if is_finished else 'already'} at step {step:,} of {num_steps:,}",
+            fix=f"paceline resume {run.quoted}{longer} {text}",
         )
 
 

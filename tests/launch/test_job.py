@@ -249,6 +249,7 @@ def test_the_closing_lines_of_a_resumed_run_count_the_steps_of_the_last_command(
     ):
         append_json_line(job.run.events, event)
     append_json_line(job.run.events, {"event": "resumed", "step": 48})  # after a failure of the same command
+    append_json_line(job.run.events, {"event": "finished", "step": 50, "val_bpb": 1.0})
     lines = job.closing_lines(Outcome("finished", 0, 1, []), seconds=5.0, time_line="time")
     assert "done    50 steps, 5 of them in 5s, val_bpb 1.0000" in lines
 
@@ -270,8 +271,21 @@ def test_a_finished_run_is_extended_past_its_present_step(job_on, monkeypatch):
     append_json_line(run.events, {"event": "finished"})
     monkeypatch.setattr("paceline.launch.train.last_good_step", lambda _: 55)
     with pytest.raises(PacelineError, match="finished at step 55 of 20") as error:
-        check_unfinished(run, 20)
+        check_unfinished(run, 20, planned=20)
     assert "--num-steps 110" in error.value.fix
+
+
+@pytest.mark.parametrize("num_steps", [12, 14])
+def test_a_stopped_run_does_not_end_before_the_step_where_it_is(job_on, monkeypatch, num_steps):
+    run = job_on(lambda: TWO).run
+    append_json_line(run.events, {"event": "stopped", "step": 14})
+    monkeypatch.setattr("paceline.launch.train.last_good_step", lambda _: 14)
+    with pytest.raises(PacelineError) as error:
+        check_unfinished(run, num_steps, planned=400)
+    assert error.value.message == f"run is already at step 14 of {num_steps}"
+    assert error.value.fix == f"paceline resume {run.quoted} trains to step 400"
+    check_unfinished(run, 15, planned=400)
+    check_unfinished(run, 14, planned=14)  # it broke after its last checkpoint: it has yet to end
 
 
 def test_a_run_records_absolute_paths_of_a_local_text_and_tokenizer(tmp_path, monkeypatch):

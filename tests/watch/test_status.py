@@ -78,6 +78,15 @@ def test_the_last_event_decides_the_state(tmp_path):
     assert (run_status(run).state, run_status(run).attempts) == ("stopped", 2)
 
 
+def test_a_run_that_is_stopped_after_its_last_step_is_finished(tmp_path):
+    run = make_run(tmp_path)
+    append_event(run, "attempt", attempt=1)
+    append_event(run, "finished", step=100)
+    append_event(run, "stopping", attempt=1, signal="SIGINT")
+    append_event(run, "attempt_ended", attempt=1, state="finished")
+    assert (run_status(run).state, open_reader(run.path).update().state) == ("finished", "finished")
+
+
 def test_a_run_interrupted_before_its_first_step_is_stopped(tmp_path):
     run = make_run(tmp_path)
     append_event(run, "stopping", attempt=1, signal="SIGINT")

@@ -274,7 +274,7 @@ def test_a_model_that_needs_sharded_weights_is_deeper_than_one_that_does_not_fit
     assert answer["advice"]["deeper"] == "depth 33 does not fit in memory with these settings"
 
 
-@pytest.mark.parametrize("limit", [["--budget", "0.001", "--price", "2.50/gpu-hour"], ["--time", "1"]])
+@pytest.mark.parametrize("limit", [["--budget", "0.001", "--price", "2.50/gpu-hour"], ["--time", "1s"]])
 def test_the_fix_of_too_small_a_limit_gives_a_plan(capsys, limit):
     message, fix = refused(capsys, "--gpu", "H100", *limit)
     assert "is too little for a model of any depth" in message

@@ -183,7 +183,7 @@ def track(args: run_options.TrackOptions) -> None:
     from paceline.track.follower import track_now
 
     if not (names := tracker_names(args.to, flag="--to")):
-        raise UsageError("track needs --to", fix="paceline track RUN --to tensorboard")
+        raise UsageError("track needs --to", fix="add --to tensorboard")
     for name in names:
         track_now(find_run(args.run, runs_dir=args.runs_dir), name)
 
@@ -267,7 +267,7 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
     from paceline.terminal import show_progress
 
     if args.out is None:
-        raise UsageError("tokenizer train needs --out FILE", fix="paceline tokenizer train --out tokenizer.json")
+        raise UsageError("tokenizer train needs --out FILE", fix="add --out tokenizer.json")
     check_new_file(args.out, force=args.force)
     with show_progress() as progress:
         tokenizer = train_tokenizer_on(list_files(args.data), vocab_size=args.vocab_size, progress=progress)

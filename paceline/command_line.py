@@ -81,6 +81,7 @@ class Parameter:
     value: str | None = None  # its stand-in in help
     positional: bool = False
     has_flag: bool = False  # --its-name sets a positional argument too
+    may_be_empty: bool = False
     takes_options: bool = False  # its value may begin with a dash
     is_script: bool = False  # the remaining arguments, from the first one that is no option of ours
 
@@ -152,7 +153,7 @@ class Parameter:
         """The value of a command line's text, checked; raises UsageError."""
         if self.is_optional and text.lower() == "auto":
             return None
-        if not text and not (self.default == "" and self.kinds == (str,)):
+        if not text and not self.may_be_empty and not (self.default == "" and self.kinds == (str,)):
             raise UsageError(f"{self.title} is empty", fix="give it a value, or leave it out")
         try:
             kind: Any = str if text in self.choices else self.kinds[0]

@@ -25,11 +25,12 @@ from paceline.units import format_list
 
 PACKAGED = Path(__file__).parent / "configs"
 TINY = PACKAGED / "tiny.toml"
+OPTIMIZER = KEYS["optimizer"].default
 
 
 def load_config(file: str | Path | None, flags: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """The checked config of defaults < file < flags, and notes for the user about a .py file's unused names."""
-    from_file, notes = read_config_file(Path(file), optimizer=flags.get("optimizer")) if file is not None else ({}, [])
+    """The checked config of defaults < file < flags, and notes for the user about what of the file is not used."""
+    from_file, notes = read_config_file(Path(file), flags) if file is not None else ({}, [])
     values = override(from_file, flags)
     config = Config(**values)
     check_config(config)
@@ -72,8 +73,8 @@ def override(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, An
     return {**lower, **upper}
 
 
-def read_config_file(path: Path, *, optimizer: str | None = None) -> tuple[dict[str, Any], list[str]]:
-    """The checked values of a .toml or .py file, and notes about names that are not used. optimizer: that of the flags."""
+def read_config_file(path: Path, flags: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The checked values of a .toml or .py file, and notes about what is not used. flags: what overrides them."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -89,7 +90,7 @@ def read_config_file(path: Path, *, optimizer: str | None = None) -> tuple[dict[
     if problem := utf16_as_utf8(path, text.encode()):
         raise PacelineError(f"config file {problem[0]}", fix=problem[1])
     if path.suffix == ".py":
-        return read_python_config(text, path=path, optimizer=optimizer)
+        return read_python_config(text, path=path, flags=flags)
     if path.suffix != ".toml":
         raise PacelineError(
             f"config file {path} is neither .toml nor .py", fix="name it with its kind, such as my.toml"
@@ -100,7 +101,16 @@ def read_config_file(path: Path, *, optimizer: str | None = None) -> tuple[dict[
         raise PacelineError(
             f"config file {path} is not valid TOML: {error}", fix="flat lines such as depth = 12"
         ) from error
-    return {name: checked_value(name, value, where=str(path)) for name, value in table.items()}, []
+    values = {name: checked_value(name, value, where=str(path)) for name, value in table.items()}
+    return values, drop_rate(values, flags, own=values.get("optimizer", OPTIMIZER), file=path.name)
+
+
+def drop_rate(values: dict[str, Any], flags: Mapping[str, Any], *, own: Any, file: str) -> list[str]:
+    """Removes a file's matrix_lr where flags choose another optimizer, whose rates are of another size; returns a note of it."""
+    optimizer = flags.get("optimizer", own)
+    if optimizer == own or (rate := values.pop("matrix_lr", None)) is None or "matrix_lr" in flags:
+        return []
+    return [f"{file}: matrix_lr {rate} is for {own} and is not used: {optimizer} trains at its default rate"]
 
 
 def _nearby(path: Path) -> str:
@@ -199,16 +209,19 @@ NOT_PLAIN = object()
 DERIVED = ("n_head", "gradient_accumulation_steps")  # nanoGPT's: keys of ours follow from them and others
 
 
-def read_python_config(text: str, *, path: Path, optimizer: str | None = None) -> tuple[dict[str, Any], list[str]]:
+def read_python_config(text: str, *, path: Path, flags: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns the checked values under our names, and notes on what is not used; one PacelineError tells of all wrong lines."""
     lines = list(_python_lines(text, path=path))
     last = {line.name: line for line in lines if line.name}
-    optimizer = optimizer or (str(last["optimizer"].value) if "optimizer" in last else "muon")
+    settings = {name: line.value for name, line in last.items()}
+    own = settings.get("optimizer", OPTIMIZER)
+    optimizer = str(flags.get("optimizer", own))
+    dropped = drop_rate(settings, flags, own=own, file=path.name)
     values: dict[str, Any] = {}
     notes: list[str] = []
     unused: list[str] = []
     problems: list[tuple[int, PacelineError]] = []
-    for number, name, value in sorted(last.values(), key=lambda line: line.name in DERIVED):
+    for number, name, value in sorted((last[name] for name in settings), key=lambda line: line.name in DERIVED):
         try:
             if value is NOT_PLAIN:
                 raise PacelineError(f"{name} is not a plain value", fix="write the number or the text itself")
@@ -232,7 +245,7 @@ def read_python_config(text: str, *, path: Path, optimizer: str | None = None) -
     notes += [f"not used by paceline: {', '.join(unused)}"] if unused else []
     passed = [line.number for line in lines if not line.name]
     notes += [f"not executed: {'lines' if len(passed) > 1 else 'line'} {format_list(passed)}"] if passed else []
-    return values, [f"{path.name}: {note}" for note in notes]
+    return values, [*dropped, *(f"{path.name}: {note}" for note in notes)]
 
 
 def _joined(problems: Sequence[tuple[int, PacelineError]], *, path: Path) -> PacelineError:

@@ -1,6 +1,7 @@
 """The two kinds of problems: an error, which ends the command, and findings of a check; and the name that was meant."""
 
 import difflib
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +26,11 @@ class PacelineError(Exception):
 
 
 def check_new_file(path: Path, *, force: bool) -> None:
-    """Raises PacelineError for a file of --out that exists, unless --force is set."""
+    """Raises PacelineError for a file of --out that exists, unless --force is set, and for what cannot be a file."""
+    if path.is_dir():
+        raise PacelineError(f"{path} is a folder", fix=f"give the file in it: --out {shlex.quote(str(path / 'FILE'))}")
+    if (holder := next(parent for parent in path.absolute().parents if parent.exists())).is_file():
+        raise PacelineError(f"{holder} is a file, and no folder of {path.name}", fix="--out FILE in another folder")
     if path.exists() and not force:
         raise PacelineError(f"{path} already exists", fix="--force overwrites it, --out FILE writes another one")
 

@@ -44,7 +44,9 @@ class RunsNoteOptions(RunsOption):
     $ paceline runs note books "the first run with the new text"
     """
 
-    run_and_text: tuple[str, ...] = positional("RUN TEXT", f"{RUN}; then the note, where an empty one removes it")
+    run_and_text: tuple[str, ...] = positional(
+        "RUN TEXT", f"{RUN}; then the note, where an empty one removes it", may_be_empty=True
+    )
 
 
 class ReportOptions(RunsOption):

@@ -310,7 +310,7 @@ class RunInUse(PacelineError):
         self.pid = int(word) if word.isdigit() and is_here else None
         process = f"process {word or 'unknown'}" + ("" if is_here else f" on {host}")
         super().__init__(
-            f"run {run.name} is in use by {process}", fix=f"paceline stop {run.quoted} ends it; or give another --name"
+            f"run {run.name} is in use by {process}", fix=f"paceline stop {run.quoted} ends it, or wait for its end"
         )
 
 
@@ -381,6 +381,8 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
             return RunDir(path)
     names = sorted(path.parent.name for path in folder.glob("*/config.toml"))
     fix = f"one of {', '.join(names[-5:])}" if names else "paceline train makes one; give the folder if it is elsewhere"
+    if len(names) > 5:
+        fix = f"paceline runs{'' if runs_dir == 'runs' else f' {shlex.quote(runs_dir)}'} lists all {len(names)} runs"
     raise PacelineError(f"no run {name}: neither it nor {folder / name} holds a config.toml", fix=fix)
 
 

@@ -46,6 +46,12 @@ def run_without(folder: Path, name: str, content: str | None) -> str:
     return run
 
 
+def six_runs(folder):
+    for name in "abcdef":
+        put(folder, f"runs/{name}/config.toml", "")
+    return str(folder / "runs")
+
+
 # name, what is typed (given the folder), exit code, a word of the error, a word of the fix
 CASES = [
     ("no such command", lambda d: ["trian"], 2, "trian", "paceline train"),
@@ -130,7 +136,7 @@ CASES = [
     ("runs_dir is a file", lambda d: ["train", *TINY, "--runs-dir", put(d, "f", "x")], 1, "cannot be written", "--runs-dir"),
     ("a name that is taken", lambda d: ["train", *TINY, "--name", make_run(d)], 1, "already exists", "resume"),
     ("the name of a finished run", lambda d: ["train", *TINY, "--name", finished_run(d)], 1, "already exists",
-     "--num-steps 200, or another --name"),
+     "--num-steps 200 continues it, or another --name"),
     ("the name of a script's run", lambda d: ["train", *TINY, "--name", script_run(d)], 1, "already exists", "fix: another --name"),
     ("a cache that is a file", lambda d: ["train", *TINY, "--cache-dir", put(d, "c", "x")], 1, "", ""),
     ("resume what is not there", lambda d: ["resume", "none"], 1, "no run none", "paceline train"),
@@ -167,7 +173,16 @@ CASES = [
     ("runs of an empty folder", lambda d: ["runs", str(d)], 1, "no runs", "paceline train"),
     ("data with a wrong action", lambda d: ["data", "prepair"], 2, "not prepair", "data prepare"),
     ("data without an action", lambda d: ["data"], 2, "prepare or info", "data prepare"),
-    ("tokenizer info of nothing", lambda d: ["tokenizer", "info", str(d / "t.json")], 1, "t.json", ""),
+    ("tokenizer info of nothing", lambda d: ["tokenizer", "info", str(d / "t.json")], 1, "t.json", "check the path, or copy"),
+    ("a tokenizer that is a folder", lambda d: ["tokenizer", "train", "--out", str(d), "--force"], 1, "is a folder", "/FILE"),
+    ("a tokenizer in a file", lambda d: ["tokenizer", "train", "--out", put(d, "a", "x") + "/t.json"], 1, "a is a file", "--out"),
+    ("a tokenizer without a file", lambda d: ["tokenizer", "train", "--vocab-size", "300"], 2, "--out FILE", "add --out tok"),
+    ("an accelerate config that is a folder", lambda d: ["accelerate-config", "--force", "--out", str(d)], 1, "folder", "/FILE"),
+    ("stop a finished run", lambda d: ["stop", finished_run(d)], 1, "not running", "--num-steps 200 continues it"),
+    ("stop the run of a script", lambda d: ["stop", script_run(d)], 1, "not running", "none needed"),
+    ("one run of many that is not there", lambda d: ["runs", "show", "no", "--runs-dir", six_runs(d)], 1, "no run no",
+     "lists all 6 runs"),
+    ("watch a run as JSON", lambda d: ["watch", make_run(d), "--json"], 2, "needs --once", "fix: add --once"),
     (
         "tokenizer train onto a file",
         lambda d: ["tokenizer", "train", "--vocab-size", "300", "--out", put(d, "t.json", "{}")],

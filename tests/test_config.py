@@ -267,6 +267,20 @@ def test_a_learning_rate_of_adamw_is_no_rate_of_muon(tmp_path):
     assert (config.matrix_lr, notes) == (6e-4, [])
 
 
+@pytest.mark.parametrize(("name", "quote"), [("a.toml", '"'), ("a.py", "'")])
+def test_a_file_s_rate_of_matrices_is_for_its_own_optimizer(tmp_path, name, quote):
+    file = write(tmp_path / name, "matrix_lr = 0.1\n")
+    config, notes = load_config(file, {"optimizer": "adamw"})
+    assert config.matrix_lr is None
+    assert notes == [f"{name}: matrix_lr 0.1 is for muon and is not used: adamw trains at its default rate"]
+    assert load_config(file, {"optimizer": "muon"}) == (Config(matrix_lr=0.1), [])
+    own = {"optimizer": "adamw", "matrix_lr": 0.01}
+    assert load_config(file, own) == (Config(**own), [])
+    file = write(tmp_path / name, f"matrix_lr = 0.005\noptimizer = {quote}adamw{quote}\n")
+    assert load_config(file, {"optimizer": "adamw"})[0].matrix_lr == 0.005
+    assert load_config(file, {"optimizer": "muon"})[0].matrix_lr is None
+
+
 @pytest.mark.parametrize("value", ["1e18 ** 64", "0 ** -1", "1 / 0", "1 // 0", "2 ** 65"])
 def test_arithmetic_without_a_result_in_a_python_file_is_refused_as_code_is(tmp_path, value):
     _, notes = load_config(write(tmp_path / "a.py", f"x = {value}\n"), {})

@@ -3,6 +3,7 @@
 import gzip
 import json
 import subprocess
+from functools import partial
 
 import pytest
 
@@ -23,6 +24,7 @@ ENCODINGS = [
     *(("zh", "gbk", "GB18030"), ("zh", "gb18030", "GB18030"), ("tw", "big5", "Big5"), ("ja", "shift_jis", "Shift-JIS")),
     *(("ja", "euc-jp", "EUC-JP"), ("ko", "euc-kr", "EUC-KR"), ("zh", "utf-16", "UTF-16"), ("fr", "utf-16", "UTF-16")),
 ]
+READ_CONFIG = partial(read_config_file, flags={})
 CONFIG = "depth = 8  # 层数\nsequence_len = 256  # 上下文长度\nname = {name!r}\n"
 
 
@@ -67,15 +69,15 @@ def raw_start(raw):
 def test_the_fix_for_a_config_run_as_it_stands_makes_it_readable(tmp_path, encoding, ending):
     path = tmp_path / f"配置.{ending}"
     path.write_bytes(CONFIG.format(name="中文实验").encode(encoding))
-    error = refused(read_config_file, path)
+    error = refused(READ_CONFIG, path)
     assert error.message.startswith(f"config file {path} is not UTF-8")
     assert f".{ending}.utf8' && mv " in error.fix and "latin" not in error.fix
     subprocess.run(error.fix, shell=True, check=True)
-    assert read_config_file(path)[0] == {"depth": 8, "sequence_len": 256, "name": "中文实验"}
+    assert READ_CONFIG(path)[0] == {"depth": 8, "sequence_len": 256, "name": "中文实验"}
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize(("name", "function"), [("a.txt", read), ("b.txt.gz", read), ("c.toml", read_config_file)])
+@pytest.mark.parametrize(("name", "function"), [("a.txt", read), ("b.txt.gz", read), ("c.toml", READ_CONFIG)])
 def test_ascii_in_utf16_without_a_mark_is_valid_utf8_and_is_refused_with_a_fix_that_works(
     tmp_path, encoding, name, function
 ):

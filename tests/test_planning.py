@@ -140,9 +140,9 @@ def test_a_sweep_takes_values_of_any_key(capsys):
 def test_a_time_gives_the_deepest_model_whose_length_ends_in_it(capsys):
     answer = json.loads(plan(capsys, *TWO, "--time", "12h", "--json"))
     assert answer["advice"]["depth"] == answer["model"]["n_layer"]
-    assert answer["cost"]["seconds"]["expected"] * answer["num_steps"] <= 12 * 3600
+    assert answer["cost"]["run"]["hours"]["expected"] <= 12
     deeper = json.loads(plan(capsys, *TWO, "--depth", str(answer["advice"]["depth"] + 1), "--json"))
-    assert deeper["cost"]["seconds"]["expected"] * deeper["num_steps"] > 12 * 3600
+    assert deeper["cost"]["run"]["hours"]["expected"] > 12
     assert answer["advice"]["val_bpb"] is None
 
 
@@ -228,6 +228,16 @@ REFUSALS = [
     ([*TWO, "--sweep", "vocab_size"], "which values?", "--sweep vocab_size=A,B,C"),
     ([*TWO, "--compare", ","], "names no GPU", "--compare"),
     ([*TWO, "--epochs", "2"], "given in epochs", "--num-steps N"),
+    ([*TWO, "--compare", "H100"], "--compare makes a table, which takes no --gpu", "leave --gpu out"),
+    (["--compare", "H100", "--time", "1h"], "takes no --time", "leave --time out, or --compare"),
+    (["--compare", "H100", "--sweep", "depth"], "takes no --sweep", "leave --sweep out"),
+    (["--compare", "H100", "--exact"], "takes no --exact", "leave --exact out"),
+    ([*TWO, "--sweep", "depth", "--budget", "9", "--price", "1/gpu-hour"], "takes no --budget", "leave --budget out"),
+    ([*TWO, "--sweep", "depth", "--exact"], "takes no --exact", "leave --exact out"),
+    ([*TWO, "--device", "cpu"], "--gpu is about GPUs, but device is cpu", "--device cuda"),
+    (["--compare", "H100", "--device", "cpu"], "--compare is about GPUs", "--device cuda"),
+    ([*TWO, "--follow-rows"], "needs --sweep device_batch_size", "--sweep device_batch_size --follow-rows"),
+    ([*TWO, "--time", "12h", "--n-kv-head", "2"], "n_kv_head is set", "leave n_kv_head at auto"),
     ([*TWO, "--measure"], "measures the device here", "leave --gpu RTX 5090 out"),
     ([*TWO, "--depth", "48"], "needed on each GPU with device_batch_size 1", "--depth"),
 ]  # fmt: skip
@@ -255,4 +265,19 @@ def test_time_that_is_left_is_offered_to_the_same_depth(capsys):
     tokens_per_param, depth = re.search(r"--tokens-per-param ([\d.]+) trains depth (\d+)", offer).groups()
     longer = json.loads(plan(capsys, *TWO, "--time", "12h", "--tokens-per-param", tokens_per_param, "--json"))
     assert longer["advice"]["depth"] == int(depth)
-    assert 11 < longer["cost"]["run"]["hours"]["expected"] < 12.1
+    assert 11 < longer["cost"]["run"]["hours"]["expected"] <= 12
+
+
+def test_a_model_that_needs_sharded_weights_is_deeper_than_one_that_does_not_fit(capsys):
+    answer = json.loads(plan(capsys, "balanced", *TWO, "--time", "60d", "--json"))
+    assert (answer["advice"]["depth"], answer["shard"]) == (32, "full")
+    assert answer["advice"]["deeper"] == "depth 33 does not fit in memory with these settings"
+
+
+@pytest.mark.parametrize("limit", [["--budget", "0.001", "--price", "2.50/gpu-hour"], ["--time", "1s"]])
+def test_the_fix_of_too_small_a_limit_gives_a_plan(capsys, limit):
+    message, fix = refused(capsys, "--gpu", "H100", *limit)
+    assert "is too little for a model of any depth" in message
+    flag, value, *_ = fix.split()
+    assert flag == limit[0]
+    assert plan(capsys, "--gpu", "H100", flag, value, *limit[2:]).startswith("advice  depth ")

@@ -79,7 +79,8 @@ def prepare(
     cannot be read, is too small, or changes meanwhile.
     """
     files = list_files(source)
-    tokenizer_json = None if tokenizer is None else read_tokenizer_file(tokenizer)
+    otherwise = ", or leave --tokenizer out to train one on the text"
+    tokenizer_json = None if tokenizer is None else read_tokenizer_file(tokenizer, otherwise=otherwise)
     tokenizer_hash = None if tokenizer_json is None else hashlib.sha256(tokenizer_json).hexdigest()
     path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
     if (path / META).exists():

@@ -77,9 +77,13 @@ class Tokenizer:
         return Tokenizer(read_tokenizer_file(path), name=str(path))
 
     def save(self, path: Path) -> None:
-        """Writes the tokenizer.json, byte for byte as it was read."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(self.json_bytes)
+        """Writes the tokenizer.json, byte for byte as it was read; raises PacelineError where it cannot be written."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self.json_bytes)
+        except OSError as error:
+            fix = "--out FILE in a place you can write"
+            raise PacelineError(f"{path} cannot be written: {error.strerror}", fix=fix) from error
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, without a separator; raises PacelineError for text that is not UTF-8."""
@@ -226,14 +230,14 @@ def tokenizer_info(tokenizer: Tokenizer, *, sample: str) -> dict[str, Any]:
     }
 
 
-def read_tokenizer_file(path: Path) -> bytes:
-    """Returns the file's content without parsing it; raises PacelineError where it cannot be read."""
+def read_tokenizer_file(path: Path, *, otherwise: str = "") -> bytes:
+    """Returns the file's content without parsing it; raises PacelineError where it cannot be read. otherwise: another fix."""
     try:
         content = path.expanduser().read_bytes()
     except FileNotFoundError as error:
         raise PacelineError(
             f"no such tokenizer file: {path}",
-            fix="check the path, or leave --tokenizer away to train one on the text",
+            fix=f"check the path, or copy the file there from a backup{otherwise}",
         ) from error
     except IsADirectoryError as error:
         raise PacelineError(

@@ -24,7 +24,7 @@ from paceline.launch.ssh import agent_note
 from paceline.launch.supervisor import ONE_CTRL_C_S
 from paceline.model.manifest import list_checkpoints
 from paceline.run_options import StopOptions
-from paceline.rundir import RunDir, find_run, holder_of, is_queued, write_holder
+from paceline.rundir import RunDir, find_run, holder_of, is_queued, is_script_run, write_holder
 from paceline.watch.status import run_status
 
 POLL_S = 0.1
@@ -78,12 +78,7 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
         return {"run": str(run.path), "job_id": job.job_id, **state}
     holder = holder_of(run)
     if holder is None:
-        fix = (
-            "the command that submitted it does so again"
-            if is_queued(run)
-            else f"paceline resume {run.quoted} continues it"
-        )
-        raise PacelineError(f"{run.name} is not running", fix=fix)
+        raise PacelineError(f"{run.name} is not running", fix=continuing_fix(run))
     word, _, host = holder.partition(" ")
     if host and host != socket.gethostname():
         raise PacelineError(
@@ -106,6 +101,17 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
     while holder_of(run) == holder:
         time.sleep(POLL_S)
     return {"run": str(run.path), "pid": pid, **state_of(run)}
+
+
+def continuing_fix(run: RunDir) -> str:
+    """Returns the command that continues a run which is not running."""
+    if is_queued(run):
+        return "the command that submitted it does so again"
+    if is_script_run(run):
+        return "none needed: paceline runs lists what is running"
+    status = run_status(run)
+    longer = f" --num-steps {2 * status.num_steps}" if status.state == "finished" and status.num_steps else ""
+    return f"paceline resume {run.quoted}{longer} continues it"
 
 
 def state_of(run: RunDir) -> dict[str, Any]:

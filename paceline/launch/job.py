@@ -219,7 +219,9 @@ class TrainingJob(Job):
         status = run_status(run)
         first = first_step(run)
         own_steps = f", {status.step - first:,} of them" if first and status.step else ""
-        bpb = "n/a" if status.val_bpb is None else f"{status.val_bpb:.4f}"
+        ends = [event for event in read_json_lines(run.events) if event.get("event") == "finished"]
+        val_bpb = ends[-1].get("val_bpb") if ends else None  # of the last weights alone
+        bpb = "n/a" if val_bpb is None else f"{val_bpb:.4f}"
         lines = [
             "",
             f"done    {status.step:,} steps{own_steps} in {format_duration(seconds)}, val_bpb {bpb}",

@@ -238,7 +238,7 @@ class RunNews:
         kind = str(event.get("event"))
         if kind in ("failed", "finished"):
             self.end = "failed" if kind == "failed" else "finished"
-        elif kind in ("stopping", "interrupted"):
+        elif kind in ("stopping", "interrupted") and self.end != "finished":  # else the stop came after the last step
             if kind == "stopping" or self.end != "stopped":
                 self.stop_signal = str(event.get("signal") or event.get("reason") or "SIGINT")
             self.end = "stopped"

@@ -160,6 +160,24 @@ def find_start(run: RunDir) -> Literal["new", "submitted", "continues"]:
     return "continues" if job_of(run) == place.job_id and run.config_toml.is_file() else "new"
 
 
+def create_folder(run: RunDir, *, is_named: bool) -> RunDir:
+    """Creates the folder of a new run and returns the run.
+
+    A run that the user did not name gets a number where another command has taken the same name at the same time.
+    """
+    path, number = run.path, 1
+    while True:
+        try:
+            run.path.mkdir(parents=True, exist_ok=is_named)
+        except FileExistsError:
+            if is_named or not run.path.exists():
+                raise
+            number += 1
+            run = RunDir(path.with_name(f"{path.name}-{number}"))
+        else:
+            return run
+
+
 def has_ended(run: RunDir) -> bool:
     """Whether the run itself has ended, though the job that had it goes on with something else."""
     return not is_locked(run) and end_state(read_json_lines(run.events)) in ("finished", "stopped", "failed")

@@ -25,7 +25,7 @@ from paceline.data.corpus import Progress
 from paceline.data.prepare import TokenDataset
 from paceline.errors import PacelineError
 from paceline.launch.attempts import run_job
-from paceline.launch.background import detach
+from paceline.launch.background import continuing_fix, detach
 from paceline.launch.cluster import Cluster
 from paceline.launch.env import check_host_options, format_env, harm_lines
 from paceline.launch.host_facts import start_check
@@ -34,7 +34,7 @@ from paceline.launch.job import TrainingJob, plan_env
 from paceline.launch.losses import cluster_session
 from paceline.launch.member import Reach, reach_early
 from paceline.launch.notify import checked_services
-from paceline.launch.requeue import announce_job, check_free, current_job, find_start, record_job
+from paceline.launch.requeue import announce_job, check_free, create_folder, current_job, find_start, record_job
 from paceline.launch.run_text import (
     absolute_texts,
     check_text,
@@ -71,7 +71,6 @@ from paceline.terminal import show_progress
 from paceline.typed_fields import read_run_file
 from paceline.units import format_count
 from paceline.watch.events import end_state
-from paceline.watch.status import run_status
 
 LOCK_WAIT_S = 60.0  # workers that lost their supervisor save and end, or are killed, within this
 LOCK_POLL_S = 0.2
@@ -104,7 +103,8 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
     if not entries:  # refuses what cannot run before any text is read
         measured = measured_here(cache_dir(config))
         make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0, measured=measured)
-    with new_folder(run, is_submitted=start == "submitted") as (lock, publish):
+    is_named = config.name is not None or start == "submitted"
+    with new_folder(run, is_named=is_named, is_submitted=start == "submitted") as (run, lock, publish):
         reaches = reach_early(entries, config.python, options)
         with start_check(config, run, options, command="train", trackers=services.track, entries=entries) as check:
             dataset = prepare_data(config, publish)
@@ -148,7 +148,7 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     )
     if options.slurm and place is None:
         if config.num_steps and config.epochs is None:  # else the job counts them
-            check_unfinished(run, config.num_steps)
+            check_unfinished(run, config.num_steps, planned=plan_before.num_steps)
         return submit_resume(run, config, plan_before, options)
     announce_job(place)
     entries, config = hosts_of(config, nodes)
@@ -162,7 +162,7 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     if options.show_env:
         print(format_env(plan_env(plan, libuv=checked.libuv)[1]))
         return 0
-    check_unfinished(run, plan.num_steps)
+    check_unfinished(run, plan.num_steps, planned=plan_before.num_steps)
     lock, notes, cluster = wait_for_lock(run), list[str](), partial(cluster_of, entries, config, machine)
     if memory_setup(plan) != memory_setup(plan_before):
         config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv, cluster=cluster)
@@ -267,13 +267,19 @@ def wait_for_lock(run: RunDir) -> int:
         time.sleep(LOCK_POLL_S)
 
 
-def check_unfinished(run: RunDir, num_steps: int) -> None:
-    """Raises PacelineError where the run has finished all these steps."""
+def check_unfinished(run: RunDir, num_steps: int, *, planned: int) -> None:
+    """Raises PacelineError where the run has done all these steps. planned: its steps so far."""
     events = (event for event in read_json_lines(run.events) if event.get("event") != "submitted")
-    if end_state(events) == "finished" and (step := last_good_step(run.checkpoints)) >= num_steps:
+    is_finished = end_state(events) == "finished"
+    if not is_finished and num_steps >= planned:  # one that broke at its last step still has to end
+        return
+    if (step := last_good_step(run.checkpoints)) >= num_steps:
+        longer, text = (
+            (f" --num-steps {2 * step}", "extends it") if is_finished else ("", f"trains to step {planned:,}")
+        )
         raise PacelineError(
-            f"{run.name} is finished at step {step:,} of {num_steps:,}",
-            fix=f"paceline resume {run.quoted} --num-steps {2 * step} extends it",
+            f"{run.name} is {'finished' if is_finished else 'already'} at step {step:,} of {num_steps:,}",
+            fix=f"paceline resume {run.quoted}{longer} {text}",
         )
 
 
@@ -337,25 +343,20 @@ def config_of_plan(config: Config, plan: Plan) -> Config:
     )
 
 
-def taken_name_fix(run: RunDir) -> str:
-    """Returns what helps where a new training has the name of a run: what continues that run, if anything does."""
-    if is_script_run(run):
-        return "another --name"
-    status = run_status(run)
-    longer = f" --num-steps {2 * status.num_steps}" if status.state == "finished" and status.num_steps else ""
-    return f"paceline resume {run.quoted}{longer}, or another --name"
-
-
 @contextmanager
-def new_folder(run: RunDir, *, is_submitted: bool = False) -> Iterator[tuple[int, Progress]]:
-    """Creates the folder of a new run. Yields the lock that holds it, and what publishes the work before the launch.
+def new_folder(run: RunDir, *, is_named: bool, is_submitted: bool = False) -> Iterator[tuple[RunDir, int, Progress]]:
+    """Creates the folder of a new run, or of one beside it where another command took a name that the user did not choose.
+
+    Yields the run, the lock that holds it, and what publishes the work before the launch.
 
     A folder that has not become a run at the end is removed. Raises PacelineError where it holds something or cannot be written.
     is_submitted: it may hold what the submission to Slurm has left.
     """
-    check_unused(run, fix=taken_name_fix(run), is_submitted=is_submitted)
+    if is_named:
+        fix = "another --name" if is_script_run(run) else f"{continuing_fix(run)}, or another --name"
+        check_unused(run, fix=fix, is_submitted=is_submitted)
     try:
-        run.path.mkdir(parents=True, exist_ok=True)
+        run = create_folder(run, is_named=is_named)
         lock = lock_run(run)
     except OSError as error:
         raise unwritable_run(run, error) from error
@@ -376,7 +377,7 @@ def new_folder(run: RunDir, *, is_submitted: bool = False) -> Iterator[tuple[int
 
     publish("read the text", 0, 0)
     try:
-        yield lock, publish
+        yield run, lock, publish
     finally:
         run.preparing_json.unlink(missing_ok=True)
         if not run.config_toml.is_file():

@@ -9,23 +9,26 @@ that is far from the planned one is a finding with its likely cause.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from paceline.config import ModelConfig
-from paceline.errors import Finding, PlanError
+from paceline.errors import Finding, PlanError, UsageError
+from paceline.options import PlanOptions
 from paceline.plan.estimate import Range
 from paceline.plan.links import Link, inner_link, read_link
-from paceline.plan.shapes import batch_of_horizon, horizon_tokens, model_of_depth, num_evaluations
+from paceline.plan.shapes import num_evaluations
+from paceline.plan.sizing import DoesNotFit
 from paceline.plan.step_time import StepSetup, StepTime, step_time
-from paceline.units import format_duration
+from paceline.units import format_count, format_duration, parse_duration
 
 FORWARD_SHARE = 1 / 3  # of a step: an evaluation has no backward
 DISK_BYTES_PER_S = 500e6  # a SATA drive; training continues meanwhile, a checkpoint waits for the one before
 POWER_SHARE = (0.7, 0.9, 1.0)  # of the board's limit while training: narrow models leave units idle
 HOUR_S = 3600.0
 DEPTHS = range(1, 129)
+LITTLE_LEFT = 0.9  # of a time, that is as good as all
 
 # val_bpb by depth that nanochat reached with this recipe on ClimbMix and its own tokenizer of 32,768: 1.156B tokens at depth 12
 # (mlpatron.com, "nanochat d12 baseline"), 8 tokens for each parameter at depth 24 (its LEADERBOARD.md, run 6, a mean of five)
@@ -110,13 +113,13 @@ def run_cost(
 
 @dataclass(frozen=True)
 class Advice:
-    """The deepest model that ends in time. seconds: of the steps alone. deeper: why not one layer more."""
+    """A model that ends in time, the deepest that does. seconds: of its whole run. deeper: why not one layer more."""
 
     setup: StepSetup
     num_steps: int
     seconds: Range
     val_bpb: Range | None
-    deeper: str
+    deeper: str = ""
 
     @property
     def depth(self) -> int:
@@ -133,51 +136,61 @@ class Advice:
 
 
 def advise(
-    template: StepSetup,
-    *,
-    time_s: float,
-    tokens_per_param: float,
-    data: str,
-    fits: Callable[[ModelConfig], Mapping[str, Any] | None],
-    total_batch_size: int | None = None,
+    run_of_depth: Callable[[int], Advice], *, time_s: float, limit: str, enough: Callable[[float], str]
 ) -> Advice:
-    """Returns the deepest model whose whole length ends in time_s; raises PlanError where none does.
+    """Returns the deepest model whose whole run ends in time_s; raises PlanError where none does.
 
-    template: the devices and how they are used; its model gives vocabulary, row length and window pattern. fits:
-    values of the StepSetup, its device_batch_size among them, with which a model fits the devices' memory; None if it does not.
+    run_of_depth: returns the run of a depth; raises DoesNotFit. limit: time_s in the user's words. enough: returns the flags that
+    allow a run of so many seconds.
     """
     best: Advice | None = None
     shortest = math.inf
-    deeper = f"depth {DEPTHS[-1]} is the deepest that is tried"
+    deeper = deepest = f"depth {DEPTHS[-1]} is the deepest that is tried"
     for depth in DEPTHS:
-        model = model_of_depth(template.model, depth)
-        fit = fits(model)
-        if fit is None:
-            deeper = f"depth {depth} does not fit in memory"
+        try:
+            run = run_of_depth(depth)
+        except DoesNotFit as error:
+            deeper = f"depth {depth} does not fit in memory with these settings" if deeper == deepest else deeper
+            if error.deeper_may_fit:
+                continue
             break
-        total = total_batch_size or batch_of_horizon(model)
-        accum = max(1, round(total / (fit["device_batch_size"] * model.sequence_len * template.world_size)))
-        setup = replace(template, model=model, grad_accum_steps=accum, **fit)
-        step = step_time(setup)
-        if step.seconds is None:
-            raise PlanError(step.assumptions[0], fix="--gpu NAME of a known card, or measure this device")
-        horizon = horizon_tokens(model, tokens_per_param=tokens_per_param)
-        num_steps = max(1, round(horizon / setup.total_batch_size))
-        seconds = step.seconds.scaled(num_steps)
-        shortest = min(shortest, seconds.expected)
-        if seconds.expected <= time_s:
-            best = Advice(setup, num_steps, seconds, expected_bpb(model, data=data), deeper="")
-        else:
-            deeper = f"depth {depth} takes {format_duration(seconds.expected)}"
-            if best is not None or depth > 2:
-                break
+        shortest = min(shortest, run.seconds.expected)
+        if run.seconds.expected <= time_s:
+            best, deeper = run, deepest
+            continue
+        deeper = f"depth {depth} takes {format_duration(run.seconds.expected)}" if deeper == deepest else deeper
+        if best is not None or depth > 2:
+            break
     if best is not None:
         return replace(best, deeper=deeper)
     if shortest == math.inf:
         raise PlanError(f"no model fits: {deeper}", fix="--sequence-len or --vocab-size smaller, or another card")
-    raise PlanError(
-        f"{format_duration(time_s)} is too short for a model of any depth",
-        fix=f"--time {format_duration(-(-shortest // 60) * 60)} is enough for the smallest",
+    raise PlanError(f"{limit} is too little for a model of any depth", fix=f"{enough(shortest)} allows the smallest")
+
+
+def longer_run(advice: Advice, run_of_depth: Callable[..., Advice], *, time_s: float, tokens_per_param: float) -> str:
+    """Returns a line with the tokens_per_param that use the time which the advice leaves; empty where it leaves little."""
+    used = advice.seconds.expected / time_s
+    more = math.floor(10 * tokens_per_param / used) / 10
+    if used > LITTLE_LEFT:
+        return ""
+    longer = run_of_depth(advice.depth, tokens_per_param=more)
+    if longer.seconds.expected > time_s:
+        return ""
+    return (
+        f"        {format_duration(time_s - advice.seconds.expected)} remain, as depths come in steps of width:"
+        f" --tokens-per-param {more:g} trains depth {advice.depth} for {format_duration(longer.seconds.expected)}"
+    )
+
+
+def format_advice(advice: Advice, *, limit: str, more: str) -> str:
+    """Returns the lines about the depth for a time or a budget. limit: either in the user's words. more: longer_run."""
+    bpb = advice.val_bpb
+    return (
+        f"advice  depth {advice.depth} for {format_count(advice.num_tokens)} tokens is the most that"
+        f" {limit} allows; {advice.deeper}\n"
+        f"        val_bpb {f'{bpb.low:.3f} to {bpb.high:.3f}' if bpb else 'n/a: not measured on this text'}"
+        + (f"\n{more}" if more else "")
     )
 
 
@@ -190,6 +203,27 @@ def expected_bpb(model: ModelConfig, *, data: str) -> Range | None:
     expected = (1 - share) * MEASURED_BPB[low] + share * MEASURED_BPB[high]
     spread = BPB_SPREAD if model.n_layer in MEASURED_BPB else BPB_SPREAD_BETWEEN
     return Range(expected - spread, expected, expected + spread)
+
+
+def limits_of(options: PlanOptions, price: Price | None, setup: StepSetup) -> dict[str, float]:
+    """Returns the seconds that may be spent: those of --time, and those that --budget pays for."""
+    limits = {}
+    if options.time is not None:
+        try:
+            limits["time"] = parse_duration(options.time)
+        except ValueError:
+            raise UsageError(f"--time {options.time}: not a time", fix="--time 12h, 90m or 1d12h") from None
+    if options.budget is not None:
+        if price is None:
+            raise UsageError("--budget needs a price", fix=f"--budget {options.budget:g} --price 2.50/gpu-hour")
+        watts = options.watts or (setup.spec.watts if setup.spec else None)
+        limits["budget"] = time_of_budget(options.budget, price=price, num_gpus=setup.world_size, watts=watts)
+    return limits
+
+
+def limit_text(options: PlanOptions) -> str:
+    limits = [options.time, f"a budget of {options.budget:g}" if options.budget else None]
+    return " and ".join(limit for limit in limits if limit)
 
 
 def time_of_budget(budget: float, *, price: Price, num_gpus: int, watts: float | None) -> float:

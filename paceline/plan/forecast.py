@@ -77,14 +77,15 @@ def forecast(
     watts: float | None = None,
     price: Price | None = None,
     is_whole: bool = True,
+    find_fix: bool = True,
 ) -> Forecast:
     """Returns the forecast; raises PlanError where nothing fits. cache: paceline's cache folder. watts: of each device.
 
-    is_whole: False for one of many, which is shown without what would make its step faster.
+    is_whole: False for one of many, which is shown without what would make its step faster. find_fix: as make_plan has it.
     """
     measured = measured_here(cache, link_name=link_name, machine=machine)
     planned = partial(make_plan, machine=machine, vocab_size=vocab_size, num_rows=num_rows, measured=measured)
-    plan = planned(config)
+    plan = planned(config, find_fix=find_fix)
     comm = read_comm(cache, machine)
     link = link_of(link_name, machine, world_size=plan.world_size, device=plan.device, comm=comm)
     setup = step_setup(plan, machine, link=link, cache=cache)

@@ -11,15 +11,26 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.config import KEYS, Config, ModelConfig, cache_dir
+from paceline.config import KEYS, Config, cache_dir
 from paceline.config_file import load_config, packaged_configs, resolve_config, unknown_key, with_values
 from paceline.errors import PacelineError, PlanError, UsageError, nearest
 from paceline.options import ConfigsOptions, PlanOptions
-from paceline.plan.advice import Advice, Price, advise, parse_price, time_of_budget
+from paceline.plan.advice import (
+    HOUR_S,
+    Advice,
+    Price,
+    advise,
+    expected_bpb,
+    format_advice,
+    limit_text,
+    limits_of,
+    longer_run,
+    parse_price,
+)
 from paceline.plan.forecast import Forecast, forecast, format_exact, format_forecast, format_kwh, format_seconds
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Machine, imagined_machine, probe_machine
@@ -27,9 +38,8 @@ from paceline.plan.planner import Plan, make_model_config, memory_setup
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, num_params
 from paceline.plan.sizing import DoesNotFit, divisors
 from paceline.plan.speeds import Speeds, keep_speeds
-from paceline.plan.step_time import StepSetup
 from paceline.terminal import progress_line
-from paceline.units import format_bytes, format_count, format_duration, format_mfu, parse_duration
+from paceline.units import format_bytes, format_count, format_duration, format_mfu
 
 SWEPT = {  # values of --sweep KEY alone; device_batch_size takes the divisors of a device's rows
     "depth": (4, 8, 12, 16, 20, 24, 28, 32),
@@ -39,9 +49,13 @@ SWEPT = {  # values of --sweep KEY alone; device_batch_size takes the divisors o
 }
 DEFAULTS_OF_A_PLAN = {"depth": 12}  # for a machine that is not here; train's default is too small to show anything
 FOLLOWED_ROWS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))
-LITTLE_LEFT = 0.9  # of a time, that is as good as all
+NOT_BESIDE = {  # options of which the first would leave the others unused
+    "compare": ("sweep", "gpu", "time", "budget", "exact"),
+    "sweep": ("time", "budget", "exact"),
+}
 COLUMNS = ("rows", "batch", "memory", "of card", "fits", "checkpointing", "step", "tok/s", "mfu", "run", "kWh")
 VERDICTS = {"fits": "yes", "does not fit": "no", "undecidable": "perhaps", None: "n/a"}
+NO_ROWS = "--follow-rows needs --sweep device_batch_size"
 NO_CUDA = "Torch not compiled with CUDA enabled"  # PyTorch's own words
 
 
@@ -58,10 +72,10 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
             "the length is given in epochs, and a plan does not read the text",
             fix="--num-steps N; train says how many steps the epochs are",
         )
-
+    check_together(options, device=config.device)
     hosts = None if (config.hosts or "1").isdecimal() else ask_hosts(config)
 
-    def forecast_of(config: Config, gpu: str | None = options.gpu, *, is_whole: bool = True) -> Forecast:
+    def forecast_of(config: Config, gpu: str | None = options.gpu, **settings: bool) -> Forecast:
         return forecast(
             config,
             machine_of(options, gpu, hosts or num_hosts(config)),
@@ -71,7 +85,7 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
             link_name=options.link,
             watts=options.watts,
             price=price,
-            is_whole=is_whole,
+            **settings,
         )
 
     one_of_many = partial(forecast_of, is_whole=False)
@@ -93,8 +107,23 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
     exact = exact_facts(result.plan) if options.exact else None
     if options.json:
         return json.dumps(forecast_json(result, exact=exact, advice=advice), indent=1)
-    blocks = [format_advice(advice, options, more=more)] if advice else []
+    blocks = [format_advice(advice, limit=limit_text(options), more=more)] if advice else []
     return "\n\n".join([*blocks, format_forecast(result), *([format_exact(exact)] if exact else [])])
+
+
+def check_together(options: PlanOptions, *, device: str | None) -> None:
+    """Raises UsageError for options of which one would be ignored. device: of the config."""
+    names = {name for name, value in vars(options).items() if value not in (None, False)}
+    for table_name, others in NOT_BESIDE.items():
+        if table_name in names and (unused := [name for name in others if name in names]):
+            fix = f"leave --{unused[0]} out, or --{table_name}"
+            raise UsageError(f"--{table_name} makes a table, which takes no --{unused[0]}", fix=fix)
+    if device == "cpu" and (gpus := [name for name in ("gpu", "gpus", "compare") if name in names]):
+        raise UsageError(
+            f"--{gpus[0]} is about GPUs, but device is cpu", fix=f"--device cuda, or leave --{gpus[0]} out"
+        )
+    if options.follow_rows and options.sweep is None:
+        raise UsageError(NO_ROWS, fix="--sweep device_batch_size --follow-rows")
 
 
 def without_cost(result: Forecast, options: PlanOptions) -> UsageError:
@@ -194,10 +223,10 @@ def measure_here(forecast: Forecast, options: PlanOptions, *, cache: Path) -> No
 
 
 def advise_depth(
-    config: Config, options: PlanOptions, price: Price | None, forecast_of: Callable[[Config], Forecast]
+    config: Config, options: PlanOptions, price: Price | None, forecast_of: Callable[..., Forecast]
 ) -> tuple[Advice, str]:
-    """Returns the deepest model whose whole length ends within --time or --budget, and a line about the time that is left."""
-    fixed = [name for name in ("n_embd", "num_steps") if getattr(config, name) is not None]
+    """Returns the deepest model whose whole run ends within --time or --budget, and a line about the time that is left."""
+    fixed = [name for name in ("n_embd", "n_kv_head", "num_steps") if getattr(config, name) is not None]
     fixed += ["depth"] if "depth" in options.keys else []
     if fixed:
         raise UsageError(
@@ -205,67 +234,26 @@ def advise_depth(
             fix=f"leave {fixed[0]} at auto",
         )
 
-    def of_depth(depth: int) -> Forecast:
-        return forecast_of(with_values(config, depth=depth, n_kv_head=None))
+    def run_of_depth(depth: int, **keys: Any) -> Advice:
+        result = forecast_of(with_values(config, depth=depth, time=None, **keys), find_fix=False)
+        if result.run is None:
+            raise PlanError(result.step.assumptions[0], fix="--gpu NAME of a known card, or measure this device")
+        bpb = expected_bpb(result.plan.model, data=config.data)
+        return Advice(result.setup, result.plan.num_steps, result.run.hours.scaled(HOUR_S), bpb)
 
-    @cache
-    def fits(model: ModelConfig) -> dict[str, Any] | None:
-        try:
-            plan = of_depth(model.n_layer).plan
-        except DoesNotFit:
-            return None
-        return {name: getattr(plan, name) for name in ("device_batch_size", "activation_checkpointing", "shard")}
+    limits = limits_of(options, price, forecast_of(with_values(config, depth=1, time=None)).setup)
+    time_s = min(limits.values())
 
-    smallest = of_depth(1).setup
-    time_s = _seconds(options, price, smallest)
-    of_length = partial(
-        advise, smallest, time_s=time_s, data=config.data, fits=fits, total_batch_size=config.total_batch_size
-    )
-    advice = of_length(tokens_per_param=config.tokens_per_param)
-    return advice, longer_run(advice, of_length, time_s=time_s, tokens_per_param=config.tokens_per_param)
+    def enough(seconds: float) -> str:
+        flags = []
+        if seconds > limits.get("time", math.inf):
+            flags.append(f"--time {format_duration(60 * math.ceil(seconds / 60))}")
+        if options.budget is not None and seconds > limits["budget"]:
+            flags.append(f"--budget {math.ceil(100 * options.budget * seconds / limits['budget']) / 100:g}")
+        return " ".join(flags)
 
-
-def longer_run(advice: Advice, of_length: Callable[..., Advice], *, time_s: float, tokens_per_param: float) -> str:
-    """Returns a line with the tokens_per_param that use the time which the advice leaves; empty where it leaves little."""
-    used = advice.seconds.expected / time_s
-    more = math.floor(10 * tokens_per_param / used) / 10
-    if used > LITTLE_LEFT or not time_s:
-        return ""
-    longer = of_length(tokens_per_param=more)
-    if longer.depth != advice.depth or longer.seconds.expected > time_s:
-        return ""
-    return (
-        f"        {format_duration(time_s - advice.seconds.expected)} remain, as depths come in steps of width:"
-        f" --tokens-per-param {more:g} trains depth {advice.depth} for {format_duration(longer.seconds.expected)}"
-    )
-
-
-def _seconds(options: PlanOptions, price: Price | None, setup: StepSetup) -> float:
-    """Returns the seconds that may be spent: the smaller of --time and what --budget pays for."""
-    limits = []
-    if options.time is not None:
-        try:
-            limits.append(parse_duration(options.time))
-        except ValueError:
-            raise UsageError(f"--time {options.time}: not a time", fix="--time 12h, 90m or 1d12h") from None
-    if options.budget is not None:
-        if price is None:
-            raise UsageError("--budget needs a price", fix=f"--budget {options.budget:g} --price 2.50/gpu-hour")
-        watts = options.watts or (setup.spec.watts if setup.spec else None)
-        limits.append(time_of_budget(options.budget, price=price, num_gpus=setup.world_size, watts=watts))
-    return min(limits)
-
-
-def format_advice(advice: Advice, options: PlanOptions, *, more: str) -> str:
-    """Returns the lines about the depth for --time or --budget. more: longer_run."""
-    limits = [options.time, f"a budget of {options.budget:g}" if options.budget else None]
-    bpb = advice.val_bpb
-    return (
-        f"advice  depth {advice.depth} for {format_count(advice.num_tokens)} tokens is the most that"
-        f" {' and '.join(limit for limit in limits if limit)} allows; {advice.deeper}\n"
-        f"        val_bpb {f'{bpb.low:.3f} to {bpb.high:.3f}' if bpb else 'n/a: not measured on this text'}"
-        + (f"\n{more}" if more else "")
-    )
+    advice = advise(run_of_depth, time_s=time_s, limit=limit_text(options), enough=enough)
+    return advice, longer_run(advice, run_of_depth, time_s=time_s, tokens_per_param=config.tokens_per_param)
 
 
 def sweep(config: Config, options: PlanOptions, forecast_of: Callable[[Config], Forecast]) -> str:
@@ -277,9 +265,7 @@ def sweep(config: Config, options: PlanOptions, forecast_of: Callable[[Config], 
     note = ""
     if options.follow_rows:
         if key != "device_batch_size":
-            raise UsageError(
-                "--follow-rows needs --sweep device_batch_size", fix="--sweep device_batch_size --follow-rows"
-            )
+            raise UsageError(NO_ROWS, fix="--sweep device_batch_size --follow-rows")
         plan = open_forecast().plan
         if "=" not in options.sweep:
             changes = [{key: rows} for rows in FOLLOWED_ROWS if rows <= plan.device_batch_size * plan.grad_accum_steps]

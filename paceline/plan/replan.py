@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.config import Config
+from paceline.errors import PlanError
 from paceline.plan.machine import Machine
 from paceline.plan.planner import Plan, choose_device, choose_world_size, memory_setup
 from paceline.plan.precision import precision_name
 from paceline.plan.shapes import RUNGS
 from paceline.plan.sizing import DoesNotFit, divisors
-from paceline.units import MIB
+from paceline.units import MIB, format_number_of
 
 # a user who sets one of these on resume wants another fit
 FIT_KEYS = frozenset({"profile", "memory_share", "precision"})
@@ -31,7 +32,9 @@ def replan(old: Plan, config: Config, machine: Machine, *, make: MakePlan, set_k
     another number of them, nothing is kept. What has run on this device is not refused by arithmetic.
     """
     device = choose_device(config, machine)
-    same = (device, choose_world_size(config, machine, device=device)) == (old.device, old.world_size)
+    world_size = choose_world_size(config, machine, device=device)
+    check_shares(old, config, world_size=world_size, hosts=machine.hosts)
+    same = (device, world_size) == (old.device, old.world_size)
     rows_are_open = "device_batch_size" in set_keys and config.device_batch_size is None
     if not same or rows_are_open or set_keys & FIT_KEYS:
         return make(config, machine)
@@ -53,6 +56,21 @@ def replan(old: Plan, config: Config, machine: Machine, *, make: MakePlan, set_k
     if "device_batch_size" in old_values:
         plan = replace(plan, memory_share=old.memory_share, notes=old.notes)
     return plan
+
+
+def check_shares(old: Plan, config: Config, *, world_size: int, hosts: int) -> None:
+    """Raises PlanError where the ranks cannot share the rows of a step, whose number a run keeps."""
+    rows = old.total_batch_size // old.model.sequence_len
+    counts = [count for count in range(world_size // hosts, 0, -1) if rows % (count * hosts) == 0]
+    if rows % world_size:
+        text = format_number_of(world_size, "process", "processes")
+        fix = f"--nproc {counts[0]}" if counts else "fewer hosts"
+    elif (micro_rows := config.device_batch_size) and rows // world_size % micro_rows:
+        text = f"micro-batches of {format_number_of(micro_rows, 'row')} on {format_number_of(world_size, 'process', 'processes')}"
+        fix = f"--device-batch-size {next(count for count in divisors(rows // world_size) if count < micro_rows)}"
+    else:
+        return
+    raise PlanError(f"{text} cannot share the {rows} rows of each step evenly, which a run keeps", fix=fix)
 
 
 def smaller_plan(old: Plan, config: Config, machine: Machine, *, make: MakePlan) -> Plan | None:

@@ -35,11 +35,17 @@ StepSeconds = Callable[[MemorySetup], float | None]  # the expected time of a st
 
 
 class DoesNotFit(PlanError):
-    """Nothing that the config leaves open fits. estimate: what the smallest setup needs."""
+    """Nothing that the config leaves open fits. estimate: what the smallest setup needs.
 
-    def __init__(self, message: str, *, estimate: MemoryEstimate, changes: Iterator[Change]):
+    deeper_may_fit: it fits in a larger share of memory. A model that does not has its weights sharded, and may fit in this one.
+    """
+
+    def __init__(
+        self, message: str, *, estimate: MemoryEstimate, changes: Iterator[Change], deeper_may_fit: bool = False
+    ):
         super().__init__(message, fix="a device with more memory, or a smaller model", changes=changes)
         self.estimate = estimate
+        self.deeper_may_fit = deeper_may_fit
 
 
 @dataclass(frozen=True)
@@ -219,6 +225,7 @@ def does_not_fit(config: Config, setup: MemorySetup, solver: Solver, *, share: f
         f" {allowed}{format_bytes(needs.card_bytes)} may be used ({parts}){failed}",
         estimate=needs,
         changes=changes_that_fit(config, setup, solver, share=share),
+        deeper_may_fit=config.shard is None and setup.world_size > 1 and setup.shard != "full",
     )
 
 

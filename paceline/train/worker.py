@@ -211,8 +211,8 @@ def finish(loop: Loop, writer: CheckpointWriter, *, step: int, bpb: float | None
     if writer.no_space:
         raise writer.no_space  # the last weights are lost: the run is not finished
     if loop.rank == 0:
-        if bpb is None:
-            scores = [record["val_bpb"] for record in read_json_lines(loop.run.metrics) if "val_bpb" in record]
+        if bpb is None:  # an earlier attempt may have evaluated these weights; a score of others is not theirs
+            scores = [line.get("val_bpb") for line in read_json_lines(loop.run.metrics) if line.get("step") == step]
             bpb = scores[-1] if scores else None
         append_event(loop.run, "stopped" if stopped else "finished", step=step, val_bpb=bpb)
     loop.progress.beat(step, "stopped" if stopped else "done")

@@ -30,9 +30,10 @@ END_STATES: dict[str, State] = {
     "requeued": "queued",
     "submitted": "queued",
 }
-# events that do not change the state of a run
+# events that do not change the state of a run; a stop may be requested after its last step
 STATELESS = {
     "checkpoint", "sample", "note", "memory", "step_time", "finding", "attempt_ended", "verdict", "decision", "save_failed",
+    "stopping",
 }  # fmt: skip
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
 ATTEMPT_FIELDS = {"attempt_ended": ("state",), "verdict": ("cause", "summary"), "decision": ("action", "why")}

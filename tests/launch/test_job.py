@@ -16,7 +16,7 @@ from paceline.launch.job import StepWatch, TrainingJob, planned_step, stop_grace
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.run_text import absolute_texts, reopen_data
 from paceline.launch.supervisor import Outcome
-from paceline.launch.train import changed_run, check_unfinished
+from paceline.launch.train import changed_run, check_unfinished, new_folder
 from paceline.options import LaunchOptions
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import find_gpu
@@ -24,7 +24,7 @@ from paceline.plan.machine import Gpu, Machine
 from paceline.plan.planner import Plan, make_plan
 from paceline.plan.speeds import Speeds, keep_speeds, load_speeds
 from paceline.plan.step_time import StepTime
-from paceline.rundir import RunDir, append_json_line, append_sample, read_json_lines, utc_now
+from paceline.rundir import RunDir, RunInUse, append_json_line, append_sample, read_json_lines, utc_now
 
 CARD = Gpu(0, "NVIDIA GeForce RTX 5090", 32_607 << 20, (12, 0), find_gpu("RTX 5090"))
 ONE, TWO, NONE = (Machine(tuple(replace(CARD, index=i) for i in range(n)), 16, False, 64 << 30) for n in (1, 2, 0))
@@ -249,6 +249,7 @@ def test_the_closing_lines_of_a_resumed_run_count_the_steps_of_the_last_command(
     ):
         append_json_line(job.run.events, event)
     append_json_line(job.run.events, {"event": "resumed", "step": 48})  # after a failure of the same command
+    append_json_line(job.run.events, {"event": "finished", "step": 50, "val_bpb": 1.0})
     lines = job.closing_lines(Outcome("finished", 0, 1, []), seconds=5.0, time_line="time")
     assert "done    50 steps, 5 of them in 5s, val_bpb 1.0000" in lines
 
@@ -270,8 +271,30 @@ def test_a_finished_run_is_extended_past_its_present_step(job_on, monkeypatch):
     append_json_line(run.events, {"event": "finished"})
     monkeypatch.setattr("paceline.launch.train.last_good_step", lambda _: 55)
     with pytest.raises(PacelineError, match="finished at step 55 of 20") as error:
-        check_unfinished(run, 20)
+        check_unfinished(run, 20, planned=20)
     assert "--num-steps 110" in error.value.fix
+
+
+@pytest.mark.parametrize("num_steps", [12, 14])
+def test_a_stopped_run_does_not_end_before_the_step_where_it_is(job_on, monkeypatch, num_steps):
+    run = job_on(lambda: TWO).run
+    append_json_line(run.events, {"event": "stopped", "step": 14})
+    monkeypatch.setattr("paceline.launch.train.last_good_step", lambda _: 14)
+    with pytest.raises(PacelineError) as error:
+        check_unfinished(run, num_steps, planned=400)
+    assert error.value.message == f"run is already at step 14 of {num_steps}"
+    assert error.value.fix == f"paceline resume {run.quoted} trains to step 400"
+    check_unfinished(run, 15, planned=400)
+    check_unfinished(run, 14, planned=14)  # it broke after its last checkpoint: it has yet to end
+
+
+def test_two_runs_without_a_name_that_start_at_once_have_two_folders(tmp_path):
+    run = RunDir(tmp_path / "d4-20261127-063439")
+    with new_folder(run, is_named=False) as (first, *_), new_folder(run, is_named=False) as (second, *_):
+        assert (first.name, second.name) == (run.name, f"{run.name}-2")
+    with new_folder(run, is_named=True), pytest.raises(RunInUse) as error, new_folder(run, is_named=True):
+        pass
+    assert "--name" not in error.value.fix and list(tmp_path.iterdir()) == []
 
 
 def test_a_run_records_absolute_paths_of_a_local_text_and_tokenizer(tmp_path, monkeypatch):

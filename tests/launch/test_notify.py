@@ -199,6 +199,7 @@ def stopping(signal):
         ([stopping("SIGTERM"), {"event": "interrupted"}], ["stopped"]),  # of a script
         ([{"event": "stopping", "attempt": 1, "reason": "the notice file x"}, {"event": "stopped"}], ["stopped"]),
         ([stopping("SIGINT"), {"event": "finished"}], ["finished"]),
+        ([{"event": "finished"}, stopping("SIGTERM")], ["finished"]),  # it came after the last step
         ([{"event": "stopped"}, {"event": "attempt_ended", "attempt": 1, "state": "interrupted"}], ["stopped"]),
         ([{"event": "stopped"}], ["failed"]),  # the workers have saved: what held them was killed
         ([], ["failed"]),

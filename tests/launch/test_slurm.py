@@ -441,7 +441,7 @@ def test_a_run_that_fails_before_its_launch_leaves_what_its_submission_wrote_alo
     if is_submitted:
         run.path.mkdir()
         run.submitted_toml.write_text("")
-    with pytest.raises(OSError, match="full"), new_folder(run, is_submitted=is_submitted):
+    with pytest.raises(OSError, match="full"), new_folder(run, is_named=True, is_submitted=is_submitted):
         run.dataset_json.write_text("{}")
         raise OSError("the disk is full")
     assert (run.submitted_toml.is_file(), run.lock.exists(), run.path.exists()) == (is_submitted, False, is_submitted)

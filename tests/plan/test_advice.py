@@ -1,6 +1,8 @@
 """What a run costs, what to train in a given time or budget, and what makes a step faster."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from setups import SLOW, gpt, on, on_cpu
@@ -8,6 +10,7 @@ from setups import SLOW, gpt, on, on_cpu
 from paceline.config import ModelConfig
 from paceline.errors import PlanError
 from paceline.plan.advice import (
+    Advice,
     Price,
     advise,
     expected_bpb,
@@ -20,6 +23,7 @@ from paceline.plan.advice import (
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.shapes import horizon_tokens, model_of_depth
+from paceline.plan.sizing import DoesNotFit
 from paceline.plan.step_time import StepSetup, step_time
 
 BASE = {
@@ -96,13 +100,17 @@ LIKE = ModelConfig(12, 768, 6, 6, 128, 2048, 32_768, "SSSL")
 H100 = StepSetup(LIKE, "cuda", 1, "bf16", "muon", "optimizer", 32, 8, spec=find_gpu("H100"))
 
 
-def rows_of(model: ModelConfig) -> dict[str, int] | None:
-    return {"device_batch_size": max(1, 32 // max(1, model.n_layer // 12))} if model.n_layer <= 30 else None
+def run_of_depth(depth: int, *, too_large: Callable[[int], bool] = lambda depth: depth > 30) -> Advice:
+    if too_large(depth):
+        raise DoesNotFit("", estimate=None, changes=iter(()), deeper_may_fit=depth < 40)
+    model = model_of_depth(LIKE, depth)
+    setup = replace(H100, model=model, device_batch_size=max(1, 32 // max(1, depth // 12)))
+    num_steps = max(1, round(horizon_tokens(model, tokens_per_param=12) / setup.total_batch_size))
+    return Advice(setup, num_steps, step_time(setup).seconds.scaled(num_steps), None)
 
 
-def advice_for(hours: float, **changes: object):
-    settings = {"tokens_per_param": 12.0, "data": "hf:karpathy/climbmix-400b-shuffle", "fits": rows_of, **changes}
-    return advise(H100, time_s=3600 * hours, **settings)
+def advice_for(hours: float, run_of_depth: Callable[[int], Advice] = run_of_depth) -> Advice:
+    return advise(run_of_depth, time_s=3600 * hours, limit=f"{hours}h", enough=lambda seconds: f"--time {seconds:.0f}s")
 
 
 def test_the_deepest_model_that_ends_in_time_and_no_deeper():
@@ -117,32 +125,30 @@ def test_more_time_never_gives_a_shallower_model():
     assert depths == sorted(depths) and depths[-1] > depths[0]
 
 
-def test_tokens_are_those_of_the_scaling_rule():
-    found = advice_for(3)
-    horizon = horizon_tokens(found.setup.model, tokens_per_param=12.0)
-    assert found.num_tokens == pytest.approx(horizon, rel=0.01)
-    assert found.num_tokens == found.num_steps * found.setup.total_batch_size
-
-
 def test_memory_bounds_the_depth():
     found = advice_for(1000)
-    assert (found.depth, found.deeper) == (30, "depth 31 does not fit in memory")
+    assert (found.depth, found.deeper) == (30, "depth 31 does not fit in memory with these settings")
+
+
+def test_a_deeper_model_that_fits_again_as_its_weights_are_sharded_is_found():
+    gap = partial(run_of_depth, too_large=lambda depth: 20 < depth < 24 or depth > 26)
+    found = advice_for(1000, gap)
+    assert (found.depth, found.deeper) == (26, "depth 27 does not fit in memory with these settings")
+    found = advice_for(run_of_depth(22).seconds.expected / 3600, gap)
+    assert (found.depth, found.deeper) == (20, "depth 21 does not fit in memory with these settings")
 
 
 def test_too_little_time_says_how_much_is_enough():
     with pytest.raises(PlanError) as error:
         advice_for(0.0001)
-    assert "too short for a model of any depth" in error.value.message and "--time " in error.value.fix
+    assert error.value.message == "0.0001h is too little for a model of any depth"
+    shortest = run_of_depth(1).seconds.expected
+    assert error.value.fix == f"--time {shortest:.0f}s allows the smallest"
 
 
 def test_nothing_that_fits_is_refused():
     with pytest.raises(PlanError, match="no model fits"):
-        advice_for(1, fits=lambda model: None)
-
-
-def test_a_device_without_a_time_is_refused():
-    with pytest.raises(PlanError, match="no time"):
-        advise(replace(H100, spec=None), time_s=3600, tokens_per_param=12, data="", fits=rows_of)
+        advice_for(1, partial(run_of_depth, too_large=lambda depth: True))
 
 
 def test_bits_per_byte_are_known_between_the_measured_depths_of_that_text_alone():

@@ -50,6 +50,21 @@ def test_a_resumed_run_keeps_its_attention_unless_it_is_set():
     assert replan(old, DEPTH_12, ONE, make=maker()).attention is None  # on other devices
 
 
+@pytest.mark.parametrize(
+    ("keys", "fix"),
+    [({"nproc": 3}, "--nproc 2"), ({"nproc": 4, "device_batch_size": 3}, "--device-batch-size 2")],
+)
+def test_a_number_of_processes_or_rows_that_does_not_share_a_step_gets_one_that_does(keys, fix):
+    cpus = Machine((), cpu_cores=8, cpu_bf16=False, memory_bytes=64 << 30)
+    config = Config(depth=2, sequence_len=64, total_batch_size=64 * 16, nproc=2, num_steps=10, vocab_size=512)
+    old = maker()(config, cpus)
+    with pytest.raises(PlanError, match="cannot share the 16 rows of each step evenly, which a run keeps") as error:
+        replan(old, replace(config, **keys), cpus, make=maker(), set_keys=frozenset(keys))
+    assert error.value.fix == fix
+    [key, value] = fix.removeprefix("--").replace("-", "_").split()
+    assert replan(old, replace(config, **keys | {key: int(value)}), cpus, make=maker()).total_batch_size == 64 * 16
+
+
 def test_what_ran_here_is_not_refused_by_arithmetic():
     old = maker()(DEPTH_12, TWO)
     with pytest.raises(PlanError):

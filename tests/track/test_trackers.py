@@ -296,7 +296,7 @@ def test_two_processes_do_not_send_the_same_run(run, capsys):
     "args, message",
     [
         (["r", "--to", "wand"], "error: --to wand: no such tracker\n  fix: one of tensorboard, wandb, trackio\n"),
-        (["r"], "error: track needs --to\n  fix: paceline track RUN --to tensorboard\n"),
+        (["r"], "error: track needs --to\n  fix: add --to tensorboard\n"),
     ],
 )
 def test_a_run_that_cannot_be_sent_is_refused(args, message, capsys):

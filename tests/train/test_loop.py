@@ -18,7 +18,7 @@ from paceline.data.dataset import rows_of_step
 from paceline.heartbeat import HeartbeatWriter
 from paceline.plan.machine import Machine
 from paceline.plan.planner import make_plan
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, append_json_line, read_json_lines
 from paceline.train import loop
 from paceline.train.loop import MAX_SKIPPED_STEPS, SCALE_GROWTH_STEPS, LossScale, TrainLoader
 from paceline.train.optim import make_optimizer
@@ -26,6 +26,7 @@ from paceline.train.probe import made_up_tokens
 from paceline.train.process import StopRequest
 from paceline.train.setup import make_model
 from paceline.train.trouble import LossTrouble
+from paceline.train.worker import finish
 
 
 def test_an_overflow_halves_the_scale_and_many_good_steps_double_it():
@@ -234,6 +235,17 @@ def test_an_evaluation_that_is_not_finite_is_reported_and_does_not_end_the_run(t
         "the evaluation at step 0 gave inf as val_bpb, which is left out",
         "the evaluation at step 2 gave nan as val_bpb, which is left out",
     ]
+
+
+@pytest.mark.parametrize(("step", "val_bpb"), [(20, 2.5), (30, None)])
+def test_the_val_bpb_of_the_end_is_that_of_the_last_weights(tmp_path, step, val_bpb):
+    run = RunDir(tmp_path)
+    for line in ({"step": 0, "val_bpb": 5.8}, {"step": 20, "loss": 4.0, "val_bpb": 2.5}, {"step": 30, "loss": 3.9}):
+        append_json_line(run.metrics, line)
+    loop = SimpleNamespace(run=run, rank=0, progress=SimpleNamespace(beat=lambda step, phase: None))
+    finish(loop, SimpleNamespace(wait=lambda: None, no_space=None), step=step, bpb=None, stopped=False)
+    [event] = read_json_lines(run.events)
+    assert (event["event"], event["step"], event["val_bpb"]) == ("finished", step, val_bpb)
 
 
 def test_step_ms_is_the_mean_of_the_steps_since_the_last_line_without_evaluations(tmp_path, monkeypatch):

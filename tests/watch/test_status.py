@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from run_folders import write_run
 
+from paceline.command_line import parse
 from paceline.errors import PacelineError
 from paceline.run_options import RunsNoteOptions, RunsTagOptions
 from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
@@ -76,6 +77,15 @@ def test_the_last_event_decides_the_state(tmp_path):
     assert run_status(run).state == "broken"  # its supervisor was killed, so nobody recorded the end of the attempt
     append_event(run, "attempt_ended", attempt=2, state="interrupted")
     assert (run_status(run).state, run_status(run).attempts) == ("stopped", 2)
+
+
+def test_a_run_that_is_stopped_after_its_last_step_is_finished(tmp_path):
+    run = make_run(tmp_path)
+    append_event(run, "attempt", attempt=1)
+    append_event(run, "finished", step=100)
+    append_event(run, "stopping", attempt=1, signal="SIGINT")
+    append_event(run, "attempt_ended", attempt=1, state="finished")
+    assert (run_status(run).state, open_reader(run.path).update().state) == ("finished", "finished")
 
 
 def test_a_run_interrupted_before_its_first_step_is_stopped(tmp_path):
@@ -281,6 +291,9 @@ def test_tags_and_a_note_are_in_the_run_folder_and_damaged_ones_are_none(tmp_pat
     lines.append(edit_tags(RunsTagOptions(run_and_tags=("a", "good", "wide"), runs_dir=runs_dir)))
     lines.append(edit_tags(RunsTagOptions(run_and_tags=("a", "wide"), remove=True, runs_dir=runs_dir)))
     lines.append(edit_note(RunsNoteOptions(run_and_text=("a", "the", "first  one"), runs_dir=runs_dir)))
+    removal = parse(["a", "", "--runs-dir", runs_dir], command="runs note", options=RunsNoteOptions)
+    assert (edit_note(removal), read_notes(run)[1]) == ("a: no note", "")
+    edit_note(RunsNoteOptions(run_and_text=("a", "the first one"), runs_dir=runs_dir))
     lines.append(edit_tags(RunsTagOptions(run_and_tags=("a",), runs_dir=runs_dir)))
     assert lines == ["a: good wide", "a: good", "a: the first one", "a: good"]
     with pytest.raises(PacelineError, match="'two words' is not a tag"):

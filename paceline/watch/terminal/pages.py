@@ -279,10 +279,10 @@ def format_once(snapshot: Snapshot, *, now: float, width: int, colour: bool = Fa
 
 
 def once_curve(name: str, series: Series, *, width: int) -> Line:
-    first, last = chart.format_short(series.values[0]), format_measure(name, series.values[-1])
-    room = max(4, min(60, width - 40))
+    first, last = (format_measure(name, series.values[index]) for index in (0, -1))
+    room = max(4, min(60, width - 43))
     return (
-        (f" {pad(cut(clean(name), 14), 15)}{first:>7} ", ""),
+        (f" {pad(cut(clean(name), 14), 15)}{first:>10} ", ""),
         (chart.steady_line(series, room, chart.curve_look(name)[2]), "blue"),
         (f" {last}", "strong"),
     )

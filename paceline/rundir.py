@@ -192,7 +192,7 @@ def unwritable_file(path: Path, error: OSError) -> PacelineError:
         )
     return PacelineError(
         f"{path} cannot be written: {error.strerror}",
-        fix=f"make the run folder writable again, then: paceline resume {shlex.quote(str(path.parent))}",
+        fix=f"make the run folder writable again, then: {resume_command(RunDir(path.parent))}",
     )
 
 
@@ -382,6 +382,13 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
     names = sorted(path.parent.name for path in folder.glob("*/config.toml"))
     fix = f"one of {', '.join(names[-5:])}" if names else "paceline train makes one; give the folder if it is elsewhere"
     raise PacelineError(f"no run {name}: neither it nor {folder / name} holds a config.toml", fix=fix)
+
+
+def resume_command(run: RunDir) -> str:
+    """Returns the command that continues a run; a script's is started again, and reads its own checkpoints."""
+    return (
+        f"paceline run {shlex.quote(str(run.config_toml))}" if is_script_run(run) else f"paceline resume {run.quoted}"
+    )
 
 
 def is_script_run(run: RunDir) -> bool:

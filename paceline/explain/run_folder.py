@@ -61,7 +61,16 @@ from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.several_runs import choose_runs, explain_chosen, reach_verdict
 from paceline.explain.verdict import UNKNOWN
 from paceline.heartbeat import read_heartbeat
-from paceline.rundir import RunDir, check_readable, is_queued, open_file, read_end, read_json_lines, read_text
+from paceline.rundir import (
+    RunDir,
+    check_readable,
+    is_queued,
+    open_file,
+    read_end,
+    read_json_lines,
+    read_text,
+    resume_command,
+)
 from paceline.typed_fields import typed_content, well_typed
 from paceline.units import parse_time, unix_time
 
@@ -102,7 +111,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     if attempt is None and (ends := slurm_logs(run, list(read_json_lines(run.events)), has_attempt=False)):
         return reach_verdict(ends, values=run_values(run))
     if attempt is None:
-        fix = f"paceline {'watch' if is_queued(run) else 'resume'} {run.quoted}"
+        fix = f"paceline watch {run.quoted}" if is_queued(run) else resume_command(run)
         raise PacelineError(f"{run.name} has no logs: nothing was started", fix=fix)
     all_events = list(read_json_lines(run.events))
     events = [event for event in all_events if event.get("attempt") in (None, attempt)]

@@ -34,7 +34,7 @@ KNOWN_KEY = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:hf_|gh[pousr]_|github_pat_|gl(?:pat|ptt|dt|rt|soat)-|sk-(?=[\w-]{0,99}\d)|[sr]k_(?:live|test)_|xox[abeoprs]-|xapp-"
     r"|AIza|wandb_v\d_|npm_|pypi-|nvapi-|gsk_|xai-|r8_|dckr_pat_|dop_v1_|ATATT|tskey-|shpat_|key-(?=[0-9a-f]{32})"
     r"|\d{8,10}:AA)(?:[\w-]{14,}|[\w-]{3,}…)|(?:SG|ya29)\.[\w-]{14,}(?:\.[\w-]+)?"
-    r"|(?:AKIA|ASIA)[0-9A-Z]{16}(?![A-Za-z0-9])|eyJ[\w-]{10,}(?:\.[\w-]*){1,4})"
+    r"|(?:AKIA|ASIA)[0-9A-Z]{16}(?![A-Za-z0-9])|eyJ[\w-]{10,}(?:\.[\w-]*){0,4})"
 )
 COOKIE = re.compile(r"(?i)((?<![\w-])(?:set-)?cookie\\*['\"]?[ \t]*[:=][ \t]*\\*['\"]?)[^\n'\"=]{0,200}=[^\n'\"]*")
 RANDOM_WORD = re.compile(  # AWS's secret keys, lines of a private key; not hashes, which have no capitals

@@ -192,7 +192,7 @@ def unwritable_file(path: Path, error: OSError) -> PacelineError:
         )
     return PacelineError(
         f"{path} cannot be written: {error.strerror}",
-        fix=f"make the run folder writable again, then: paceline resume {shlex.quote(str(path.parent))}",
+        fix=f"make the run folder writable again, then: {resume_command(RunDir(path.parent))}",
     )
 
 
@@ -384,6 +384,13 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
     if len(names) > 5:
         fix = f"paceline runs{'' if runs_dir == 'runs' else f' {shlex.quote(runs_dir)}'} lists all {len(names)} runs"
     raise PacelineError(f"no run {name}: neither it nor {folder / name} holds a config.toml", fix=fix)
+
+
+def resume_command(run: RunDir) -> str:
+    """Returns the command that continues a run; a script's is started again, and reads its own checkpoints."""
+    return (
+        f"paceline run {shlex.quote(str(run.config_toml))}" if is_script_run(run) else f"paceline resume {run.quoted}"
+    )
 
 
 def is_script_run(run: RunDir) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from paceline.errors import PacelineError
 from paceline.units import format_duration, format_list, format_number_of
@@ -273,6 +274,19 @@ def ask(*command: str, timeout_s: float = ANSWER_S) -> str:
         words = "; ".join(dict.fromkeys(re.sub(r"^\w+: (?:error|fatal): ", "", line) for line in lines[-3:]))
         raise SlurmError(f"Slurm: {words or f'exit code {done.returncode}'}", fix=shown)
     return done.stdout
+
+
+def submit_script(script: Path) -> int:
+    """Gives a batch script to sbatch and returns the number of the job.
+
+    Raises SlurmError where Slurm refuses it, and PacelineError where Slurm has taken it and does not say the number.
+    """
+    words = ask("sbatch", "--parsable", str(script)).split()  # a site may print a banner first
+    number = words[-1].partition(";")[0] if words else ""
+    if not number.isdecimal():
+        text = f"sbatch printed {' '.join(words) or 'nothing'}, and no number of a job, which may be in the queue"
+        raise PacelineError(text, fix="squeue --me lists your jobs; `scancel NUMBER` ends one that is not to run")
+    return int(number)
 
 
 def read_job(job_id: int, *, timeout_s: float = ANSWER_S) -> SlurmJob | None:

@@ -47,7 +47,7 @@ def culprit_rank(
     if world_size(logs) == 1:
         return 0
     same_cause = [other for other in candidates if other.cause.id == event.cause.id]
-    if event.cause.id in WAITING:
+    if event.cause.id in WAITING and event.cause.follows is True:  # one that compared what ranks called waits for none
         return late_rank(same_cause, logs, hang=hang)
     named = {rank_in_text(other) for other in same_cause} - {None}
     if len(named) == 1:

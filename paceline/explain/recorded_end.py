@@ -5,7 +5,6 @@ A stop that somebody asked for is no failure. A supervisor that was killed recor
 verdict from being written.
 """
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from paceline.explain.explanation import RECORDED, SUPERVISOR_CAUSES, Evidence, Explanation
 from paceline.explain.verdict import HEALTHY
 from paceline.mounts import free_space
-from paceline.rundir import RunDir, is_locked, is_script_run
+from paceline.rundir import RunDir, is_locked, is_script_run, resume_command
 
 DISK_FULL, STOPPED, SUPERVISOR_LOST = "disk-full", "keyboard-interrupt", "supervisor-lost"
 PREEMPTED, KILLED, PEER_DIED, UNKNOWN = "preempted-sigterm", "killed-from-outside", "peer-died", "unknown"
@@ -70,9 +69,8 @@ def find_last(events: Sequence[Mapping[str, Any]], *kinds: str) -> Mapping[str, 
 
 def next_command(run: RunDir) -> str:
     """How the run goes on: a script starts again, and reads its own checkpoints."""
-    if is_script_run(run):
-        return f"`paceline run {shlex.quote(str(run.config_toml))}` runs it again"
-    return f"`paceline resume {run.quoted}` goes on from the last checkpoint"
+    effect = "runs it again" if is_script_run(run) else "goes on from the last checkpoint"
+    return f"`{resume_command(run)}` {effect}"
 
 
 def hang_evidence(run: RunDir, attempt: int, rank: int | None) -> list[Evidence]:

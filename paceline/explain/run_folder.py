@@ -12,6 +12,7 @@ import gzip
 import json
 import lzma
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -61,9 +62,18 @@ from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.several_runs import choose_runs, explain_chosen, reach_verdict
 from paceline.explain.verdict import UNKNOWN
 from paceline.heartbeat import read_heartbeat
-from paceline.rundir import RunDir, check_readable, is_queued, open_file, read_end, read_json_lines, read_text
+from paceline.rundir import (
+    RunDir,
+    check_readable,
+    is_queued,
+    open_file,
+    read_end,
+    read_json_lines,
+    read_text,
+    resume_command,
+)
 from paceline.typed_fields import typed_content, well_typed
-from paceline.units import parse_time, unix_time
+from paceline.units import format_number_of, parse_time, unix_time
 
 SURE = 0.8
 HOST_MEMORY, KILLED = "host-oom-killed", "killed-from-outside"
@@ -102,7 +112,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     if attempt is None and (ends := slurm_logs(run, list(read_json_lines(run.events)), has_attempt=False)):
         return reach_verdict(ends, values=run_values(run))
     if attempt is None:
-        fix = f"paceline {'watch' if is_queued(run) else 'resume'} {run.quoted}"
+        fix = f"paceline watch {run.quoted}" if is_queued(run) else resume_command(run)
         raise PacelineError(f"{run.name} has no logs: nothing was started", fix=fix)
     all_events = list(read_json_lines(run.events))
     events = [event for event in all_events if event.get("attempt") in (None, attempt)]
@@ -251,13 +261,25 @@ def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Exp
         raise UsageError("nothing to explain", fix="paceline explain LOG, a run's name, or - for standard input")
     if list(names) == ["-"]:
         return explain(chunks_from(stdin))
-    paths = [Path(name) for name in names]
-    if len(paths) == 1:
-        for path in (paths[0], Path(runs_dir) / names[0]):
-            run = RunDir(path)
-            if (run.config_toml.is_file() and run.events.is_file()) or is_queued(run):
-                return explain_run(run)
-    return explain_files(find_files(paths))
+    runs = [run for name in names for run in find_runs(name, runs_dir=runs_dir)]
+    if len(runs) == 1 and len(names) == 1:
+        return explain_run(runs[0])
+    if runs:
+        newest = max(runs, key=lambda run: run.events.stat().st_mtime if run.events.exists() else 0.0)
+        text = f"explain takes one run at a time, without further logs: {format_number_of(len(runs), 'run')} given"
+        runs_dir = shlex.quote(str(newest.path.parent))
+        fix = f"paceline explain {newest.quoted} explains the newest; `paceline runs {runs_dir}` lists them"
+        raise UsageError(text, fix=fix)
+    return explain_files(find_files([Path(name) for name in names]))
+
+
+def find_runs(name: str, *, runs_dir: str) -> list[RunDir]:
+    """The run that a folder or a name means, or all runs in a folder; none for a log."""
+    for run in (RunDir(Path(name)), RunDir(Path(runs_dir) / name)):
+        if (run.config_toml.is_file() and run.events.is_file()) or is_queued(run):
+            return [run]
+    folders = (RunDir(path.parent) for path in Path(name).rglob("events.jsonl"))
+    return [run for run in folders if run.config_toml.is_file()]
 
 
 def explain(source: Iterable[bytes] | Path) -> Explanation:

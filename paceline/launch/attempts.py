@@ -25,7 +25,7 @@ from paceline.launch.requeue import decide_requeue, job_watch, requeue_job
 from paceline.launch.supervisor import Outcome, StopSignals, catch_signals
 from paceline.options import LaunchOptions, Recovery, Services
 from paceline.plan.host import oom_kills
-from paceline.rundir import NO_SPACE, RunDir, append_event, read_json_lines
+from paceline.rundir import NO_SPACE, RunDir, append_event, read_json_lines, resume_command
 from paceline.watch.events import one_line
 from paceline.watch.run_reader import RunReader
 from paceline.watch.summary import goodput_line
@@ -183,7 +183,7 @@ def run_one_attempt(job: Job, number: int, signals: StopSignals) -> tuple[Outcom
             raise
         raise PacelineError(
             f"attempt {number} could not start: no space in {job.run.path}",
-            fix=f"make room in its file system (df -h), then: paceline resume {job.run.quoted}",
+            fix=f"make room in its file system (df -h), then: {resume_command(job.run)}",
         ) from error
     seconds = time.monotonic() - started
     if outcome.state != "failed":

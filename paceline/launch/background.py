@@ -24,7 +24,11 @@ from paceline.launch.ssh import agent_note
 from paceline.launch.supervisor import ONE_CTRL_C_S
 from paceline.model.manifest import list_checkpoints
 from paceline.run_options import StopOptions
+<<<<<<< HEAD
 from paceline.rundir import RunDir, find_run, holder_of, is_queued, is_script_run, write_holder
+=======
+from paceline.rundir import RunDir, find_run, holder_of, is_queued, is_script_run, resume_command, write_holder
+>>>>>>> 8e4d7852abdc94515219c0b79139995356cf7fd8
 from paceline.watch.status import run_status
 
 POLL_S = 0.1
@@ -78,7 +82,11 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
         return {"run": str(run.path), "job_id": job.job_id, **state}
     holder = holder_of(run)
     if holder is None:
+<<<<<<< HEAD
         raise PacelineError(f"{run.name} is not running", fix=continuing_fix(run))
+=======
+        raise not_running(run)
+>>>>>>> 8e4d7852abdc94515219c0b79139995356cf7fd8
     word, _, host = holder.partition(" ")
     if host and host != socket.gethostname():
         raise PacelineError(
@@ -103,6 +111,7 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
     return {"run": str(run.path), "pid": pid, **state_of(run)}
 
 
+<<<<<<< HEAD
 def continuing_fix(run: RunDir) -> str:
     """Returns the command that continues a run which is not running."""
     if is_queued(run):
@@ -112,6 +121,17 @@ def continuing_fix(run: RunDir) -> str:
     status = run_status(run)
     longer = f" --num-steps {2 * status.num_steps}" if status.state == "finished" and status.num_steps else ""
     return f"paceline resume {run.quoted}{longer} continues it"
+=======
+def not_running(run: RunDir) -> PacelineError:
+    """Returns the error for a run that nothing holds; its fix continues the run, unless that has finished."""
+    if is_queued(run):
+        return PacelineError(f"{run.name} is not running", fix="the command that submitted it does so again")
+    if run_status(run).state == "finished":
+        fix = f"paceline runs {shlex.quote(str(run.path.parent))} shows which runs are running"
+        return PacelineError(f"{run.name} is not running: it has finished", fix=fix)
+    effect = "starts it again" if is_script_run(run) else "continues it"
+    return PacelineError(f"{run.name} is not running", fix=f"{resume_command(run)} {effect}")
+>>>>>>> 8e4d7852abdc94515219c0b79139995356cf7fd8
 
 
 def state_of(run: RunDir) -> dict[str, Any]:
@@ -132,12 +152,13 @@ def holds(pid: int, run: RunDir) -> bool:
 
 
 def format_stop(result: dict[str, Any]) -> str:
-    """Returns how the run ended, and how it goes on."""
+    """Returns how the run ended, and the command that continues it; what a script has saved is not known."""
     if result["state"] == "cancelled":
         return f"cancelled: job {result['job_id']}, before {result['run']} began"
     step = result["checkpoint_step"]
     saved = "no checkpoint" if step is None else f"checkpoint at step {step:,}"
-    lines = [f"{result['state']}: {result['run']}, {saved}"]
+    run = RunDir(Path(result["run"]))
+    lines = [f"{result['state']}: {run.path}" + ("" if is_script_run(run) else f", {saved}")]
     if result["state"] != "finished":
-        lines.append(f"next    paceline resume {shlex.quote(result['run'])}")
+        lines.append(f"next    {resume_command(run)}")
     return "\n".join(lines)

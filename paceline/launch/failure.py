@@ -33,12 +33,16 @@ from paceline.units import format_bytes, parse_time, signal_name
 FAILED_EXIT_CODE = TrainingFailed.exit_code
 LOG_TAIL_BYTES = 1 << 16  # a log may have grown to gigabytes
 
-# what a healthy rank prints when it has lost a peer
+# what a healthy rank prints when it has lost a peer: words of torch.distributed, gloo and NCCL; a program has other connections too
 PEER_LOST = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|typically caused by a remote worker crashing|connectFullMesh failed"
-    r"|ncclRemoteError|remote process exited|NCCL communicator was aborted|DistNetworkError|DistStoreError"
+    r"(Dist\w+Error: |RuntimeError: (\[[^\n\]]+\] )?)((read|write|recv|send)[^\n]{0,200}: )?"
+    r"(Connection (closed|reset) by peer|Broken pipe)"
+    r"|typically caused by a remote worker (crashing|hanging)|connectFullMesh failed"
+    r"|ncclRemoteError|remote process exited|NCCL communicator was aborted"
+    r"|(DistNetworkError|DistStoreError)(?!: The server socket has failed)"
     r"|Timed out waiting \d+ms|Some NCCL operations have failed or timed out"
-    r"|Watchdog caught collective operation timeout"
+    r"|Watchdog caught collective operation timeout",
+    re.IGNORECASE,
 )
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|MemoryError|out of memory|allocate memory|not enough memory|bad_alloc|ALLOC_FAILED",

@@ -175,7 +175,9 @@ RULES = (
         + ("no smaller configuration exists" if state.abilities.own_trainer else "the script chooses its own sizes"),
     ),
     Rule(
-        "same-error", "the program ended with the same message at the same step as in an earlier attempt",
+        "same-error",
+        "the program ended with the same message at the same step as in an earlier attempt, and the cause is none that passes by"
+        " itself: a port in use, or a service, a disk or a network that is unavailable",
         lambda state: state.is_repeated_error, "stop",
         lambda state: "the same error" + ("" if state.last.step is None else f" at step {state.last.step:,}")
         + " as in an earlier attempt: it is not transient",
@@ -202,7 +204,7 @@ RULES = (
     ),
     Rule(
         "away", "a service, a disk or a network is unavailable and usually comes back by itself",
-        lambda state: state.retry == "later", "retry", lambda state: "a service was unavailable and may be back by then", "long",
+        lambda state: state.retry == "later", "retry", lambda state: "what was unavailable may be back by then", "long",
     ),
     Rule(
         "transient",

@@ -35,6 +35,7 @@ TIMEOUT_S = 5.0  # of one request
 FILE_POLL_S = 1.0
 MAX_BYTES = 1 << 16  # of an answer
 MARGIN_S = 5.0  # before the machine goes, processes that still save are killed, so that the run records its end
+MAX_MARGIN = 0.5  # of a short notice, the share that the margin may take
 TOKEN_TTL_S = 21_600
 LOSING_EVENTS = {"Preempt", "Terminate", "Reboot", "Redeploy"}  # of Azure; a Freeze passes
 LINK_LOCAL = "http://169.254.169.254"
@@ -230,10 +231,15 @@ def notice_seconds(options: PreemptOptions) -> float | None:
     return CLOUDS[options.preempt_from].seconds if options.preempt_from else None
 
 
+def seconds_to_save(notice_s: float) -> float:
+    """Returns how much of the time of a notice the processes have before they are killed."""
+    return max(0.0, notice_s - min(MARGIN_S, MAX_MARGIN * notice_s))
+
+
 def short_notice(options: PreemptOptions, *, needed_s: float | None) -> str | None:
     """Returns the line that warns of a notice which leaves less time than a checkpoint is expected to need."""
     seconds = notice_seconds(options)
-    if seconds is None or needed_s is None or needed_s <= seconds - MARGIN_S:
+    if seconds is None or needed_s is None or needed_s <= seconds_to_save(seconds):
         return None
     return (
         f"note    a preemption notice leaves {format_duration(seconds)}, a checkpoint is planned to take up to"
@@ -260,7 +266,7 @@ def watch_preemption(
 
     def take(notice: Preemption) -> None:
         seconds = notice_seconds(options) if notice.seconds_left is None else notice.seconds_left
-        on_notice(notice.source, None if seconds is None else max(0.0, seconds - MARGIN_S))
+        on_notice(notice.source, None if seconds is None else seconds_to_save(seconds))
 
     for source, poll_s in sources:
         arguments = (source, poll_s, ended, take, on_problem)

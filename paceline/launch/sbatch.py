@@ -31,7 +31,7 @@ from paceline.plan.machine import Machine, imagined_machine, probe_machine
 from paceline.plan.planner import Plan
 from paceline.plan.query import answer
 from paceline.rundir import RunDir, append_event, check_unused, is_queued, unwritable_run, write_atomic
-from paceline.slurm import Partition, SlurmError, SlurmJob, ask, parse_limit, read_partitions
+from paceline.slurm import Partition, SlurmError, SlurmJob, ask, parse_limit, read_partitions, submit_script
 from paceline.units import format_duration, format_list, format_number_of
 
 START_S = 60.0  # of a job until its first step: imports, links, checks, a checkpoint to load
@@ -136,8 +136,7 @@ def submit(
     try:
         if not notes:  # it refuses what cannot start now, although sbatch takes a job that waits for nodes
             ask("sbatch", "--test-only", str(run.path / SCRIPT))
-        words = ask("sbatch", "--parsable", str(run.path / SCRIPT)).split()  # a site may print a banner first
-        job_id = int(words[-1].partition(";")[0])
+        job_id = submit_script(run.path / SCRIPT)
     except SlurmError as error:
         if config:
             shutil.rmtree(run.path)
@@ -354,7 +353,8 @@ def option_flags(options: TrainOptions | ResumeOptions) -> list[str]:
         value = getattr(options, name, None)
         if name not in own or parameter.positional or value == parameter.default:
             continue
-        values = value if isinstance(value, tuple) else (f"{value:g}" if isinstance(value, float) else value,)
+        text = str(value).removesuffix(".0") if isinstance(value, float) else value
+        values = text if isinstance(text, tuple) else (text,)
         flags += [parameter.flags[0]] if parameter.is_switch else [f"{parameter.option}={item}" for item in values]
     return flags
 

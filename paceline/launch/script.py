@@ -161,7 +161,8 @@ class ScriptJob(Job):
             tail.poll()
             for event in events.read():
                 if event.get("event") == "stopping":
-                    self.show([f"stopping: the script has {STOP_GRACE_S:.0f} s to end; Ctrl-C again to end now"])
+                    seconds = min(STOP_GRACE_S, event.get("seconds_left", STOP_GRACE_S))
+                    self.show([f"stopping: the script has {seconds:.0f} s to end; Ctrl-C again to end now"])
                 elif event.get("event") == "note":
                     self.show([event["text"]])
 
@@ -217,11 +218,10 @@ class ScriptJob(Job):
         logs = f"logs    {self.run.logs(outcome.attempt)}"
         if outcome.state == "interrupted":
             return ["", f"interrupted after {format_duration(seconds)}", time_line, logs]
-        lines = ["", f"done    in {format_duration(seconds)}", time_line, logs]
+        notes = []
         if outcome.joined is False and self.script.nproc > 1:
-            alone = f"note    no rank joined a process group: each of the {self.script.nproc} ranks worked alone"
-            lines.insert(1, alone)
-        return lines
+            notes = [f"note    no rank joined a process group: each of the {self.script.nproc} ranks worked alone"]
+        return ["", *notes, f"done    in {format_duration(seconds)}", time_line, logs]
 
 
 def hosts_facts(entries: Sequence[HostEntry], config: Config, run: RunDir) -> list[Facts]:

@@ -49,10 +49,15 @@ class Attempt:
 
 
 def goodput(
-    events: Sequence[Record], metrics: StepLines, *, tokens_per_step: int | None, running: bool = False
+    events: Sequence[Record], metrics: StepLines, *, tokens_per_step: int | None, now: float | None = None
 ) -> Goodput:
-    """Sorts a run's time into kinds. tokens_per_step None: a script's run, whose attempts count as steps all along."""
+    """Sorts a run's time into kinds. tokens_per_step None: a script's run, whose attempts count as steps all along.
+
+    now: the time, in seconds since 1970, of a run that a process holds; None where none does.
+    """
     attempts, launches = read_attempts(events, metrics)
+    if now is not None and tokens_per_step is None and attempts and attempts[-1].state is None:
+        attempts[-1].end = max(attempts[-1].end, now)  # a script's steps leave no line that shows how long it works
     seconds, num_steps = dict.fromkeys(TIME_KINDS, 0.0), 0
     for index, attempt in enumerate(attempts):
         before = attempts[index - 1] if index else None
@@ -71,7 +76,7 @@ def goodput(
                 seconds["idle"] += max(0.0, launched - prepared_s - before.end)
         spent = {"steps": attempt.end - attempt.start}
         if tokens_per_step is not None:
-            last_step = last_counted_step(attempts, index, running=running)
+            last_step = last_counted_step(attempts, index, running=now is not None)
             logged = int(attempt.lines["step"][-1]) if len(attempt.lines) else attempt.resumed
             num_steps += max(0, (logged if last_step == math.inf else int(last_step)) - attempt.resumed)
             spent = attempt_seconds(attempt, last_step=last_step)

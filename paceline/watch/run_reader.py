@@ -109,7 +109,8 @@ class RunReader:
         def compute() -> Goodput:
             lines = step_lines(map(self.metrics.column, LINE_FIELDS))
             joules = [joules for host in self.hosts.values() for joules in host.energy_j()]
-            spent = goodput(self.events, lines, tokens_per_step=self.plan.get("total_batch_size"), running=self.running)
+            now = time.time() if self.running else None
+            spent = goodput(self.events, lines, tokens_per_step=self.plan.get("total_batch_size"), now=now)
             return replace(spent, energy_j=sum(joules) if joules else None)
 
         is_short = len(self.metrics.recent) < RECENT_LINES

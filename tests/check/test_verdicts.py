@@ -20,8 +20,10 @@ from paceline.check.ready import (
     load_verdicts,
     machine_of_hosts,
 )
+from paceline.check.verdicts.host_verdicts import NUM_NODES_NAMES
 from paceline.check.verdicts.rules import Case, Intent, at
 from paceline.errors import Finding
+from paceline.launch.places import CONTRACTS
 from paceline.plan.machine import HostLink
 
 ROOT = Path(__file__).parents[2]
@@ -343,6 +345,9 @@ HEALTHY: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | 
      ("warn", "export PYTORCH_ALLOC_CONF=expandable_segments:True; unset PYTORCH_CUDA_ALLOC_CONF")),
     *((id, "cpu_box", {"env.PYTORCH_CUDA_ALLOC_CONF": CLASH, "env.PYTORCH_ALLOC_CONF": "backend:native"}, CPU, None)
       for id in ("allocator-twice", "allocator-old-name", "allocator-clash")),
+    *(("launcher-left", "cpu_box", {f"env.{name}": "2", "env.MASTER_ADDR": "ada", "env.MASTER_PORT": "29400"}, CPU, None)
+      for name in ("NNODES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")),
+    ("launcher-left", "cpu_box", {"env.NNODES": "1", "env.MASTER_ADDR": "ada"}, CPU, ("warn", "unset MASTER_ADDR")),
     ("wandb-silent", "cpu_box", {"connection": {"here": False, "error": None}}, {**CPU, "trackers": ("wandb",)}, None),
     ("memory-held", "cpu_box", {"host.memory.available_bytes": GIB}, CPU,
      ("stop", "ps -eo pid,rss,args --sort=-rss | head")),  # a browser holds it
@@ -384,6 +389,11 @@ ON_BOB = "ssh me@bob /home/ada/venv/bin/python -m pip install"
 def test_what_another_host_lacks_is_installed_by_ssh_for_its_interpreter(id, changes, fix):
     second = changed(HOSTS["server"], {**BOB, **changes})
     assert [finding.fix for finding in findings_of(id, [HOSTS["server"], second], TWO_HOSTS)] == [fix]
+
+
+def test_the_variables_by_which_nodes_join_are_those_of_the_contracts():
+    by_master = {contract.num_nodes for contract in CONTRACTS if "MASTER_ADDR" in contract.addresses}
+    assert by_master == set(NUM_NODES_NAMES)
 
 
 def test_hosts_with_and_without_gpus_are_refused_unless_the_cpu_is_asked_for():

@@ -3,7 +3,11 @@
 import pytest
 from log_samples import STEPS, raised
 
+from paceline.explain.explanation import Record
+from paceline.explain.log import Log
+from paceline.explain.reader import read_log
 from paceline.explain.run_folder import explain
+from paceline.explain.several_runs import reach_verdict
 
 FIRST, DESYNC = "nccl-p2p-hang", "collective-timeout-desync"
 DDP_CHECK = (
@@ -141,3 +145,29 @@ def test_a_log_that_ends_when_nccls_communicators_are_ready_is_a_likely_hang():
     assert (explanation.cause, explanation.also) == (FIRST, (DESYNC,))
     assert explanation.confidence < 0.5 and "the log ends when NCCL's communicators are ready" in explanation.summary
     assert explained(ready, STEPS).cause == "healthy"
+
+
+def test_a_size_that_differs_between_ranks_is_the_cause_of_gloos_abort_and_of_the_lost_connection():
+    """Gloo throws where nobody catches it: the message stands behind the line about the abort."""
+    ranks = (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+        "  what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes."
+        " 1000000 vs 4. Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?\n"
+        "Fatal Python error: Aborted\n",
+        raised(
+            1, "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:702: Connection reset by peer."
+        ),
+    )
+    logs = [read_log([text.encode()], rank=rank) for rank, text in enumerate(ranks)]
+    explanation = reach_verdict([*logs, Log(records=(Record("signal", "terminated by signal SIGABRT", 3, rank=0),))])
+    assert (explanation.cause, explanation.rank, explanation.victims) == ("collective-timeout-desync", 0, (1,))
+    assert explanation.evidence[0].line == 2 and "the same shapes" in explanation.fix
+
+
+@pytest.mark.parametrize("peer", ["[127.0.0.1]:21900", "[fe80::1]:21900", "node-2<51234>", "10.0.0.3"])
+def test_the_address_of_a_lost_peer_is_whole(peer):
+    text = raised(
+        0, f"RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer {peer}. This is typically"
+    )
+    summary = reach_verdict([read_log([text.encode()])]).summary
+    assert summary.endswith(f"only lost the connection to {peer}")

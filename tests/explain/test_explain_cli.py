@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -160,6 +161,25 @@ def test_a_run_is_explained_by_its_folder_and_by_its_name(run, capsys, monkeypat
         "killed-from-outside",
     )  # depends on whether the kernel log is readable
     assert json.loads(explained(capsys, "runs/books", "--json")) == fields
+
+
+def test_a_folder_of_one_run_means_that_run(run, capsys):
+    assert run_command(["explain", str(run.path.parent), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cause"] == "killed-from-outside"
+
+
+@pytest.mark.parametrize(
+    "names", [["runs"], ["."], ["books", "newer"], ["runs/books", "runs/newer"], ["newer", "train.log"]]
+)
+def test_two_runs_are_not_read_as_the_ranks_of_one(names, run, log, capsys, monkeypatch):
+    monkeypatch.chdir(log.parent)
+    newer = RunDir(run.path.parent / "newer")
+    shutil.copytree(run.path, newer.path)
+    os.utime(run.events, (0, 0))
+    assert run_command(["explain", *names]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: explain takes one run at a time, without further logs: ")
+    assert "fix: paceline explain runs/newer explains the newest; `paceline runs runs` lists them" in error
 
 
 def test_an_error_with_a_fix_that_a_rank_reported_itself_replaces_the_catalogues(run, capsys):

@@ -42,6 +42,7 @@ GUESSES = {
     "dataloader-worker-killed": "PoolError: a background worker went away",
     "master-unreachable": "GroupError: the rendezvous was not met",
     "collective-timeout-desync": "GroupError: one rank is late at a barrier",
+    "service-unreachable ": "ConnectionError: wandb: connection closed by peer",
     "peer-died": "GroupError: the peer is gone",
     "nccl-internal-error": "GroupError: ncclInvalidSomething",
     "rank-file-race": "MakeError: File exists",

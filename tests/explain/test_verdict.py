@@ -392,7 +392,8 @@ def test_an_exception_that_ends_a_thread_of_a_tracker_ends_no_run():
     )
     assert verdict(losses(0, 30) + threads).cause == "healthy"
     assert (
-        verdict(losses(0, 30) + threads.replace("/usr/lib/python3.11/threading.py", "monitor.py")).cause == "peer-died"
+        verdict(losses(0, 30) + threads.replace("/usr/lib/python3.11/threading.py", "monitor.py")).cause
+        == "service-unreachable"
     )
 
 
@@ -987,3 +988,21 @@ def test_settings_that_a_server_dumps_behind_an_error_are_no_part_of_it():
 def test_a_connection_that_a_program_tries_again_to_the_end_is_the_cause():
     log = STEPS + "API connection error: Connection error., retrying in 2s...\n" * 40
     assert verdict(log).cause == "service-unreachable"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        "ConnectionError: wandb: connection closed by peer",
+        "OSError: [Errno 104] Connection reset by peer",
+    ],
+)
+def test_a_rank_whose_own_connection_breaks_is_not_told_that_another_rank_ended_first(error):
+    explanation = verdict(STEPS + raised(0, error))
+    assert (explanation.cause, explanation.rank) == ("service-unreachable", 0)
+
+
+def test_a_reset_connection_may_follow_from_the_end_of_another_process():
+    reset = "ConnectionResetError: [Errno 104] Connection reset by peer"
+    assert verdict(STEPS + raised(0, reset) + raised(1, BUG)).rank == 1

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.launch.background import stop_run
-from paceline.rundir import RunDir, RunInUse, holder_of, lock_run, read_json_lines
+from paceline.launch.background import format_stop, stop_run
+from paceline.rundir import RunDir, RunInUse, append_event, holder_of, lock_run, read_json_lines
 
 DEADLINE_S = 120.0
 TRAIN = (
@@ -93,3 +93,27 @@ def test_a_process_that_does_not_hold_the_run_gets_no_signal(tmp_path):
         os.close(fd)
         sleeper.kill()
         sleeper.wait()
+
+
+@pytest.fixture
+def script_run(tmp_path):
+    run = RunDir(tmp_path / "my runs" / "det")
+    run.path.mkdir(parents=True)
+    run.config_toml.write_text('command = ["train.py"]\nnproc = 2\ndevice = "cpu"\ncwd = "/home/me"\n')
+    append_event(run, "attempt", attempt=1, nproc=2, world_size=2, pids=[])
+    return run
+
+
+def test_a_stopped_script_is_started_again_by_run_as_resume_does_not_take_it(script_run):
+    text = format_stop({"run": str(script_run.path), "pid": 7, "state": "stopped", "checkpoint_step": None})
+    assert text == f"stopped: {script_run.path}\nnext    paceline run '{script_run.config_toml}'"
+    with pytest.raises(PacelineError, match=r"(?m)det is not running$") as error:
+        stop_run(script_run, now=False)
+    assert error.value.fix == f"paceline run '{script_run.config_toml}' starts it again"
+
+
+def test_a_finished_run_is_not_to_be_continued(script_run):
+    append_event(script_run, "finished", attempt=1)
+    with pytest.raises(PacelineError, match="det is not running: it has finished") as error:
+        stop_run(script_run, now=False)
+    assert error.value.fix == f"paceline runs '{script_run.path.parent}' shows which runs are running"

@@ -77,7 +77,7 @@ EXAMPLES = {
     ),
     "away": (
         [replace(KILLED, cause="hub-offline", retry="later", error="offline")], SCRIPT, {},
-        Decision("retry", 30, "a service was unavailable and may be back by then"),
+        Decision("retry", 30, "what was unavailable may be back by then"),
     ),
     "transient": ([KILLED], SCRIPT, {}, Decision("retry", 1, "this is usually transient")),
 }  # fmt: skip

@@ -263,6 +263,11 @@ def test_a_notice_is_an_order_to_stop_with_a_deadline_and_a_signal_before_it_sta
     assert (signals.facts(), signals.is_over) == ({"signal": "SIGTERM"}, False)
 
 
+@pytest.mark.parametrize(("notice_s", "seconds"), [(120.0, 115.0), (10.0, 5.0), (5.0, 2.5), (1.0, 0.5), (0.0, 0.0)])
+def test_a_short_notice_leaves_half_of_its_time_to_save(notice_s, seconds):
+    assert preemption.seconds_to_save(notice_s) == seconds
+
+
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
 
 
@@ -276,13 +281,14 @@ def test_what_does_not_end_within_the_time_of_the_notice_is_killed_before_it_is_
     )  # fmt: skip
     run = RunDir(tmp_path / "runs" / "x")
     wait_for(lambda: run.rank_log(1, 0).exists() and "ready" in run.rank_log(1, 0).read_text())
-    (tmp_path / "part").write_text("6")  # without it, a script that takes no signal has a minute
+    (tmp_path / "part").write_text("4")  # without it, a script that takes no signal has a minute
     (tmp_path / "part").rename(tmp_path / "notice")
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     events = list(read_json_lines(run.events))
     stopping = next(event for event in events if event["event"] == "stopping")
-    assert (stopping["reason"], stopping["seconds_left"]) == ("the notice file notice", 1)
+    assert (stopping["reason"], stopping["seconds_left"]) == ("the notice file notice", 2)
+    assert "stopping: the script has 2 s to end; Ctrl-C again to end now\n" in errors
     assert "the time of the notice is over: ending without the rest of the save" in errors
     assert events[-1]["event"] == "interrupted"
 

@@ -50,6 +50,7 @@ from paceline.launch.sbatch import (
     read_args,
     read_limit,
     split_args,
+    submit,
 )
 from paceline.launch.supervisor import Outcome, StopSignals
 from paceline.launch.train import new_folder, run_training
@@ -59,6 +60,7 @@ from paceline.plan.planner import make_plan
 from paceline.rundir import RunDir, append_event, lock_run, read_json_lines
 from paceline.slurm import (
     Allocation,
+    Partition,
     SlurmJob,
     allocation,
     expand_nodes,
@@ -68,6 +70,7 @@ from paceline.slurm import (
     parse_job,
     parse_limit,
     parse_partition,
+    submit_script,
 )
 from paceline.watch.events import end_state
 from paceline.watch.status import run_status
@@ -236,6 +239,36 @@ def test_the_options_of_the_command_go_into_the_job_and_those_about_the_submissi
     flags = ["--min-hosts=2", "--hang-after=30", "--track=wandb", "--track=trackio", "--no-check"]
     assert sorted(option_flags(options)) == sorted(flags)
     assert option_flags(ResumeOptions(run="a", keys={}, slurm=True)) == []
+
+
+@pytest.mark.parametrize(("printed", "number"), [("4711;cluster", 4711), ("Welcome to ada\n4711", 4711)])
+def test_the_number_of_a_submitted_job_is_the_last_word_of_sbatch(tmp_path, monkeypatch, printed, number):
+    make_sbatch(tmp_path, monkeypatch, printed)
+    assert submit_script(tmp_path / "slurm.sh") == number
+
+
+@pytest.mark.parametrize(("printed", "shown"), [("", "nothing"), ("Submitted batch job", "Submitted batch job")])
+def test_a_submission_without_a_number_is_an_error_that_keeps_the_run_for_its_job(
+    tmp_path, monkeypatch, printed, shown
+):
+    make_sbatch(tmp_path, monkeypatch, printed)
+    run, config = RunDir(tmp_path / "books"), Config(device="cpu")
+    made = Submission(1, Partition("gpu", "UP", True, 1, 1, 600.0, None), limit_s=600.0), JobLength(None, 600.0, 0.0)
+    with pytest.raises(PacelineError, match=f"sbatch printed {shown}, and no number of a job"):
+        submit(run, ["train"], TrainOptions(slurm=True, keys={}), made, config=config)
+    assert run.submitted_toml.is_file()
+
+
+def make_sbatch(folder, monkeypatch, printed: str) -> None:
+    """Puts a sbatch that takes every script and prints this first into PATH."""
+    (folder / "sbatch").write_text(f"#!/bin/sh\nprintf '%s' '{printed}'\n")
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(1234567.0, "1234567"), (0.1, "0.1"), (59.123456789, "59.123456789")])
+def test_a_number_reaches_the_job_with_all_its_digits(seconds, text):
+    assert option_flags(TrainOptions(hang_after_s=seconds, keys={})) == [f"--hang-after={text}"]
 
 
 @pytest.mark.parametrize("text, expected", [

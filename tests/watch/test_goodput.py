@@ -117,7 +117,7 @@ def test_a_failed_run_has_lost_what_a_resume_would_repeat():
 
 def test_a_live_run_has_lost_nothing_yet():
     events = [*BEGIN, *SAVE]
-    assert "lost" not in spent(events, LINES, running=True)
+    assert "lost" not in spent(events, LINES, now=START + 19.0)
     assert spent(events, LINES)["lost"] == 2.0
 
 
@@ -133,6 +133,14 @@ def test_a_script_has_only_attempts_recovery_and_idle_time():
         "recovery": 2.0,
     }
     assert result.tok_per_sec is None
+
+
+def test_a_script_that_works_counts_until_now():
+    events = [event(0, "script", command=["x.py"]), event(1, "attempt", attempt=1)]
+    assert goodput(events, [], tokens_per_step=None, now=START + 10.0).share == 0.9
+    ended = [*events, event(5, "attempt_ended", state="failed")]
+    assert goodput(ended, [], tokens_per_step=None, now=START + 10.0).seconds["steps"] == 4.0
+    assert goodput(events, [], tokens_per_step=None).seconds["steps"] == 0.0
 
 
 @pytest.mark.parametrize("events", [[], [event(0, "launch", prepared_s=1.0)], [event(0, "attempt", attempt=1)]])

@@ -40,7 +40,7 @@ EXTENSION = 0.1  # of its deadline: how much a probe that computes gets at a tim
 OVERTIME_S = 2.0  # after the last moment a probe ends itself, in case the process that started it is gone
 RELEVANT = re.compile(
     r"(CUDA|NVIDIA|NCCL|GLOO|OMP|MKL|LD|MASTER|SLURM|WANDB|HF|TOKENIZERS|KMP|OPENBLAS|TORCH|PYTORCH|TRITON|UCX|TP)_"
-    r"|TORCH|PYTHON|USE_LIBUV$|RANK$|LOCAL_RANK$|WORLD_SIZE$|TMPDIR$|XDG_CACHE_HOME$|CXX$|CC$|CONDA_PREFIX$|VIRTUAL_ENV$"
+    r"|TORCH|PYTHON|USE_LIBUV$|NNODES$|OMPI_COMM_WORLD_SIZE$|RANK$|LOCAL_RANK$|WORLD_SIZE$|TMPDIR$|XDG_CACHE_HOME$|CXX$|CC$|CONDA_PREFIX$|VIRTUAL_ENV$"
 )
 HF_SHOWN = {"HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ENDPOINT"}
 BARE_KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[0-9A-Fa-f]{32,}|(?=.*\d)(?=.*[a-z])(?=.*[A-Z])[\w+=-]{32,}")

@@ -16,6 +16,8 @@ MEMLOCK_LOW = 64 * MIB
 RANK_PACKAGES = ("psutil",)  # what launch/agent.py imports; torch has verdicts of its own
 TRAINER_PACKAGES = ("numpy", "safetensors", "tokenizers")  # and paceline.train.worker
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+# the number of nodes by those contracts of launch/places.py that take the address of node 0 from JOIN_NAMES
+NUM_NODES_NAMES, JOIN_NAMES = ("NNODES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"), ("MASTER_ADDR", "MASTER_PORT")
 ALLOCATOR, OLD_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 # what helps inside of a container: docker's or podman's option, and what a Kubernetes pod or node needs
 CONTAINER_FIXES = {
@@ -220,7 +222,9 @@ def package_missing(host: Host) -> Cases:
 
 
 def launcher_left(host: Host) -> Cases:
-    left = [name for name in LAUNCHER_NAMES if host.env(name) is not None]
+    is_one_of_several = any(host.env(name) not in (None, "1") for name in NUM_NODES_NAMES)
+    used = JOIN_NAMES if is_one_of_several else ()  # this process joins the others there: docs/clusters.md
+    left = [name for name in LAUNCHER_NAMES if name not in used and host.env(name) is not None]
     if left:
         shown = " ".join(f"{name}={host.env(name)}" for name in left)
         yield Case(shown, f"unset {' '.join(left)}", evidence=tuple(f"env.{name}" for name in left))

@@ -179,7 +179,7 @@ CASES = [
     ("a tokenizer without a file", lambda d: ["tokenizer", "train", "--vocab-size", "300"], 2, "--out FILE", "add --out tok"),
     ("an accelerate config that is a folder", lambda d: ["accelerate-config", "--force", "--out", str(d)], 1, "folder", "/FILE"),
     ("stop a finished run", lambda d: ["stop", finished_run(d)], 1, "not running", "--num-steps 200 continues it"),
-    ("stop the run of a script", lambda d: ["stop", script_run(d)], 1, "not running", "none needed"),
+    ("stop the run of a script", lambda d: ["stop", script_run(d)], 1, "not running", "paceline run"),
     ("one run of many that is not there", lambda d: ["runs", "show", "no", "--runs-dir", six_runs(d)], 1, "no run no",
      "lists all 6 runs"),
     ("watch a run as JSON", lambda d: ["watch", make_run(d), "--json"], 2, "needs --once", "fix: add --once"),

@@ -54,6 +54,7 @@ LEAP, MIN_LEAP, LEAP_POINTS = 100.0, 10.0, 3  # times the lowest stretch, and th
 PLATEAU, PLATEAU_SPREAD = 5, 1.6  # last points of a short curve, and the ratio of the highest to the lowest
 # the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
 TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
+FAR_BELOW = 1e8  # no likelihood of a batch
 NOT_NORMALIZED = "a loss of this size that does not fall"
 MIN_SLOW_S = 60.0
 NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer
@@ -183,7 +184,10 @@ def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> I
     """Losses that have risen, by a share of their lowest level, to their end; or that are too high and do not fall."""
     for series in losses:
         finite = thinned(series)
-        if finite.values and min(finite.values) > 0:
+        if finite.values and max(finite.values[-LEAP_POINTS:]) < -FAR_BELOW:
+            if (at := leap([abs(value) for value in finite.values])) is not None:
+                yield finding_at(DIVERGED, series, finite.steps[at])
+        elif finite.values and min(finite.values) > 0:
             rises = (
                 rise_to_end(finite.values, min_rise),
                 rise_from_start(finite.values, min_rise),

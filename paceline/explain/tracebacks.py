@@ -62,6 +62,7 @@ RAISED = re.compile(
 BARE_ASSERTION = re.compile(r"^AssertionError:?\s*$")
 LONELY_TYPE = re.compile(r"^((?:\w+\.)*\w+:) *\n(?=\S)")  # its message is on the next line, as rich breaks it
 REQUEST_ID = re.compile(r"\(Request ID: [^)]*\)$")  # of huggingface_hub, whose message follows a blank line
+SHOWN_WITH_SOURCE = ("ZeroDivisionError: ", "IndexError: list index out of range")  # which says what was empty
 NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
     r"^\[|^\d{4}-\d\d|^(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|FATAL)\b|^(?:wandb|srun|slurmstepd|INFO|W|E|I) ?[:\[]"
     r"|^Traceback|^During handling|^The above exception|^Exception ignored|^-- Process|^\$ |^>>> |^[=*#_-]{8,}"
@@ -232,7 +233,7 @@ class TracebackReader:
         self._hooks.pop(key, None)
         if BARE_ASSERTION.match(text) and (expression := asserted_expression(error.source)):
             text = f"AssertionError: {expression}"
-        if text.startswith("ZeroDivisionError: ") and (source := [line for line in error.source if line.strip(" ^~")]):
+        if text.startswith(SHOWN_WITH_SOURCE) and (source := [line for line in error.source if line.strip(" ^~")]):
             text += f": {source[-1].strip()}"
         child = UNREADABLE.match(text) and any(map(SPAWN_CHILD.search, error.frames[-2:]))
         kind: RecordKind = "banner" if child or WRAPPER.search(text) else "exception"

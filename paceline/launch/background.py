@@ -24,11 +24,7 @@ from paceline.launch.ssh import agent_note
 from paceline.launch.supervisor import ONE_CTRL_C_S
 from paceline.model.manifest import list_checkpoints
 from paceline.run_options import StopOptions
-<<<<<<< HEAD
-from paceline.rundir import RunDir, find_run, holder_of, is_queued, is_script_run, write_holder
-=======
 from paceline.rundir import RunDir, find_run, holder_of, is_queued, is_script_run, resume_command, write_holder
->>>>>>> 8e4d7852abdc94515219c0b79139995356cf7fd8
 from paceline.watch.status import run_status
 
 POLL_S = 0.1
@@ -82,11 +78,7 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
         return {"run": str(run.path), "job_id": job.job_id, **state}
     holder = holder_of(run)
     if holder is None:
-<<<<<<< HEAD
-        raise PacelineError(f"{run.name} is not running", fix=continuing_fix(run))
-=======
         raise not_running(run)
->>>>>>> 8e4d7852abdc94515219c0b79139995356cf7fd8
     word, _, host = holder.partition(" ")
     if host and host != socket.gethostname():
         raise PacelineError(
@@ -111,27 +103,22 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
     return {"run": str(run.path), "pid": pid, **state_of(run)}
 
 
-<<<<<<< HEAD
+def not_running(run: RunDir) -> PacelineError:
+    """Returns the error for a run that nothing holds."""
+    end = ": it has finished" if run_status(run).state == "finished" else ""
+    return PacelineError(f"{run.name} is not running{end}", fix=continuing_fix(run))
+
+
 def continuing_fix(run: RunDir) -> str:
-    """Returns the command that continues a run which is not running."""
+    """Returns the command that continues a run that is not running; where none does, the one that lists the others."""
     if is_queued(run):
         return "the command that submitted it does so again"
-    if is_script_run(run):
-        return "none needed: paceline runs lists what is running"
     status = run_status(run)
-    longer = f" --num-steps {2 * status.num_steps}" if status.state == "finished" and status.num_steps else ""
-    return f"paceline resume {run.quoted}{longer} continues it"
-=======
-def not_running(run: RunDir) -> PacelineError:
-    """Returns the error for a run that nothing holds; its fix continues the run, unless that has finished."""
-    if is_queued(run):
-        return PacelineError(f"{run.name} is not running", fix="the command that submitted it does so again")
-    if run_status(run).state == "finished":
-        fix = f"paceline runs {shlex.quote(str(run.path.parent))} shows which runs are running"
-        return PacelineError(f"{run.name} is not running: it has finished", fix=fix)
-    effect = "starts it again" if is_script_run(run) else "continues it"
-    return PacelineError(f"{run.name} is not running", fix=f"{resume_command(run)} {effect}")
->>>>>>> 8e4d7852abdc94515219c0b79139995356cf7fd8
+    if status.state != "finished":
+        return f"{resume_command(run)} {'starts it again' if is_script_run(run) else 'continues it'}"
+    if is_script_run(run) or not status.num_steps:
+        return f"paceline runs {shlex.quote(str(run.path.parent))} shows which runs are running"
+    return f"paceline resume {run.quoted} --num-steps {2 * status.num_steps} continues it"
 
 
 def state_of(run: RunDir) -> dict[str, Any]:

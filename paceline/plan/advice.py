@@ -215,7 +215,7 @@ def limits_of(options: PlanOptions, price: Price | None, setup: StepSetup) -> di
             raise UsageError(f"--time {options.time}: not a time", fix="--time 12h, 90m or 1d12h") from None
     if options.budget is not None:
         if price is None:
-            raise UsageError("--budget needs a price", fix=f"--budget {options.budget:g} --price 2.50/gpu-hour")
+            raise UsageError("--budget needs a price", fix=f"--budget {options.budget} --price 2.50/gpu-hour")
         watts = options.watts or (setup.spec.watts if setup.spec else None)
         limits["budget"] = time_of_budget(options.budget, price=price, num_gpus=setup.world_size, watts=watts)
     return limits

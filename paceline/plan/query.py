@@ -252,53 +252,8 @@ def advise_depth(
             flags.append(f"--budget {math.ceil(100 * options.budget * seconds / limits['budget']) / 100:g}")
         return " ".join(flags)
 
-<<<<<<< HEAD
     advice = advise(run_of_depth, time_s=time_s, limit=limit_text(options), enough=enough)
     return advice, longer_run(advice, run_of_depth, time_s=time_s, tokens_per_param=config.tokens_per_param)
-=======
-
-def longer_run(advice: Advice, of_length: Callable[..., Advice], *, time_s: float, tokens_per_param: float) -> str:
-    """Returns a line with the tokens_per_param that use the time which the advice leaves; empty where it leaves little."""
-    used = advice.seconds.expected / time_s
-    more = math.floor(10 * tokens_per_param / used) / 10
-    if used > LITTLE_LEFT or not time_s:
-        return ""
-    longer = of_length(tokens_per_param=more)
-    if longer.depth != advice.depth or longer.seconds.expected > time_s:
-        return ""
-    return (
-        f"        {format_duration(time_s - advice.seconds.expected)} remain, as depths come in steps of width:"
-        f" --tokens-per-param {more:g} trains depth {advice.depth} for {format_duration(longer.seconds.expected)}"
-    )
-
-
-def _seconds(options: PlanOptions, price: Price | None, setup: StepSetup) -> float:
-    """Returns the seconds that may be spent: the smaller of --time and what --budget pays for."""
-    limits = []
-    if options.time is not None:
-        try:
-            limits.append(parse_duration(options.time))
-        except ValueError:
-            raise UsageError(f"--time {options.time}: not a time", fix="--time 12h, 90m or 1d12h") from None
-    if options.budget is not None:
-        if price is None:
-            raise UsageError("--budget needs a price", fix=f"--budget {options.budget} --price 2.50/gpu-hour")
-        watts = options.watts or (setup.spec.watts if setup.spec else None)
-        limits.append(time_of_budget(options.budget, price=price, num_gpus=setup.world_size, watts=watts))
-    return min(limits)
-
-
-def format_advice(advice: Advice, options: PlanOptions, *, more: str) -> str:
-    """Returns the lines about the depth for --time or --budget. more: longer_run."""
-    limits = [options.time, f"a budget of {options.budget:g}" if options.budget else None]
-    bpb = advice.val_bpb
-    return (
-        f"advice  depth {advice.depth} for {format_count(advice.num_tokens)} tokens is the most that"
-        f" {' and '.join(limit for limit in limits if limit)} allows; {advice.deeper}\n"
-        f"        val_bpb {f'{bpb.low:.3f} to {bpb.high:.3f}' if bpb else 'n/a: not measured on this text'}"
-        + (f"\n{more}" if more else "")
-    )
->>>>>>> 8e4d7852abdc94515219c0b79139995356cf7fd8
 
 
 def sweep(config: Config, options: PlanOptions, forecast_of: Callable[[Config], Forecast]) -> str:

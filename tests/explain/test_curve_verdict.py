@@ -31,6 +31,12 @@ def test_short_curves_of_healthy_runs_show_nothing(level):
     assert [finding for curve in curves for finding in judge_curves([series(LOSS, curve)])] == []
 
 
+def test_a_loss_that_falls_without_bound_diverges():
+    losses = [1.5, 0.6, 0.4, 0.2, -1.2, -40.0, -2e3, -6e5, *[-5e8 - 1e7 * step for step in range(12)]]
+    assert [finding.cause for finding in judge_curves([series(LOSS, losses)])] == ["loss-diverged"]
+    assert judge_curves([series(LOSS, [-3e4 - 100.0 * step for step in range(40)])]) == []  # a sum of log-likelihoods
+
+
 def test_a_short_curve_that_left_its_level_for_twice_its_height_has_diverged():
     [finding] = judge_curves([series(LOSS, [1.6, 1.4, 3.3, 6.4, 5.5, 4.9, 4.9, 4.6])])
     assert (finding.cause, finding.at) == ("loss-diverged", 1)

@@ -331,6 +331,8 @@ HEALTHY: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | 
      ("stop", "pip install --force-reinstall torch -i https://download.pytorch.org/whl/cu128")),
     ("torch-broken", "cpu_box", {"torch.error": "OSError: undefined symbol", "torch.shadowing": ["/old/libc10.so"]}, CPU,
      ("stop", "unset LD_LIBRARY_PATH LD_PRELOAD")),
+    ("torch-broken", "cpu_box", {"torch.error": "ValueError: Invalid log settings: zzz, must be a comma separated list"}, CPU,
+     ("stop", "unset TORCH_LOGS")),
     ("gpu-memory-held", "workstation", {"gpus.1.memory_free_bytes": 20 * GIB, "gpus.1.processes": HELD}, CUDA,
      ("warn", "kill 4711")),
     ("gpu-memory-held", "workstation", {"gpus.1.memory_free_bytes": 20 * GIB, "gpus.1.processes": [DESKTOP]}, CUDA,

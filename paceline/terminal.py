@@ -148,12 +148,14 @@ def own_stream(stream: Any) -> Any:
 def plain_output() -> Iterator[None]:
     """Makes stdout and stderr plain, and writes all of stdout before it ends, so that a full disk is an error of the command."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = PlainStream(before[0]), PlainStream(before[1])
-    try:
-        yield
-        sys.stdout.flush()
-    finally:
-        sys.stdout, sys.stderr = before
+    # Python has no stream where the shell closed the descriptor: `paceline check >&-`
+    with open(os.devnull, "w") as null:
+        sys.stdout, sys.stderr = PlainStream(before[0] or null), PlainStream(before[1] or null)
+        try:
+            yield
+            sys.stdout.flush()
+        finally:
+            sys.stdout, sys.stderr = before
 
 
 def silence(stream: TextIO) -> None:

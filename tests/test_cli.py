@@ -173,6 +173,14 @@ def test_a_reader_that_goes_away_is_no_error():
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
+@pytest.mark.parametrize("closed, lost", [(">&-", "stdout"), ("2>&-", "stderr")])
+def test_a_closed_descriptor_is_no_error(closed, lost):
+    done = subprocess.run(
+        f"{sys.executable} -m paceline.cli configs {closed}", shell=True, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr, bool(done.stdout)) == (0, "", lost != "stdout")
+
+
 def test_the_readme_names_every_exit_code():
     assert (
         "Exit codes: 0 done, 1 your error with its fix, 2 wrong\nusage, 3 the training failed, 130 interrupted"

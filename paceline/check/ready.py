@@ -61,6 +61,7 @@ from paceline.rundir import RunDir, write_atomic
 DEADLINE_S = 130.0  # the slowest probe has 30, and four times as long on a busy machine
 PROCESS_BYTES = 300 << 20  # Python with torch on a CPU before it holds any weight: RSS with torch 2.13
 CUDA_CONTEXT_BYTES = 400 << 20  # a lower bound: context and NCCL took 0.77 GiB on an RTX 5090 D
+AskHosts = Callable[[Callable[[], Facts]], Sequence[Facts]]  # takes a function that gathers this host's facts
 # table of verdicts.toml -> heading in docs/checks.md, module with the rules
 SUBJECTS: dict[str, tuple[str, ModuleType]] = {
     "config": ("Config", run_verdicts),
@@ -193,9 +194,6 @@ def judge_facts(hosts: Sequence[Facts], intent: Intent) -> CheckResult:
     return CheckResult(hosts, find_findings(hosts, intent))
 
 
-AskHosts = Callable[[Callable[[], Facts]], Sequence[Facts]]  # takes a function that gathers this host's facts
-
-
 def check_config(
     config: Config,
     machine: Machine,
@@ -207,21 +205,19 @@ def check_config(
 ) -> CheckResult:
     """Checks whether this machine, or the hosts that ask_hosts gives, are ready for `train` with this config; starts nothing."""
     run_path = Path(config.runs_dir) / (config.name or "")
-    # what is prepared of a dataset of the hub needs no hub
-    cache = cache_dir(config) if config.cache_dir or config.data.startswith("hf:") else None
     gather_here = partial(
         gather_facts,
         run_dir=run_path,
         data=config.data,
         tokenizer=config.tokenizer,
-        cache_dir=cache,
+        cache_dir=cache_dir(config),
         vocab_size=config.vocab_size,
         port=port,
         on_probe=on_probe,
     )
     hosts = [gather_here()] if ask_hosts is None else ask_hosts(gather_here)
-    if ask_hosts is not None:
-        machine = machine_of_hosts(hosts) or replace(machine, hosts=len(hosts))
+    driver = gather_here() if ask_hosts and not any(at(facts, "connection.here") for facts in hosts) else None
+    machine = machine if ask_hosts is None else machine_of_hosts(hosts) or replace(machine, hosts=len(hosts))
     try:
         measured = measured_here(cache_dir(config), machine=machine)
         plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, measured=measured)
@@ -240,7 +236,8 @@ def check_config(
             # a silent driver is a finding of its own
             refused=None if error is machine.driver_error else (error.message, error.fix),
         )
-    return judge_facts(hosts, replace(intent_of_each(intent, num_hosts=len(hosts)), port=port))
+    intent = replace(intent_of_each(intent, num_hosts=len(hosts)), port=port)
+    return CheckResult(hosts, find_findings(hosts, intent, driver=driver))
 
 
 def intent_of_each(intent: Intent, *, num_hosts: int) -> Intent:
@@ -330,12 +327,14 @@ def save_check(run: RunDir, checked: CheckResult) -> None:
         write_atomic(path, json.dumps(facts, indent=1) + "\n")
 
 
-def find_findings(hosts: Sequence[Facts], intent: Intent) -> list[Finding]:
+def find_findings(hosts: Sequence[Facts], intent: Intent, *, driver: Facts | None = None) -> list[Finding]:
     """Returns the findings, stops first. Within a severity they have the order of the table: causes before consequences."""
     checked, findings = [Host(facts, intent) for facts in hosts], []
+    with_driver = [*checked, Host(driver, intent)] if driver else checked  # it prepares the text and keeps the run
     for verdict in load_verdicts():
         if verdict.subject != "hosts":
-            findings += [make_finding(verdict, case, host.facts) for host in checked for case in verdict.rule(host)]
+            subjects = with_driver if verdict.subject == "storage" else checked
+            findings += [make_finding(verdict, case, host.facts) for host in subjects for case in verdict.rule(host)]
         elif len(hosts) > 1:
             findings += [make_finding(verdict, case, None) for case in verdict.rule(checked)]
     return sorted(findings, key=lambda finding: list(CODES).index(finding.severity))
@@ -355,7 +354,8 @@ def make_finding(verdict: Verdict, case: Case, host: Facts | None) -> Finding:
 
 def format_check(checked: CheckResult, *, verbose: bool, coloured: bool) -> str:
     """Returns the hosts, their links, the findings and a summary; verbose: also the facts and the checks that passed."""
-    text = format_findings(checked.findings, verbose=verbose, several=len(checked.facts) > 1)
+    names = {host_name(facts) for facts in checked.facts} | {finding.host for finding in checked.findings}
+    text = format_findings(checked.findings, verbose=verbose, several=len(names) > 1)
     blocks = [
         "\n".join(map(format_host, checked.facts)),
         "\n".join(line for facts in checked.facts for line in format_links(facts)),

@@ -151,9 +151,11 @@ def _read_parquet(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, fl
         raise _missing_extra(file.path) from error
     try:
         with pyarrow.parquet.ParquetFile(file.path) as table:
-            column = _text_field(
-                file.path, {field.name: str(field.type) in STRING_TYPES for field in table.schema_arrow}
-            )
+            types = {field.name: field.type for field in table.schema_arrow}
+            for name, kind in types.items():
+                if pyarrow.types.is_dictionary(kind):  # a category of pandas: its values are what is read
+                    types[name] = kind.value_type
+            column = _text_field(file.path, {name: str(kind) in STRING_TYPES for name, kind in types.items()})
             batches = (batch.column(0).to_pylist() for batch in table.iter_batches(BATCH_ROWS, columns=[column]))
             yield from _table_parts(file, batches, table.metadata.num_rows, part_bytes)
     except (pyarrow.ArrowException, OSError) as error:

@@ -199,14 +199,16 @@ def train_tokenizer(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
         ]
     )
     inner.decoder = decoders.ByteLevel()
+    # a list, read before training: the library's own thread does not see Ctrl-C
+    documents = [LONG_RUN.sub(r"\1\n\2", text) for text in texts]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        # the library reserves memory for each token that is requested; a merge joins at least two bytes of the text
+        vocab_size=min(vocab_size, MIN_VOCAB_SIZE + sum(len(text.encode()) for text in documents)),
         special_tokens=[BOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # a list, read before training: the library's own thread does not see Ctrl-C
-    inner.train_from_iterator([LONG_RUN.sub(r"\1\n\2", text) for text in texts], trainer)
+    inner.train_from_iterator(documents, trainer)
     return Tokenizer(inner.to_str(pretty=True).encode(), name="the tokenizer trained here")
 
 

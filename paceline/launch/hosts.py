@@ -27,7 +27,7 @@ ENTRY = re.compile(
     r"(?:(?P<user>[^@\s:]+)@)?(?:\[(?P<ipv6>[0-9A-Fa-f:.%\w]*:[^\]]*)\]|(?P<host>[^:@]+))(?::(?P<nproc>\d+))?"
 )
 FILE_LINE = re.compile(r"(?P<entry>\S+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
-UNSAFE = re.compile(r"^-|[\s'\"`$&|;<>(){}\\!*?\[\]]|[^ -~\w]")  # in a host's or a user's name
+UNSAFE = re.compile(r"^-|[\s,'\"`$&|;<>(){}\\!*?\[\]]|[^ -~\w]")  # in a host's or a user's name
 RANGE = re.compile(r"\[([\d,-]+)\]")
 
 
@@ -60,7 +60,7 @@ def parse_hosts(text: str) -> list[HostEntry]:
         entries = [entry for number, line in host_lines(path) for entry in parse_line(line, f"{path}:{number}")]
         empty = f"{path} names no host"
     elif "/" in text:
-        raise UsageError(f"{text}: no such file", fix=EXAMPLE)
+        raise UsageError(f"{text}: {'not a regular file' if path.exists() else 'no such file'}", fix=EXAMPLE)
     else:
         words = [word.strip() for word in re.split(r",(?![^\[]*\])", text)]
         entries = [entry for word in words if word for entry in parse_entry(word, "--hosts")]
@@ -78,8 +78,12 @@ def ranks_of(entries: Sequence[HostEntry]) -> int | None:
     first = entries[0]
     for entry in entries:
         if entry.nproc != first.nproc:
-            words = [f"{name.host} has {name.nproc or 'no number of'} ranks" for name in (first, entry)]
-            raise UsageError(", ".join(words), fix="the same number on every host, or --nproc N for all")
+            counts = [
+                (host, format_number_of(host.nproc, "rank") if host.nproc else "no number of ranks")
+                for host in (first, entry)
+            ]
+            what = ", ".join(f"{host.host} has {count}" for host, count in counts)
+            raise UsageError(what, fix="the same number on every host of the list, or none there and --nproc N for all")
     return first.nproc
 
 
@@ -160,7 +164,7 @@ def check_interface(choice: str | None) -> None:
 def host_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yields number and text of each line of a host file that is not empty or a comment."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}", fix="a text file with one host on each line") from error
     for number, line in enumerate(text.splitlines(), 1):
@@ -172,8 +176,12 @@ def parse_line(line: str, place: str) -> list[HostEntry]:
     match = FILE_LINE.fullmatch(line)
     if match is None:
         raise UsageError(f"{place}: {line!r} is not a host", fix="HOST, HOST:2 or HOST slots=2 on each line")
-    suffix = f":{match['slots']}" if match["slots"] else ""
-    return parse_entry(match["entry"] + suffix, place)
+    entries = parse_entry(match["entry"], place)
+    if match["slots"] is None:
+        return entries
+    if entries[0].nproc is not None:
+        raise UsageError(f"{place}: {line!r} gives the number of ranks twice", fix="HOST:2 or HOST slots=2")
+    return parse_entry(f"{match['entry']}:{match['slots']}", place)
 
 
 def parse_entry(word: str, place: str) -> list[HostEntry]:

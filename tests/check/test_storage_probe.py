@@ -212,6 +212,12 @@ def test_unreadable_text_is_reported_with_the_reason(tmp_path, name, exists, err
     assert (text["exists"], text["error"]) == (exists, error)
 
 
+def test_a_hub_dataset_without_a_name_is_no_text_and_the_hub_is_not_asked(tmp_path):
+    for data in ("hf:", "hf::config"):
+        text = text_facts(data, cache_dir=tmp_path)
+        assert (text["exists"], text["prepared"], "hub" in text) == (False, False, False)
+
+
 def test_a_dataset_of_the_hub_is_unknown_until_it_was_downloaded(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)

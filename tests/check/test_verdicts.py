@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from paceline.check import ready
 from paceline.check.ready import (
     SUBJECTS,
+    CheckResult,
     Verdict,
     find_findings,
     format_catalogue,
@@ -18,10 +20,12 @@ from paceline.check.ready import (
     format_passed,
     judge_facts,
     load_verdicts,
+    machine_of,
     machine_of_hosts,
 )
 from paceline.check.verdicts.host_verdicts import NUM_NODES_NAMES
 from paceline.check.verdicts.rules import Case, Intent, at
+from paceline.config import Config
 from paceline.errors import Finding
 from paceline.launch.places import CONTRACTS
 from paceline.plan.machine import HostLink
@@ -329,6 +333,8 @@ HEALTHY: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | 
      ("stop", "pip install --force-reinstall torch -i https://download.pytorch.org/whl/cu128")),
     ("torch-broken", "cpu_box", {"torch.error": "OSError: undefined symbol", "torch.shadowing": ["/old/libc10.so"]}, CPU,
      ("stop", "unset LD_LIBRARY_PATH LD_PRELOAD")),
+    ("torch-broken", "cpu_box", {"torch.error": "ValueError: Invalid log settings: zzz, must be a comma separated list"}, CPU,
+     ("stop", "unset TORCH_LOGS")),
     ("gpu-memory-held", "workstation", {"gpus.1.memory_free_bytes": 20 * GIB, "gpus.1.processes": HELD}, CUDA,
      ("warn", "kill 4711")),
     ("gpu-memory-held", "workstation", {"gpus.1.memory_free_bytes": 20 * GIB, "gpus.1.processes": [DESKTOP]}, CUDA,
@@ -551,3 +557,46 @@ def test_probes_that_a_busy_machine_keeps_waiting_are_one_finding():
     late = {f"probes.{name}": STARVED for name in ("gpu", "host", "text")}
     [finding] = findings_of("probe-failed", [changed(HOSTS["cpu_box"], late)], CPU)
     assert finding.what == "the gpu, host and text probes: still computing after 20 s, the machine is busy"
+
+
+def check_of(monkeypatch, tmp_path, changes: dict[str, Any], **options: Any) -> CheckResult:
+    monkeypatch.setattr(ready, "gather_facts", lambda **request: changed(HOSTS["cpu_box"], changes))
+    config = Config(device="cpu", runs_dir=str(tmp_path), vocab_size=300, cache_dir="my cache")
+    machine = machine_of(HOSTS["cpu_box"])
+    fixed: dict[str, Any] = {"set_keys": frozenset(), "port": None, "on_probe": lambda name: None}
+    return ready.check_config(config, machine, **fixed, **options)
+
+
+def test_a_driver_that_is_not_in_the_list_of_hosts_is_checked_for_text_and_folders(monkeypatch, tmp_path):
+    changes = {"text.data": "books", "text.exists": False, "host.shm.total_bytes": 1}
+    hosts = [changed(HOSTS["server"], {"connection": {"destination": name, "here": False}}) for name in ("ada", "bob")]
+    findings = check_of(monkeypatch, tmp_path, changes, ask_hosts=lambda gather_here: hosts).findings
+    assert [finding.id for finding in findings if finding.host not in ("ada", "bob", None)] == ["text-missing"]
+    hosts[0] = changed(hosts[0], {"connection.here": True})
+    findings = check_of(monkeypatch, tmp_path, changes, ask_hosts=lambda gather_here: hosts).findings
+    assert "text-missing" not in [finding.id for finding in findings]
+
+
+def test_a_finding_about_the_driver_has_its_name_beside_one_listed_host_too(monkeypatch, tmp_path):
+    changes = {"text.data": "books", "text.exists": False}
+    hosts = [changed(HOSTS["server"], {"connection": {"destination": "ada", "here": False}})]
+    checked = check_of(monkeypatch, tmp_path, changes, ask_hosts=lambda gather_here: hosts)
+    driver = ready.host_name(HOSTS["cpu_box"])
+    shown = ready.format_check(checked, verbose=False, coloured=False)
+    assert f"{driver}: there is no text at books" in shown
+
+
+def test_the_cache_is_checked_where_it_is_by_default_too(monkeypatch, tmp_path):
+    requests: list[dict[str, Any]] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(ready, "gather_facts", lambda **request: requests.append(request) or HOSTS["cpu_box"])
+    fixed: dict[str, Any] = {"set_keys": frozenset(), "port": None, "on_probe": lambda name: None}
+    ready.check_config(Config(device="cpu"), machine_of(HOSTS["cpu_box"]), **fixed)
+    assert requests[0]["cache_dir"] == tmp_path / "paceline"
+
+
+def test_the_command_that_prepares_a_text_has_the_vocabulary_and_the_cache_of_the_config(monkeypatch, tmp_path):
+    changes = {"text.data": "my books", "text.exists": True, "text.prepared": False, "text.vocab_size": 300}
+    findings = check_of(monkeypatch, tmp_path, changes).findings
+    fixes = [finding.fix for finding in findings if finding.id == "text-not-prepared"]
+    assert fixes == ["paceline data prepare --data 'my books' --vocab-size 300 --cache-dir 'my cache'"]

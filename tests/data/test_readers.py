@@ -157,6 +157,15 @@ def test_parquet_gives_a_document_for_each_row_of_the_text_column(pyarrow, tmp_p
     assert texts(tmp_path) == ["a", "b"]
 
 
+def test_a_category_of_strings_in_parquet_is_text(pyarrow, tmp_path):
+    rows = pyarrow.array(["a", None, "b", "a"]).dictionary_encode()
+    pyarrow.parquet.write_table(pyarrow.table({"n": [1, 2, 3, 4], "text": rows}), tmp_path / "a.parquet")
+    assert texts(tmp_path) == ["a", "b", "a"]
+    numbers = pyarrow.array([1, 2]).dictionary_encode()
+    pyarrow.parquet.write_table(pyarrow.table({"text": numbers}), tmp_path / "a.parquet")
+    assert "holds no strings" in refused(tmp_path / "a.parquet").message
+
+
 def test_broken_parquet_and_parquet_without_text_are_named(pyarrow, tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * 50] * 1000, "b": ["y"] * 1000}), path)

@@ -210,3 +210,8 @@ def test_info_shows_size_separator_and_bytes_per_token_on_a_sample(tokenizer):
     assert facts["lossless"] is True
     assert json.loads(json.dumps(facts)) == facts
     assert tokenizer_info(tokenizer, sample="")["bytes_per_token"] is None
+
+
+def test_a_vocabulary_far_larger_than_the_text_reserves_no_memory_for_it():
+    small = train_tokenizer(iter([TEXT] * 20), vocab_size=2000)
+    assert train_tokenizer(iter([TEXT] * 20), vocab_size=2**31 - 1).hash == small.hash

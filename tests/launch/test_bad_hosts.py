@@ -367,7 +367,7 @@ ON_HOSTS = [
     ("a login that runs nothing", no_login, f"{PLAN} --hosts h2", 1, "python3 cannot be run there", "ssh h2 python3 --version"),
     ("this host by two names", as_it_is, f"{RUN} --hosts h1,localhost -- {{folder}}/script.py", 2,
      "h1 and localhost are both this host", "h1:2"),
-    ("two hosts that do not answer", as_it_is, "check --hosts h9,closed", 1, "host-unreachable  closed: no ssh server answers",
+    ("two hosts that do not answer", as_it_is, "check --hosts h9,closed", 1, "closed: no ssh server answers",
      "apt install openssh-server"),
     ("an unknown host, unchecked", as_it_is, f"{RUN} --hosts h1,h9 --no-check -- {{folder}}/script.py", 1,
      "host h9: no host of this name is known", "~/.ssh/config"),

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,35 @@ def test_a_file_lists_hosts_as_mpi_and_deepspeed_do(tmp_path):
     assert parse_hosts(str(path)) == [
         HostEntry("ada", None, 2), HostEntry("bob", "me", 2), HostEntry("node1"), HostEntry("node2")
     ]  # fmt: skip
+
+
+def test_a_file_of_hosts_from_windows_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "hosts.txt"
+    path.write_bytes(b"\xef\xbb\xbfada\r\nbob\r\n")
+    assert [entry.host for entry in parse_hosts(str(path))] == ["ada", "bob"]
+
+
+@pytest.mark.parametrize("line, message", [
+    ("ada,bob", "hosts.txt:1: 'ada,bob' is not a host"),
+    ("ada:2 slots=3", "hosts.txt:1: 'ada:2 slots=3' gives the number of ranks twice"),
+])  # fmt: skip
+def test_a_line_of_a_file_that_is_not_one_host_is_refused_as_it_stands_there(tmp_path, monkeypatch, line, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts.txt").write_text(f"{line}\n")
+    with pytest.raises(UsageError, match=re.escape(message)) as error:
+        parse_hosts("hosts.txt")
+    assert "IPv6" not in (error.value.fix or "")
+
+
+def test_a_folder_in_place_of_a_file_of_hosts_is_called_what_it_is(tmp_path):
+    with pytest.raises(UsageError, match="not a regular file"):
+        parse_hosts(str(tmp_path))
+
+
+def test_hosts_with_and_without_ranks_get_a_fix_that_holds_beside_nproc_too():
+    with pytest.raises(UsageError, match="ada has 1 rank, bob has no number of ranks") as error:
+        ranks_of(parse_hosts("ada:1,bob"))
+    assert error.value.fix == "the same number on every host of the list, or none there and --nproc N for all"
 
 
 def test_this_host_is_known_by_its_names_and_addresses():

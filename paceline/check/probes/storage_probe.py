@@ -83,6 +83,8 @@ def local_path(data: str | None) -> str | None:
     if not data.startswith(HUB):
         return data
     name = data.removeprefix(HUB)
+    if not name.partition(":")[0]:
+        return data  # `hf:` names no dataset: there is no text there
     return name if name.startswith((".", "/", "~")) or Path(name).exists() else None
 
 

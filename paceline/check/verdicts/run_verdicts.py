@@ -2,6 +2,7 @@
 Verdicts on the run: its config, the folders that it writes to, its text and its tokenizer.
 """
 
+import shlex
 from typing import Any
 
 from paceline.check.verdicts.rules import Case, Cases, Host, Intent, Rule, at
@@ -254,4 +255,7 @@ def text_not_prepared(host: Host) -> Cases:
     if host.at("text.prepared") is False and host.at("text.exists") and host.intent.command == "check":
         data, size = host.at("text.data"), format_bytes(host.at("text.bytes") or 0)
         what = f"{data} ({size}) is not prepared, or has changed since then"
-        yield Case(what, f"paceline data prepare --data {data}")
+        tokenizer, cache_dir = host.at("text.tokenizer.path"), host.intent.config.get("cache_dir")
+        words = ["--tokenizer", tokenizer] if tokenizer else ["--vocab-size", host.at("text.vocab_size")]
+        words += ["--cache-dir", cache_dir] if cache_dir else []
+        yield Case(what, f"paceline data prepare --data {shlex.join([str(data), *map(str, words)])}")

@@ -51,6 +51,8 @@ def torch_broken(host: Host) -> Cases:
         fix = UNSET_LIBRARIES
     elif late:
         fix = "time python -c 'import torch'"
+    elif "Invalid log settings" in error:
+        fix = "unset TORCH_LOGS"
     else:
         fix = install(wheel_for(host.facts) if host.at("gpus") else "cpu")
     state = "is imported, but" if part else "cannot be imported:"

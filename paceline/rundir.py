@@ -13,6 +13,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -130,7 +131,12 @@ class RunDir:
 
 def utc_now() -> str:
     """Returns the time as every file of a run has it: 2026-11-20T10:00:00.000Z."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return to_utc(time.time())
+
+
+def to_utc(seconds: float) -> str:
+    """Converts Unix seconds to the form of `utc_now`."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 _pending: dict[Path, bytes] = {}  # lines of this process that did not fit on the disk yet, by file

@@ -216,6 +216,11 @@ def live_state(events: Sequence[Record], mark: Heartbeat | None, line: Record) -
     return PHASE_STATES.get(mark.phase, "training") if start >= 0 and mark and mark.step > first_step else "starting"
 
 
+def last_event_time(events: Sequence[Record]) -> str | None:
+    """Returns the time of the last event that belongs to the run itself; a tracker's note may come long after its end."""
+    return next((event.get("time") for event in reversed(events) if event.get("event") != "note"), None)
+
+
 def end_state(events: Iterable[Record], *, is_queued: bool = False) -> State:
     """Returns the state of a run that no process holds: `broken` where no event reports its end.
 

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from run_folders import write_run
+from run_folders import START, utc, write_run
 
 from paceline.errors import PacelineError
 from paceline.run_options import RunsNoteOptions, RunsTagOptions
@@ -168,6 +168,24 @@ def test_a_script_has_a_state_and_a_command_and_what_its_first_rank_printed(tmp_
     run.logs(1).mkdir(parents=True)
     run.rank_log(1, 0).write_text("".join(f"step {n}/30 loss {3 - n / 30:.3f}\n" for n in range(1, 31)))
     assert format_runs([run_status(run)]).splitlines()[1].split()[2:6] == ["30/30", "2.0000", "n/a", "n/a"]
+
+
+def test_the_list_of_runs_follows_the_log_of_a_live_script(tmp_path):
+    run = RunDir(tmp_path / "a")
+    run.logs(1).mkdir(parents=True)
+    run.config_toml.write_text('command = ["train.py"]\n')
+    append_event(run, "script", command=["train.py"], nproc=1, device="cpu")
+    append_event(run, "attempt", attempt=1)
+    fd = lock_run(run)
+    runs = RunList(tmp_path)
+    for step in (1, 2, 3):
+        seconds = 1e9 + step
+        with run.rank_log(1, 0).open("a") as file:
+            file.write(f"step {step} loss 2.0\n")
+        os.utime(run.rank_log(1, 0), (START + seconds,) * 2)
+        status = runs.read()[0]
+        assert (status.step, status.time) == (step, utc(seconds))
+    os.close(fd)
 
 
 SCRIPT_EVENTS = """\

@@ -8,6 +8,7 @@ view and reports, `event_line` for what `paceline train` prints.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from paceline.explain.lines import strip_escapes
 from paceline.heartbeat import Heartbeat
 from paceline.units import format_bytes, format_list, format_ms, format_number_of, unix_time
 from paceline.watch.snapshot import AttemptView, EventView, Level, State
@@ -157,8 +158,8 @@ def sentence_of(kind: str, event: Record, *, labelled: bool) -> str | None:
 
 
 def one_line(text: str, max_chars: int | None) -> str:
-    """Returns the text on one line, without characters that would move a cursor."""
-    text = text if max_chars is None else text[: 4 * max_chars]
+    """Returns the text on one line, without escape sequences and characters that would move a cursor."""
+    text = strip_escapes(text if max_chars is None else text[: 4 * max_chars])
     line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return line if max_chars is None or len(line) <= max_chars else line[: max_chars - 1] + "…"
 

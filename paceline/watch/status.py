@@ -19,6 +19,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError
+from paceline.explain.lines import strip_escapes
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_preparing, is_queued, read_end, read_json_lines, read_text, to_utc
 from paceline.terminal import cells, pad
@@ -195,7 +196,7 @@ def format_runs(runs: list[RunStatus]) -> str:
     head = ["run", "state", "step", "loss", "val_bpb", "tok/s", "last activity (UTC)", *(["tags"] if has_tags else [])]
     rows = [
         (
-            status.name,
+            strip_escapes(status.name),
             status.state,
             format_steps(status),
             format_figure("loss", status.loss),
@@ -239,6 +240,8 @@ def format_run(snapshot: Snapshot) -> str:
         )
         if attempt.summary:
             lines.append(f"  {attempt.cause}: {attempt.summary}")
+        elif snapshot.explanation and attempt is snapshot.attempts[-1]:  # nobody was left to record it
+            lines.append(f"  {snapshot.explanation['cause']}: {snapshot.explanation['summary']}")
         if attempt.action:
             lines.append(f"  {attempt.action}: {attempt.why}")
     if goodput := snapshot.goodput:

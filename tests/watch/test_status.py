@@ -13,6 +13,7 @@ from run_folders import START, utc, write_run
 
 from paceline.cli import run_command
 from paceline.errors import PacelineError
+from paceline.explain.lines import strip_escapes
 from paceline.run_options import RunsNoteOptions, RunsTagOptions
 from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
 from paceline.terminal import cells
@@ -275,7 +276,7 @@ def test_a_run_is_found_by_its_folder_or_its_name(script_run):
 def test_the_list_of_runs_has_straight_columns_behind_wide_names(tmp_path):
     for name in ("中文实验", "\x1b[31mbooks", "日本語モデル"):
         write_run(tmp_path, name, steps=3)
-    lines = format_runs(RunList(tmp_path).read()).splitlines()
+    lines = [strip_escapes(line) for line in format_runs(RunList(tmp_path).read()).splitlines()]  # as printed
     starts = [cells(line[: line.index(word)]) for line, word in zip(lines, ["state", *["finished"] * 3], strict=True)]
     assert len(set(starts)) == 1
     assert len({cells(line) for line in lines}) == 1

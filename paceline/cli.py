@@ -153,6 +153,9 @@ def runs(args: run_options.RunsOptions) -> None:
     from paceline.watch.status import RunList, format_runs
 
     if not (statuses := RunList(Path(args.dir)).read()) and not args.json:
+        run = next((path for path in (args.dir, f"runs/{args.dir}") if Path(path, "config.toml").is_file()), None)
+        if run:
+            raise PacelineError(f"{run} is a run, not a folder of runs", fix=f"paceline runs show {shlex.quote(run)}")
         raise PacelineError(f"no runs in {args.dir}", fix="paceline train makes one")
     print(json.dumps([asdict(status) for status in statuses], indent=1) if args.json else format_runs(statuses))
 

@@ -13,6 +13,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -130,7 +131,12 @@ class RunDir:
 
 def utc_now() -> str:
     """Returns the time as every file of a run has it: 2026-11-20T10:00:00.000Z."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return to_utc(time.time())
+
+
+def to_utc(seconds: float) -> str:
+    """Converts Unix seconds to the form of `utc_now`."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 _pending: dict[Path, bytes] = {}  # lines of this process that did not fit on the disk yet, by file
@@ -308,10 +314,8 @@ class RunInUse(PacelineError):
         word, _, host = holder.partition(" ")
         is_here = host in ("", socket.gethostname())
         self.pid = int(word) if word.isdigit() and is_here else None
-        process = f"process {word or 'unknown'}" + ("" if is_here else f" on {host}")
-        super().__init__(
-            f"run {run.name} is in use by {process}", fix=f"paceline stop {run.quoted} ends it, or wait for its end"
-        )
+        text = f"run {run.name} is in use by process {word or 'unknown'}" + ("" if is_here else f" on {host}")
+        super().__init__(text, fix=f"paceline stop {run.quoted} ends it, or wait for its end")
 
 
 def lock_run(run: RunDir, *, host: str | None = None) -> int:
@@ -324,10 +328,8 @@ def lock_run(run: RunDir, *, host: str | None = None) -> int:
         if not try_lock(fd, patient=True):
             raise RunInUse(run, os.pread(fd, 64, 0).decode(errors="replace").strip())
         if is_of_one_host(fd):
-            text = (
-                f"note    other hosts do not see locks of {run.path}, as it is mounted: start the run on one host only"
-            )
-            print(text, file=sys.stderr)
+            where = f"other hosts do not see locks of {run.path}, as it is mounted"
+            print(f"note    {where}: start the run on one host only", file=sys.stderr)
     except NoLocks:
         print(f"note    {run.path} is on a file system without locks: start the run once only", file=sys.stderr)
     except BaseException:
@@ -388,9 +390,8 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
 
 def resume_command(run: RunDir) -> str:
     """Returns the command that continues a run; a script's is started again, and reads its own checkpoints."""
-    return (
-        f"paceline run {shlex.quote(str(run.config_toml))}" if is_script_run(run) else f"paceline resume {run.quoted}"
-    )
+    words = f"run {shlex.quote(str(run.config_toml))}" if is_script_run(run) else f"resume {run.quoted}"
+    return f"paceline {words}"
 
 
 def is_script_run(run: RunDir) -> bool:

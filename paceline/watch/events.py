@@ -8,6 +8,7 @@ view and reports, `event_line` for what `paceline train` prints.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from paceline.explain.lines import strip_escapes
 from paceline.heartbeat import Heartbeat
 from paceline.units import format_bytes, format_list, format_ms, format_number_of, unix_time
 from paceline.watch.snapshot import AttemptView, EventView, Level, State
@@ -158,8 +159,8 @@ def sentence_of(kind: str, event: Record, *, labelled: bool) -> str | None:
 
 
 def one_line(text: str, max_chars: int | None) -> str:
-    """Returns the text on one line, without characters that would move a cursor."""
-    text = text if max_chars is None else text[: 4 * max_chars]
+    """Returns the text on one line, without escape sequences and characters that would move a cursor."""
+    text = strip_escapes(text if max_chars is None else text[: 4 * max_chars])
     line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return line if max_chars is None or len(line) <= max_chars else line[: max_chars - 1] + "…"
 
@@ -215,6 +216,11 @@ def live_state(events: Sequence[Record], mark: Heartbeat | None, line: Record) -
     if start >= 0 and mark is None and str(line.get("time", "")) >= str(events[start]["time"]):
         return "training" if line["step"] > first_step else "starting"
     return PHASE_STATES.get(mark.phase, "training") if start >= 0 and mark and mark.step > first_step else "starting"
+
+
+def last_event_time(events: Sequence[Record]) -> str | None:
+    """Returns the time of the last event that belongs to the run itself; a tracker's note may come long after its end."""
+    return next((event.get("time") for event in reversed(events) if event.get("event") != "note"), None)
 
 
 def end_state(events: Iterable[Record], *, is_queued: bool = False) -> State:

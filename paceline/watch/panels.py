@@ -378,7 +378,7 @@ def run_row(run: dict[str, Any]) -> Panel:
         "badge": badge(run["state"]),
         "command": " ".join(command) if command else None,
         "share": run["step"] / num_steps if num_steps else None,
-        "steps": "n/a" if command else steps,
+        "steps": steps if run["step"] or not command else "n/a",
         "time": unix_time(run["time"]) if run["time"] else None,
         **{name: format_figure(name, run[name]) for name in ("loss", "val_bpb", "tok_per_sec")},
     }

@@ -25,7 +25,7 @@ from paceline.slurm import JobReader, format_job
 from paceline.typed_fields import typed_content, well_typed
 from paceline.units import unix_time
 from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, slow_ranks
-from paceline.watch.events import attempt_views, end_state, event_view, live_state, lost_hosts
+from paceline.watch.events import attempt_views, end_state, event_view, last_event_time, live_state, lost_hosts
 from paceline.watch.goodput import LINE_FIELDS, goodput, step_lines
 from paceline.watch.growing_file import GrowingFile, parse_lines
 from paceline.watch.log_reader import LogCurves
@@ -262,7 +262,8 @@ class RunReader:
     def _updated(self) -> float | None:
         """The time of the last activity; of an ended run by the content of its files, since copies have other times."""
         times = [mark.time for mark in self.marks.values()]
-        times += [unix_time(line.get("time")) for line in (*list(self.metrics.recent)[-1:], *self.events[-1:])]
+        times += [unix_time(line.get("time")) for line in list(self.metrics.recent)[-1:]]
+        times.append(unix_time(last_event_time(self.events)))
         if not self.running:
             times += [host.time or math.nan for host in self.hosts.values()]
         for log in self.logs[-LIVE_LOGS:] if self.running else ():

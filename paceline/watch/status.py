@@ -19,16 +19,17 @@ from threading import Lock
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError
+from paceline.explain.lines import strip_escapes
 from paceline.heartbeat import read_heartbeat
-from paceline.rundir import RunDir, is_locked, is_preparing, is_queued, read_end, read_json_lines, read_text
+from paceline.rundir import RunDir, is_locked, is_preparing, is_queued, read_end, read_json_lines, read_text, to_utc
 from paceline.terminal import cells, pad
 from paceline.typed_fields import well_typed
 from paceline.units import format_count
 from paceline.watch.about import csv_lines, read_about, read_config, read_notes
-from paceline.watch.events import end_state, live_state
+from paceline.watch.events import end_state, last_event_time, live_state
 from paceline.watch.growing_file import parse_lines, read_part, search
 from paceline.watch.measures import format_figure, format_time
-from paceline.watch.snapshot import Snapshot, State
+from paceline.watch.snapshot import LIVE, Snapshot, State
 from paceline.watch.summary import attempt_outcome, goodput_line, goodput_table, host_place
 
 END_BYTES = 64 << 10  # read of metrics.jsonl for a list of runs, unless a field is further back
@@ -74,7 +75,7 @@ class RunStatus:
     val_bpb: float | None
     tok_per_sec: float | None
     attempts: int
-    time: str | None  # of the last activity: an event or a logged step
+    time: str | None  # of the last activity: an event, a logged step, or output of a script
     command: list[str] | None = None  # of `paceline run`, whose runs have no metrics.jsonl
     tags: list[str] = field(default_factory=list)  # of `paceline runs tag`
     note: str = ""  # of `paceline runs note`
@@ -89,7 +90,9 @@ def run_status(run: RunDir) -> RunStatus:
     read = printed_values(run.rank_log(attempts, 0), names) if command else last_values(run.metrics, (*names, "time"))
     values = {**dict.fromkeys(names), "step": 0, **read}
     state = run_state(run, events, values)
-    times = [values.pop("time", None), *(event.get("time") for event in events[-1:])]
+    times = [values.pop("time", None), last_event_time(events)]
+    if command and state in LIVE and (stamp := file_stamp(run.rank_log(attempts, 0))):
+        times.append(to_utc(stamp[0] / 1e9))
     tags, note = read_notes(run)
     num_steps = values.pop("num_steps", None)
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
@@ -157,9 +160,11 @@ class RunList:
         for path in run_folders(self.runs_dir):
             with suppress(OSError):  # it has vanished, or belongs to another user
                 run = RunDir(path)
-                files = (run.events, run.metrics, run.plan_json, run.notes, run.progress(0))
-                key = (is_locked(run), *map(file_stamp, files))
                 cached = self._cached.get(path)
+                files = [run.events, run.metrics, run.plan_json, run.notes, run.progress(0)]
+                if cached and cached[1].command:  # its steps are in a log alone
+                    files.append(run.rank_log(cached[1].attempts, 0))
+                key = (is_locked(run), *map(file_stamp, files))
                 current[path] = cached if cached and cached[0] == key else (key, run_status(run))
         self._cached = current
         return sorted((status for _, status in current.values()), key=lambda status: status.time or "", reverse=True)
@@ -191,7 +196,7 @@ def format_runs(runs: list[RunStatus]) -> str:
     head = ["run", "state", "step", "loss", "val_bpb", "tok/s", "last activity (UTC)", *(["tags"] if has_tags else [])]
     rows = [
         (
-            status.name,
+            strip_escapes(status.name),
             status.state,
             format_steps(status),
             format_figure("loss", status.loss),
@@ -235,6 +240,8 @@ def format_run(snapshot: Snapshot) -> str:
         )
         if attempt.summary:
             lines.append(f"  {attempt.cause}: {attempt.summary}")
+        elif snapshot.explanation and attempt is snapshot.attempts[-1]:  # nobody was left to record it
+            lines.append(f"  {snapshot.explanation['cause']}: {snapshot.explanation['summary']}")
         if attempt.action:
             lines.append(f"  {attempt.action}: {attempt.why}")
     if goodput := snapshot.goodput:

@@ -74,7 +74,9 @@ def show_run(options: WatchOptions, samples: Callable[[Path], Iterator[dict[str,
         return 0
     ascii_only = options.ascii or (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
     terminal = os.environ.get("TERM", "")
-    if sys.stdin.isatty() and sys.stdout.isatty() and terminal not in NO_TERMINALS and not options.once:
+    streams = {"standard input": sys.stdin, "standard output": sys.stdout, "standard error": sys.stderr}
+    piped = next((name for name, stream in streams.items() if not stream.isatty()), None)  # textual draws on the last
+    if piped is None and terminal not in NO_TERMINALS and not options.once:
         from paceline.watch.terminal.app import WatchApp
 
         ascii_only = ascii_only or terminal in PLAIN_TERMINALS
@@ -85,7 +87,8 @@ def show_run(options: WatchOptions, samples: Callable[[Path], Iterator[dict[str,
         app.run()
         return app.return_code or 0
     if not options.once:
-        print("standard output is not a terminal: printing one view, as --once does", file=sys.stderr)
+        reason = f"{piped} is not a terminal" if piped else f"TERM={terminal} cannot show the live view"
+        print(f"{reason}: printing one view, as --once does", file=sys.stderr)
     width = max(MIN_WIDTH, shutil.get_terminal_size((PIPE_WIDTH, 24)).columns)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print(format_once(reader.update(), now=time.time(), width=width, colour=colour, ascii_only=ascii_only))

@@ -23,6 +23,7 @@ TEXTS = [
         "no further attempt: --no-recover was given",
     ),
     ({"event": "rank_failed", "rank": 1, "message": "boom", "consequence": True}, "rank 1 ended after it: boom"),
+    ({"event": "rank_failed", "rank": 0, "message": "\x1b[31mboom\x1b[0m"}, "rank 0 failed: boom"),
     ({"event": "stopping", "signal": "SIGTERM"}, "stopping on SIGTERM"),
     ({"event": "stopping", "reason": "the notice file x"}, "stopping on the notice file x"),
     (
@@ -30,7 +31,7 @@ TEXTS = [
         "stopping on the notice file x, 25 s left",
     ),
     ({"event": "finished", "step": 20, "val_bpb": 1.23456}, "finished at step 20, val_bpb 1.2346"),
-    ({"event": "note", "text": "two\nlines\x1b[2J"}, "two lines [2J"),
+    ({"event": "note", "text": "two\nlines\x1b[2J"}, "two lines"),
     ({"event": "checkpoint", "step": "new format"}, "checkpoint"),
     ({"event": "of_tomorrow"}, "of tomorrow"),
 ]

@@ -123,7 +123,8 @@ def test_a_row_of_the_list_of_runs():
     row = run_row({**run, "command": None, "time": "2026-11-21T08:33:20.000Z"})
     assert (row["steps"], row["share"], row["loss"], row["val_bpb"]) == ("100 of 200", 0.5, "3.0000", "n/a")
     assert (row["tok_per_sec"], row["time"], row["badge"]["state"]) == ("20,000", NOW, "finished")
-    assert run_row({**run, "command": ["train.py"], "time": None})["steps"] == "n/a"
+    script_row = {**run, "command": ["train.py"], "time": None}
+    assert [run_row({**script_row, "step": step})["steps"] for step in (0, 100)] == ["n/a", "100 of 200"]
 
 
 def test_nothing_of_a_run_that_has_ended_changes_with_the_clock():

@@ -13,7 +13,7 @@ from snapshots import NOW
 
 from paceline.errors import PacelineError
 from paceline.rundir import append_json_line, append_sample, utc_now
-from paceline.watch.status import open_reader
+from paceline.watch.status import open_reader, run_status
 from paceline.watch.summary import Summary, summarize
 
 
@@ -95,6 +95,15 @@ def test_a_copy_of_a_run_shows_the_same_times(tmp_path, end):
     for path in (run.path, tmp_path / "b"):
         snapshot = open_reader(path).update()
         assert (snapshot.updated, snapshot.elapsed_s) == (START + 110, 110.0)
+
+
+def test_a_note_of_a_tracker_after_the_end_does_not_move_the_end(tmp_path):
+    run = write_run(tmp_path, "a", end="finished")
+    end = open_reader(run.path).update()
+    append_json_line(run.events, {"time": utc(900), "event": "note", "text": "notify: no answer"})
+    snapshot = open_reader(run.path).update()
+    assert (snapshot.updated, snapshot.elapsed_s) == (end.updated, end.elapsed_s)
+    assert run_status(run).time == utc(end.updated - START)
 
 
 def test_the_speed_of_the_last_lines_gives_the_remaining_time(held):

@@ -9,10 +9,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from run_folders import write_run
+from run_folders import START, utc, write_run
 
+from paceline.cli import run_command
 from paceline.command_line import parse
 from paceline.errors import PacelineError
+from paceline.explain.lines import strip_escapes
 from paceline.run_options import RunsNoteOptions, RunsTagOptions
 from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
 from paceline.terminal import cells
@@ -180,6 +182,24 @@ def test_a_script_has_a_state_and_a_command_and_what_its_first_rank_printed(tmp_
     assert format_runs([run_status(run)]).splitlines()[1].split()[2:6] == ["30/30", "2.0000", "n/a", "n/a"]
 
 
+def test_the_list_of_runs_follows_the_log_of_a_live_script(tmp_path):
+    run = RunDir(tmp_path / "a")
+    run.logs(1).mkdir(parents=True)
+    run.config_toml.write_text('command = ["train.py"]\n')
+    append_event(run, "script", command=["train.py"], nproc=1, device="cpu")
+    append_event(run, "attempt", attempt=1)
+    fd = lock_run(run)
+    runs = RunList(tmp_path)
+    for step in (1, 2, 3):
+        seconds = 1e9 + step
+        with run.rank_log(1, 0).open("a") as file:
+            file.write(f"step {step} loss 2.0\n")
+        os.utime(run.rank_log(1, 0), (START + seconds,) * 2)
+        status = runs.read()[0]
+        assert (status.step, status.time) == (step, utc(seconds))
+    os.close(fd)
+
+
 SCRIPT_EVENTS = """\
 {"time": "2026-11-21T13:00:00.000Z", "event": "script", "command": ["x.py"]}
 {"time": "2026-11-21T13:00:01.000Z", "event": "attempt", "attempt": 1}
@@ -221,6 +241,27 @@ time    87 % of 23s in the script, 9 % recovery"""
     )
 
 
+def test_an_attempt_whose_end_nobody_recorded_has_the_cause_that_watch_shows(script_run):
+    script_run.events.write_text("".join(SCRIPT_EVENTS.splitlines(keepends=True)[:2]))
+    script_run.logs(1).mkdir(parents=True)
+    script_run.rank_log(1, 0).write_text("".join(f"step {step} | loss 3.{9 - step}\n" for step in range(1, 9)))
+    os.close(lock_run(script_run))
+    lines = format_run(open_reader(script_run.path).update()).splitlines()
+    assert lines[3] == "attempt 1, 2026-11-21 13:00:01 UTC: no end recorded"
+    assert lines[4].startswith("  supervisor-lost: the command that ran attempt 1 was itself killed")
+
+
+def test_runs_of_a_run_names_the_command_that_shows_it(script_run, monkeypatch, capsys):
+    for folder, word in (
+        (script_run.path.parent, "r"),
+        (script_run.path.parent.parent, script_run.path.parent.name + "/r"),
+    ):
+        monkeypatch.chdir(folder)
+        assert run_command(["runs", word]) == 1
+        message = f"error: {word} is a run, not a folder of runs\n  fix: paceline runs show {word}\n"
+        assert capsys.readouterr().err == message
+
+
 def test_the_json_of_a_run_has_the_same(script_run):
     fields = run_json(open_reader(script_run.path).update())
     assert (fields["state"], fields["attempts"], fields["goodput"]["seconds"]["recovery"]) == ("finished", 2, 2.0)
@@ -243,9 +284,9 @@ def test_a_run_is_found_by_its_folder_or_its_name(script_run):
 
 
 def test_the_list_of_runs_has_straight_columns_behind_wide_names(tmp_path):
-    for name in ("中文实验", "books", "日本語モデル"):
+    for name in ("中文实验", "\x1b[31mbooks", "日本語モデル"):
         write_run(tmp_path, name, steps=3)
-    lines = format_runs(RunList(tmp_path).read()).splitlines()
+    lines = [strip_escapes(line) for line in format_runs(RunList(tmp_path).read()).splitlines()]  # as printed
     starts = [cells(line[: line.index(word)]) for line, word in zip(lines, ["state", *["finished"] * 3], strict=True)]
     assert len(set(starts)) == 1
     assert len({cells(line) for line in lines}) == 1

@@ -2,7 +2,9 @@
 
 import json
 import os
+import pty
 import re
+import select
 import subprocess
 import sys
 from dataclasses import replace
@@ -99,6 +101,23 @@ def test_in_a_pipe_it_prints_once_and_says_so(tmp_path, monkeypatch, capsys):
     assert run_command(["watch"]) == 0
     output = capsys.readouterr()
     assert output.out.startswith(" first  ") and "not a terminal: printing one view" in output.err
+
+
+def test_a_terminal_whose_standard_error_is_a_file_gets_one_view_in_place_of_a_blank_screen(tmp_path):
+    make_run(tmp_path, "first")
+    ours, theirs = pty.openpty()
+    with (tmp_path / "errors").open("w") as errors:
+        words = [sys.executable, "-m", "paceline.cli", "watch"]
+        env = {**os.environ, "TERM": "xterm"}
+        viewer = subprocess.Popen(words, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=errors, env=env)
+    os.close(theirs)
+    ready, _, _ = select.select([ours], [], [], 30)
+    screen = os.read(ours, 1000).decode() if ready else ""
+    viewer.kill()
+    viewer.wait()
+    os.close(ours)
+    assert "first" in screen
+    assert (tmp_path / "errors").read_text().startswith("standard error is not a terminal: printing one view")
 
 
 @pytest.mark.parametrize(

@@ -218,5 +218,5 @@ def cache_dir(config: Config) -> Path:
     """Returns the folder of prepared text and of what was measured on this machine."""
     if config.cache_dir:
         return Path(config.cache_dir).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")  # the desktop standard, not a setting of ours
-    return (Path(base) if base else Path.home() / ".cache") / "paceline"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # the desktop standard, which ignores a relative path
+    return (base if base.is_absolute() else Path.home() / ".cache") / "paceline"

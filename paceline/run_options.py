@@ -60,7 +60,11 @@ class ReportOptions(RunsOption):
 
     run: str = positional("RUN", ANY_RUN)
     markdown: bool = option(False, "write Markdown, for an issue, to standard output")
-    output: str | None = option(None, "the file to write, or - for standard output; auto: NAME.html here", value="FILE")
+    output: str | None = option(
+        None,
+        "the file to write, as Markdown if it ends in .md, or - for standard output; auto: NAME.html here",
+        value="FILE",
+    )
 
 
 class TrackOptions(RunsOption):

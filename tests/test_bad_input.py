@@ -182,6 +182,8 @@ CASES = [
     ("stop the run of a script", lambda d: ["stop", script_run(d)], 1, "not running", "paceline run"),
     ("one run of many that is not there", lambda d: ["runs", "show", "no", "--runs-dir", six_runs(d)], 1, "no run no",
      "lists all 6 runs"),
+    ("the browser for a folder that is not there", lambda d: ["watch", "--web", "--runs-dir", str(d / "no")], 1,
+     "no folder of runs", "--runs-dir"),
     ("watch a run as JSON", lambda d: ["watch", make_run(d), "--json"], 2, "needs --once", "fix: add --once"),
     (
         "tokenizer train onto a file",

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paceline.command_line import parse
-from paceline.config import KEYS, Config
+from paceline.config import KEYS, Config, cache_dir
 from paceline.config_file import format_toml, load_config
 from paceline.errors import PacelineError, UsageError
 from paceline.options import ConfigOptions
@@ -353,3 +353,12 @@ def test_a_time_that_is_no_duration_is_refused_with_examples(text):
 def test_the_run_without_a_config_takes_about_two_minutes():
     config, _ = load_config(CONFIGS / "tiny.toml", {})
     assert (config.time, config.num_steps, config.eval_tokens) == ("2m", None, None)
+
+
+@pytest.mark.parametrize("base", ["", "cache", "../cache"])
+def test_a_cache_of_the_desktop_standard_that_is_no_absolute_path_is_ignored(monkeypatch, tmp_path, base):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", base)
+    assert cache_dir(Config()) == tmp_path / ".cache" / "paceline"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
+    assert cache_dir(Config()) == tmp_path / "c" / "paceline"

@@ -107,6 +107,9 @@ def check_options(options: WatchOptions) -> None:
     names = [f"--{flag.removesuffix('_s')}" for flag in flags if getattr(options, flag)]
     if options.web and names:
         raise UsageError(f"{names[0]} cannot be combined with --web", fix=f"leave out {format_list(names)}, or --web")
+    runs = Path(options.runs_dir)
+    if options.web and runs != Path(WatchOptions.runs_dir) and not runs.is_dir():  # runs may come into the usual folder
+        raise PacelineError(f"{runs} is no folder of runs", fix="check the path: paceline watch --web --runs-dir DIR")
 
 
 def what_to_watch(options: WatchOptions) -> Path:
@@ -134,8 +137,9 @@ def find_reported(name: str, *, runs_dir: str) -> Path:
 def answer_report(options: ReportOptions, *, now: float) -> str:
     """Writes the report of a run, and returns what to print: where it is, or the report itself."""
     path = find_reported(options.run, runs_dir=options.runs_dir)
-    text = (markdown_report if options.markdown else html_report)(path, now=now)
-    output = options.output or ("-" if options.markdown else f"{path.name}.html")
+    is_markdown = options.markdown or Path(options.output or "").suffix == ".md"
+    text = (markdown_report if is_markdown else html_report)(path, now=now)
+    output = options.output or ("-" if is_markdown else f"{path.name}.html")
     if output == "-":
         return text
     write_report(Path(output), text)

@@ -130,7 +130,8 @@ class ProgressTracker:
         overruns = (
             self._is_last and progress.step == (self._last_step or 0) + 1
         )  # tqdm goes on counting without the total
-        self._is_last = progress.is_last or overruns
+        says_more = self._is_last and progress.step == self._last_step  # of the last step, such as its checkpoint
+        self._is_last = progress.is_last or overruns or says_more
         if progress.step is not None:
             self._last_step = progress.step
             # a header may report the number of all steps first

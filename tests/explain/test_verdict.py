@@ -1006,3 +1006,9 @@ def test_a_rank_whose_own_connection_breaks_is_not_told_that_another_rank_ended_
 def test_a_reset_connection_may_follow_from_the_end_of_another_process():
     reset = "ConnectionResetError: [Errno 104] Connection reset by peer"
     assert verdict(STEPS + raised(0, reset) + raised(1, BUG)).rank == 1
+
+
+def test_what_is_said_of_the_last_step_does_not_undo_that_it_was_the_last():
+    steps = "".join(f"step {step}/60 | loss {5 - step / 60:.3f}\n" for step in range(1, 61))
+    assert verdict(steps + "checkpoint at step 60: 1.5 MiB in 0.2 s\n").progress.finished
+    assert not verdict(steps + "step 70 | loss 3.9\nstep 80 | loss 3.9\n").progress.finished

@@ -34,6 +34,7 @@ from paceline.launch.hosts import HOST_KEYS, HostEntry, hosts_of, is_this_host
 from paceline.launch.member import reach_early
 from paceline.launch.notify import checked_services
 from paceline.launch.policy import CRASHES, Abilities, AttemptEnd
+from paceline.launch.requeue import create_folder
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
 from paceline.launch.sync import find_script_files, send_script
 from paceline.options import ScriptOptions
@@ -97,7 +98,7 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = ()) -> int:
     if options.show_env:
         print(format_env(rows))
         return 0
-    lock = create_run(run, script, checked)
+    run, lock = create_run(run, script, checked, is_named=options.keys.get("name") is not None)
     job, lines = ScriptJob(run, lock, checked.libuv, options, script, argv, env), list[str]()
     if options.detach and detach(run, lock, destinations=[e.destination for e in entries if not is_this_host(e)]):
         return 0
@@ -300,17 +301,15 @@ def format_config(script: Script) -> str:
 def choose_run(name: str | None, runs_dir: str, request: Request) -> RunDir:
     """Returns the folder that the run will have, and creates nothing. Raises PacelineError where it is in use."""
     if name is None:
-        stem = f"{command_name(request.command)}-{datetime.now():%Y%m%d-%H%M%S}"
-        names = [stem, *(f"{stem}-{i}" for i in range(2, 100))]
-        return RunDir(next(Path(runs_dir) / name for name in names if not (Path(runs_dir) / name).exists()))
+        return RunDir(Path(runs_dir) / f"{command_name(request.command)}-{datetime.now():%Y%m%d-%H%M%S}")
     check_config(Config(name=name))
     run = RunDir(Path(runs_dir) / name)
     check_unused(run, fix="another --name; without --name, script and time make the name")
     return run
 
 
-def create_run(run: RunDir, script: Script, checked: CheckResult) -> int:
-    """Creates the folder with what is known before the start; returns its lock. config.toml comes last and makes it a run."""
+def create_run(run: RunDir, script: Script, checked: CheckResult, *, is_named: bool) -> tuple[RunDir, int]:
+    """Creates the folder with what is known before the start; returns run and lock. config.toml comes last and makes it a run."""
     config = format_config(script)
     try:
         config.encode()
@@ -319,7 +318,7 @@ def create_run(run: RunDir, script: Script, checked: CheckResult) -> int:
             "an argument of the command is not UTF-8: the run could not be repeated", fix="rename the file"
         ) from None
     try:
-        run.path.mkdir(parents=True, exist_ok=True)
+        run = create_folder(run, is_named=is_named)
         lock = lock_run(run)
         if checked.facts:
             save_check(run, checked)
@@ -327,7 +326,7 @@ def create_run(run: RunDir, script: Script, checked: CheckResult) -> int:
         write_atomic(run.config_toml, config)
     except OSError as error:
         raise unwritable_run(run, error) from error
-    return lock
+    return run, lock
 
 
 def make_argv(command: Sequence[str], *, cwd: Path) -> list[str]:

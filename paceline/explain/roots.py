@@ -102,7 +102,7 @@ def choose_culprit(events: Sequence[Event], blamed: int | None) -> Event:
         return min(leaders, key=lambda event: (event.place[1], -event.score))
     if all(event.record.time is not None for event in leaders):
         return min(leaders, key=lambda event: (event.record.time or 0.0, -event.score))
-    return min(leaders, key=lambda event: (event.record.rank != blamed, -event.score, event.place))
+    return min(leaders, key=lambda event: (event.record.rank not in (None, blamed), -event.score, event.place))
 
 
 def is_warning(event: Event) -> bool:

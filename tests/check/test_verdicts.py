@@ -171,7 +171,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("tokenizer-missing", "cpu_box", {"text.tokenizer": {**TOKENIZER, "exists": False}}, CPU, "stop"),
     ("vocabulary-differs", "cpu_box", {"text.tokenizer": TOKENIZER},
      {**CPU, "config": {"vocab_size": 4096}, "set_keys": frozenset({"vocab_size"})}, "warn"),
-    ("text-not-prepared", "cpu_box", {"text.prepared": False}, {"command": "check"}, "note"),
+    ("text-not-prepared", "cpu_box", {"text.prepared": False, "text.data": "books"}, {"command": "check"}, "note"),
     ("host-unreachable", "cpu_box", {"connection": {"destination": "ada", "error": "no key", "fix": "ssh ada"}}, CPU, "stop"),
     ("name-unknown", "cpu_box", {"network.resolve_error": "Name or service not known"}, {"command": "run"}, "warn"),
     ("name-unknown", "server", {"network.resolve_error": "Name or service not known"}, TWO_HOSTS, "note"),

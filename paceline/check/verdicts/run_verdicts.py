@@ -6,6 +6,7 @@ import shlex
 from typing import Any
 
 from paceline.check.verdicts.rules import Case, Cases, Host, Intent, Rule, at
+from paceline.config import Config
 from paceline.errors import PlanError
 from paceline.hub import reach_fix
 from paceline.plan.algorithms import ALGORITHMS
@@ -252,7 +253,8 @@ def vocabulary_differs(host: Host) -> Cases:
 
 
 def text_not_prepared(host: Host) -> Cases:
-    if host.at("text.prepared") is False and host.at("text.exists") and host.intent.command == "check":
+    is_of_user = host.at("text.data") != Config.data  # the builtin text takes a moment
+    if is_of_user and host.at("text.prepared") is False and host.at("text.exists") and host.intent.command == "check":
         data, size = host.at("text.data"), format_bytes(host.at("text.bytes") or 0)
         what = f"{data} ({size}) is not prepared, or has changed since then"
         tokenizer, cache_dir = host.at("text.tokenizer.path"), host.intent.config.get("cache_dir")

@@ -51,6 +51,7 @@ OF_WHOLE_RUN = re.compile(r"train_runtime|^ *train_loss +=")  # a line whose los
 NAN_OUTPUT = re.compile(r"['\"]log(?:p|it)s/\w+['\"]: nan")  # of a model whose loss is written as 0
 GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{VALUE}", re.IGNORECASE)
 MEMORY_WORD = re.compile(r"(?i)(?<![a-z])(?:mem(?:ory)?|v?ram|rss|allocated|reserved)(?![a-z])")
+MEMORY_WORDS = ("mem", "ram", "rss", "allocated", "reserved")  # one is in every text that matches, and found sooner
 PART_END = re.compile(r"[,|;{}\t]|\s{2}")
 AMOUNT = re.compile(
     r"(?i)(?<![\w./-])(?P<value>\d{1,15}(?:\.\d{1,9})?)[ \t]?(?P<unit>[kmgt]?i?b?)%?(?=[\s,;|()\]/}'\"]|$)"

@@ -17,7 +17,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -114,9 +113,8 @@ LEVELS = ("level", "levelname", "severity", "log.level", "lvl")
 SHOWN_LEVEL = re.compile(r"(?i)(?:WARN(?:ING)?|ERROR|CRITICAL|FATAL)$")
 EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b")
 
-CSV_HEADER = re.compile(
-    r'(?:"[\w@. ()/-]{1,60}"|[\w@. ()/-]{1,60})(?:,(?:"[\w@. ()/-]{1,60}"|[\w@. ()/-]{1,60})){1,60}'
-)
+CSV_NAME = r'"?[\w@. ()/-]{1,60}"?'
+CSV_HEADER = re.compile(rf"{CSV_NAME}(?:,{CSV_NAME}){{1,60}}")
 MESSAGE_COLUMNS = ("message", "msg", "@message", "log", "line", "_raw", "textpayload", "jsonpayload.message", "content")
 TIME_COLUMN = re.compile(r"(?i)time|^date$|^ts$")
 
@@ -328,12 +326,11 @@ def message_column(first: bytes) -> str:
 
 def exported_messages(content: bytes, column: str) -> Iterator[bytes]:
     """Yields the messages of a log viewer's CSV, the oldest first."""
-    rows = csv.DictReader(io.StringIO(content.decode("utf-8-sig", "replace"), newline=""), strict=False)
+    csv.field_size_limit(max(csv.field_size_limit(), len(content)))  # a message may be a whole traceback
     lines, times = [], []
-    with suppress(csv.Error):  # a row longer than the module takes; those before it count
-        for row in rows:
-            lines.append((row[column] or "").rstrip("\r\n"))
-            times.append(next((row[name] or "" for name in row if name and TIME_COLUMN.search(name)), ""))
+    for row in csv.DictReader(io.StringIO(content.decode("utf-8-sig", "replace"), newline="")):
+        lines.append((row[column] or "").rstrip("\r\n"))
+        times.append(next((row[name] or "" for name in row if name and TIME_COLUMN.search(name)), ""))
     if times and times[0] > times[-1]:
         lines.reverse()
     for line in lines:

@@ -104,10 +104,8 @@ OWN_CALL = re.compile(
     r"|ImportError: cannot import name '[^']+' from '[^']+' "
     r"\((?!unknown location|.*(?:site-packages|dist-packages|/lib/python))[^)\n]+\)$"
 )
-NAMED_EXCEPTION, OWN_CLASS_WEIGHT = (
-    re.compile(r"(?!SystemExit|KeyboardInterrupt|\w*Warning)(?:\w+\.)*[A-Z]\w+(?::|$)"),
-    0.3,
-)
+NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt|\w*Warning)(?:\w+\.)*[A-Z]\w+(?::|$)")
+OWN_CLASS_WEIGHT = 0.3
 CHILD_START = re.compile(r"\bsubprocess\.py\", line \d+, in _execute_child$")
 NO_PROGRAM, TOOL_WEIGHT = re.compile(r"FileNotFoundError: \[Errno 2\] .*: '(?P<tool>[^']+)'"), 0.9
 NOT_OWN = {"version-mismatch", "config-error"}
@@ -227,13 +225,15 @@ def matches_of_message(text: str) -> list[tuple[Cause, float, dict[str, str]]]:
     inner = REPORTED.sub("", text, count=1)
     message = REPORTED.sub("", inner, count=1)
     typed = [f"{name}: {words}" for words in dict.fromkeys((message, inner, text)) for name in MESSAGE_TYPES]
-    matches = [match for text in typed for match in catalogue.match(text, "exception") if match[0].id != FALLBACK]
+    matches = [match for error in typed for match in catalogue.match(error, "exception") if match[0].id != FALLBACK]
     if message == text:  # nothing says that it reports an error
         matches = [match for match in matches if not is_vague(match)]
     elif PYTHON_MESSAGE.match(message):
         matches.append((catalogue.causes[FALLBACK], GUESS, {}))
-    best = max((weight for _, weight, _ in matches), default=0.0)
-    return [(cause, weight * ERROR_LINE, values) for cause, weight, values in matches if weight == best][:1]
+    if not matches:
+        return []
+    cause, weight, values = max(matches, key=lambda match: match[1])
+    return [(cause, weight * ERROR_LINE, values)]
 
 
 def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from paceline.explain.explanation import LogProgress
 from paceline.explain.line_measures import (
+    MEMORY_WORDS,
     StepLoss,
     read_columns,
     read_counter,
@@ -42,7 +43,6 @@ DONE = re.compile(
     r"|训练(?:已)?(?:完成|结束)|学習(?:が)?(?:完了|終了)|학습 ?(?:완료|종료)",
     re.IGNORECASE,
 )
-MEMORY_WORDS = ("mem", "ram", "rss", "allocated", "reserved")
 DONE_WORDS = (  # one is in every text that matches; the pattern alone takes a fourth of the time of a line
     *(
         "finish",

@@ -16,11 +16,8 @@ from paceline.rundir import RunDir, is_locked, is_script_run, resume_command
 
 DISK_FULL, STOPPED, SUPERVISOR_LOST = "disk-full", "keyboard-interrupt", "supervisor-lost"
 PREEMPTED, KILLED, PEER_DIED, UNKNOWN = "preempted-sigterm", "killed-from-outside", "peer-died", "unknown"
-AFTERMATH = {
-    PREEMPTED,
-    PEER_DIED,
-    "terminal-hangup",
-}  # what workers and their launcher write when the supervisor is gone
+# what workers and their launcher write when the supervisor is gone
+AFTERMATH = {PREEMPTED, PEER_DIED, "terminal-hangup"}
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE", "SIGXCPU"}
 FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any output
 HANG_LINES = ("mark:", "State:", "File ")  # of hangs/<attempt>/<rank>.txt
@@ -53,7 +50,7 @@ def apply_recorded_end(
     shows_end = ended or find_last(events, "finished") or shows_failure or explanation.progress.finished
     if start and not shows_end and run.lock.exists() and not is_locked(run):  # nobody runs it any more
         explanation = explain_full_disk(explanation, run, events)
-        if not explanation.shows_failure or explanation.cause in AFTERMATH:
+        if explanation.cause != DISK_FULL:
             summary, fix = lost_supervisor_texts(start["attempt"], start.get("head"))
             fix = f"{fix}; {next_command(run)}"
             facts: dict[str, Any] = {"host": start.get("head"), "confidence": 0.9, "summary": summary, "fix": fix}

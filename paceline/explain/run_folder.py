@@ -129,9 +129,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     logs = [
         *read_files([*(path for path in logs_here if path not in far_logs), *error_files]),
         *(log for path, host in far_logs.items() if path.exists() for log in [read_host_log(path, host)]),
-        exit_log(
-            (number, event) for number, event in enumerate(all_events, 1) if event.get("attempt") in (None, attempt)
-        ),
+        exit_log(all_events, attempt),
         progress_log(run, events),
         *system_logs(samples, start.get("pids") or (), hosts, far_hosts),
         *flight_recorder_logs(run, attempt, events),
@@ -165,13 +163,12 @@ def run_values(run: RunDir) -> dict[str, str]:
     return {**half, **({"script": str(run.config_toml)} if "command" in config else {"run": str(run.path)})}
 
 
-def exit_log(events: Iterable[tuple[int, Mapping[str, Any]]]) -> Log:
-    """How each rank ended, in the form of a launcher's report; an end that is a consequence counts as forwarded.
-
-    events: each with the number of its line.
-    """
+def exit_log(events: Sequence[Mapping[str, Any]], attempt: int) -> Log:
+    """How each rank of an attempt ended, in the form of a launcher's report; an end that is a consequence counts as forwarded."""
     records = []
-    for number, event in events:
+    for number, event in enumerate(events, 1):
+        if event.get("attempt") not in (None, attempt):
+            continue
         if event.get("event") == "rank_failed":
             code, signal = event.get("exit_code"), event.get("signal")
             text = f"exitcode: {code}" if signal is None else f"terminated by signal {signal}"

@@ -169,3 +169,9 @@ def test_a_table_of_metrics_with_a_time_is_no_exported_log(tmp_path):
     path = tmp_path / "losses.csv"
     path.write_text("time,step,loss\n" + "".join(f"{step},{step},{5 / (step + 1)}\n" for step in range(30)))
     assert is_metric_file(path)
+
+
+def test_a_message_longer_than_the_csv_module_takes_loses_nothing(tmp_path):
+    path = tmp_path / "export.csv"
+    path.write_text(f'time,message\n1,"{"x" * 300_000}"\n2,"{OOM}"\n')
+    assert explain(path).cause == "cuda-oom"

@@ -159,3 +159,14 @@ def test_what_is_known_of_line_shapes_is_shared_by_the_logs_of_a_run():
     shapes.find_errors({b"steploss", b"loadingshard", b"errorx"}, lambda new: searched.extend(new) or {})
     assert searched == []
     assert LineFilter(shapes).select([b"step 2 loss: 3"], b"step 2 loss: 3") == []
+
+
+@pytest.mark.parametrize("text", [
+    "Training completed", "tuning is done", "finished training", "{'train_runtime': 31.2}", "saved the final model",
+    "`max_steps=60` reached", "job completed successfully", "all 12 checks passed", "all stages complete", "run finished",
+    "done.", "terminated of its own accord with exit-code 0", "treinamento concluído",
+    "Training abgeschlossen", "Training beendet", "entraînement terminé", "обучение завершено",
+    "обучение закончено", "训练完成", "训练结束", "学習が完了", "学習終了", "학습 완료", "학습 종료",
+])  # fmt: skip
+def test_every_wording_of_the_end_is_seen(text):
+    assert read_log([f"step 1 loss 2.0\n{text}\n".encode()]).progress.done_line == 2

@@ -51,6 +51,7 @@ Z_RISE = 5.0  # standard errors
 LOSS_RISE, SLOWER = 0.15, 0.3  # shares of the level that are somebody's concern
 START_RISE = 0.5  # of a loss that was never lower than in its first points
 LEAP, MIN_LEAP, LEAP_POINTS = 100.0, 10.0, 3  # times the lowest stretch, and the height, of the last points of a few
+FAR_LEAP = 1e4  # times a single first point
 PLATEAU, PLATEAU_SPREAD = 5, 1.6  # last points of a short curve, and the ratio of the highest to the lowest
 # the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
 TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
@@ -300,6 +301,8 @@ def rise_from_start(values: Sequence[float], min_rise: float) -> int | None:
 def leap(values: Sequence[float]) -> int | None:
     """Where a curve, also one of few points, leaves its level by orders of magnitude and stays there to its end."""
     before, last = values[:-LEAP_POINTS], values[-LEAP_POINTS:]
+    if len(values) > LEAP_POINTS and min(values[1:]) >= max(MIN_LEAP, FAR_LEAP * values[0]):
+        return 1
     if len(before) < LEAP_POINTS:
         return None
     start = lowest_stretch(before, LEAP_POINTS)

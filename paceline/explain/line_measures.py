@@ -42,11 +42,24 @@ VALUE = (
     r"(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b"
 )
 LOSS = re.compile(
-    r"loss(?: (?:train|average|avg|mean)|_(?!scal|weight|fn|func|type)[a-z]\w{0,15}|[_-]?\d{1,2}(?= ?[:=]|[ ]+[-+]?\d))?"
-    + VALUE,
+    r"loss(?: (?:train|average|avg|mean)|_(?!scal|weight|fn|func|type)[a-z]\w{0,15}|/[a-z][\w/]{0,30}"
+    r"|[_-]?\d{1,2}(?= ?[:=]|[ ]+[-+]?\d))?" + VALUE,
     re.IGNORECASE,
 )
-HELD_OUT_LOSS = re.compile(rf"\be?val(?:id(?:ation)?)?[_ /.-]*loss{VALUE}", re.IGNORECASE)
+# measures that are lower when the model is better, in programs that print no loss under this name
+ERROR = r"r?mse|mae|nll|xent|\w*cross[ _-]?entropy|perplexity|ppl|bp[bcd]"
+ERROR_WORDS = ("mse", "mae", "nll", "xent", "entropy", "perplex", "ppl", "bpb", "bpc", "bpd")
+ERROR_MEASURE = re.compile(rf"(?<![a-z])(?:{ERROR})(?:_tra?i?n)?(?![a-z]){VALUE}", re.IGNORECASE)
+OF_TRAINING = re.compile(
+    r"(?i)epoch|(?<![a-z])tra?i?n|^\W*\d+/\d+\]"
+)  # a line with such a measure that may be one of training
+HELD_OUT = r"(?:vali?|eval|valid(?:_\d)?|validation|dev|test)"
+GAP = r"(?:'s)?(?:[_ /.:{'\"-]+(?:[a-z0-9]{2,8}_)?)?(?:log)?"  # from there to the measure
+HELD_OUT_LOSS = re.compile(
+    rf"(?<![a-z])(?:{HELD_OUT}{GAP}(?:loss|{ERROR})|loss[_ /]{HELD_OUT}){VALUE}",
+    re.IGNORECASE,
+)
+HELD_OUT_WORDS = ("val", "dev", "test")
 OF_WHOLE_RUN = re.compile(r"train_runtime|^ *train_loss +=")  # a line whose loss is a mean
 NAN_OUTPUT = re.compile(r"['\"]log(?:p|it)s/\w+['\"]: nan")  # of a model whose loss is written as 0
 GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{VALUE}", re.IGNORECASE)
@@ -63,20 +76,32 @@ NOT_IN_USE = re.compile(
     r"(?i)free|avail|total|limit|capacity|cach|load|disk|file|param|fraction|(?:time|step|iter|iteration|epoch|batch|loss)\W*$"
 )
 NAME_START = re.compile(r"[\w./-]*$")  # of a measure's name, before the part that LOSS finds
-COLUMN_GAP = re.compile(r"\s*\|\s*|\t+|\s{2,}")
-LOSS_COLUMN = re.compile(r"(?i)(?:^|[\s_/-])loss$")
+LABELLED = re.compile(r"(?i)(?<![\w.])[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)(?!\w)")
+LABEL_EDGES = " \t:=|,;()[]{}'\"<>│┃-"
+UNCERTAIN = re.compile(
+    rf"(?<![a-z]){HELD_OUT}(?![a-z])|norm|grad|time|eta\b|speed|fps|/s\b|mfu|avg|iou|std|var|cor|r2|acc|auc|\bm?ap|best"
+)
+COLUMN_GAP = re.compile(r"\s*[|│┃]\s*|\t+|\s{2,}")
+TABLE_EDGES = " \t|│┃#"
+LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR})(?:_tra?i?n| [A-Z0-9]+)?$")
 YOLO_ROW = re.compile(r"^\s*\d+/\d+\s+[\d.]+[GM]?\s+(?P<losses>(?:(?:\d+\.\d+|0|nan|inf)\s+){2,5})")  # epoch, memory
-COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, a step and a value
+COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost, a step and a value
     r"\| +total_timesteps +\| +(?P<step>\d+) +\||.{0,80}\[timer\.py:\d+:stop\] \d+/(?P<at>\d+), "
+    r"|(?P<iteration>\d{1,9}):\s+learn: (?P<learn>\S+)(?:\s+test: (?P<test>\S+))?\s"
     r"|(?P<n>\d{1,9})[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)$"
 )
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
 ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
 NUMBER_CELL = re.compile(r"(?i)[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)")
-OTHER_LOSS = re.compile(r"(?:val|valid|validation|eval|test|dev|best|min|prev)[_ /.-]*$", re.IGNORECASE)
+OTHER_LOSS = re.compile(rf"(?<![a-z])(?:{HELD_OUT}|best|min|prev){GAP}$", re.IGNORECASE)
+OF_POLICY = re.compile(r"(?i)(?:policy|actor|critic|value|pg)[_ /]$")
+# before the loss that others are a part of
+TOTAL_LOSS = re.compile(r"(?i)(?:^|[\s,;|({\['\"])(?:(?:total|train|training)[_ /])?$")
 EVALUATION = re.compile(  # how a line of one begins
-    r"(?i)^\W*(?:test|val|valid|validation|eval|evaluation|(?:test|validat|evaluat)ing)\b ?(?:[:\[]|- |result\b)"
+    r"(?i)^\W*(?:test|val|valid|validation|eval|evaluation|(?:test|validat|evaluat)ing)\b ?"
+    r"(?:[:\[]|- |set\b|results?\b|error\b)|.{0,40}\((?:test|val|valid|validation|eval)\)"
 )
+EVALUATION_TITLE = re.compile(r"(?i)^\W*(?:test|validation|evaluation)(?: (?:error|results?|set))?:?\W*$")
 SCORE = re.compile(
     r"(?i)(?<![a-z])(?:acc|accuracy|f1|top-?1|auc)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
 )  # higher is better
@@ -85,6 +110,20 @@ REWARD = re.compile(rf"(?i)(?<![\w/])(?:(?:train|critic)/)?(?:mean_)?rewards?(?:
 RECORD_LOSS = re.compile(
     r"(?:best|min|prev|(?:keep\w*|the) last)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$", re.IGNORECASE
 )  # infinite at first
+# the words of losses, evaluations, trainings and epochs in other languages: each alternative becomes the English word
+FOREIGN_TRAIN = r"训练集?|訓練|学習|훈련|학습|entra[iî]n\w*|entrena\w*|treina\w*|treino|trainings?|обуч\w*|e[gğ]itim"
+FOREIGN_HELD_OUT = (
+    r"验证集?|驗證|测试集?|測試|検証|テスト|검증|테스트|valid[ai]\w*|валидац\w*|тест\w*|do[gğ]rulama|prueba|teste?s?"
+)
+FOREIGN = re.compile(
+    rf"(?:(?:(?P<train>{FOREIGN_TRAIN})|(?P<test>{FOREIGN_HELD_OUT}))[ _-]?(?:的|の)?(?:平均)?)?"
+    r"(?P<loss>损失值?|損失|손실|p[ée]rdida|perdita|perda|perte|verlust|потер[яиь]\w*|kayb[ıi]|(?<=[^\x00-\x7f])loss)"
+    r"(?: (?:de|del|di|en|на|при|sur|la|el|no|ao|d')? ?"
+    rf"(?:(?P<train_behind>{FOREIGN_TRAIN})|(?P<test_behind>{FOREIGN_HELD_OUT})))?"
+    r"|(?P<epoch>第 ?(?P<number>\d{1,6}) ?[个個]?[轮輪]|轮次|[ée]poca|époque|epoche|эпоха|エポック|에포크|에폭)",
+    re.IGNORECASE,
+)
+FOREIGN_WORDS = ("epoche", "verlust", "perda", "perte", "perdita", "epoca")  # those in ASCII
 
 
 @dataclass(frozen=True)
@@ -101,6 +140,20 @@ class StepLoss:
     score: float | None = None  # of an evaluation: the accuracy or the like
 
 
+def in_english(text: str) -> str:
+    """The line with the words of losses and epochs in English."""
+    if text.isascii() and not any(word in text.lower() for word in FOREIGN_WORDS):
+        return text
+    return FOREIGN.sub(english_word, text).replace("：", ": ")
+
+
+def english_word(match: re.Match[str]) -> str:
+    if match["epoch"]:
+        return f"epoch {match['number'] or ''}"
+    held_out, train = match["test"] or match["test_behind"], match["train"] or match["train_behind"]
+    return "val loss" if held_out else "train loss" if train else "loss"
+
+
 def strip_bars(text: str) -> tuple[str, StepLoss | None]:
     """The line without its progress bars, and the count of the last one with the loss beside it."""
     if "%|" not in text:
@@ -110,10 +163,12 @@ def strip_bars(text: str) -> tuple[str, StepLoss | None]:
         at, of = parse_count(match["at"]), parse_count(match["of"])
         if PREPARATION.match(match[0]):
             continue
-        loss = read_value(find_measure(LOSS, match[0])) if "loss" in match[0].lower() else None
+        has_loss = "loss" in match[0].lower()
+        loss = read_value(find_measure(LOSS, match[0])) if has_loss else None
         if row := YOLO_ROW.match(match[0]):
             loss = sum(map(float, row["losses"].split()))
-        progress = StepLoss(step=at, loss=loss, is_last=at is not None and at == of)
+        held_out = read_value(HELD_OUT_LOSS.search(match[0])) if has_loss else None
+        progress = StepLoss(step=at, loss=loss, is_last=at is not None and at == of, held_out=held_out)
     return BARE_BAR.sub("", BAR.sub("", text)).strip(" \t"), progress
 
 
@@ -127,12 +182,15 @@ def strip_counters(text: str) -> tuple[str, StepLoss | None]:
 def read_step_and_loss(text: str) -> StepLoss | None:
     """The step or the loss that a line reports; None if it reports neither."""
     lowered = text.lower()
+    step = STEP.search(text)
     loss_match = find_measure(LOSS, text) if "loss" in lowered else None
+    if loss_match is None and any(word in lowered for word in ERROR_WORDS) and (step or OF_TRAINING.search(text)):
+        loss_match = find_measure(ERROR_MEASURE, text)
     loss = read_value(loss_match)
     if loss is not None and math.isfinite(loss) and OF_WHOLE_RUN.search(text):
         return None
-    held_out = read_value(find_measure(HELD_OUT_LOSS, text)) if "val" in lowered and loss is not None else None
-    step = STEP.search(text)
+    has_held_out = loss is not None and any(word in lowered for word in HELD_OUT_WORDS)
+    held_out = read_value(HELD_OUT_LOSS.search(text)) if has_held_out else None
     grad_norm = read_value(find_measure(GRAD_NORM, text)) if "norm" in lowered else None
     if step is None and loss is None:
         return None if grad_norm is None or math.isfinite(grad_norm) else StepLoss(None, None, grad_norm=grad_norm)
@@ -157,20 +215,41 @@ def find_measure(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     """The measure's first value of training, or its first one that is not finite; of validation if there is no other; no record."""
     matches = [match for match in pattern.finditer(text) if not RECORD_LOSS.search(before(match))]
     training = [match for match in matches if not OTHER_LOSS.search(before(match))]
-    broken = (match for match in [*training, *matches] if not math.isfinite(float(match["value"])))
-    return next(broken, next(iter(training or matches), None))
+    broken = (match for match in (*training, *matches) if not math.isfinite(float(match["value"])))
+    if (measure := next(broken, None)) is not None or len(training) < 2:
+        return measure or next(iter(training or matches), None)
+    return training[0] if OF_POLICY.search(before(training[0])) else next(filter(is_total, training), training[0])
+
+
+def is_total(match: re.Match[str]) -> bool:
+    """Whether a loss is the one of which others on the line are parts."""
+    return match[0][4:5] not in {"_", "/"} and TOTAL_LOSS.search(before(match)) is not None
+
+
+def labelled_values(text: str) -> Iterator[tuple[str, float]]:
+    """The values of a line, each with the words before it, but for evaluations, norms, times, scores and averages of nothing."""
+    end = 0
+    for match in LABELLED.finditer(text):
+        label, end = text[end : match.start()].strip(LABEL_EDGES).lower(), match.end()
+        if label[:1].isalpha() and len(label) <= MAX_NAME and not UNCERTAIN.search(label):
+            yield label, float(match[0])
 
 
 def before(match: re.Match[str]) -> str:
     """The words before a match that tell what is measured."""
-    return match.string[max(0, match.start() - 20) : match.start()]
+    return match.string[max(0, match.start() - 30) : match.start()]
 
 
 def name_of(match: re.Match[str]) -> str:
     """The name of a loss in the form of metrics: train/loss."""
     before = match.string[max(0, match.start() - 40) : match.start()]
     prefix = NAME_START.search(before)
-    return "eval_loss" if OTHER_LOSS.search(before) else f"{prefix[0] if prefix else ''}loss"
+    measure = re.match(r"[A-Za-z_ -]*[A-Za-z]", match[0]) if match.re is ERROR_MEASURE else None
+    return (
+        "eval_loss"
+        if OTHER_LOSS.search(before)
+        else f"{prefix[0] if prefix else ''}{measure[0] if measure else 'loss'}"
+    )
 
 
 def read_memory(text: str) -> Iterator[tuple[str, float]]:
@@ -196,20 +275,21 @@ def read_value(match: re.Match[str] | None) -> float | None:
 
 def read_columns(text: str) -> tuple[str, ...]:
     """The names of a table's columns; none if no column is a loss."""
-    names = split_cells(text) if "loss" in text.lower() else ()
+    lowered = text.lower()
+    names = split_cells(text) if "loss" in lowered or any(word in lowered for word in ERROR_WORDS) else ()
     is_header = len(names) > 1 and all(name[:1].isalpha() and not set(name) & set(":={(*") for name in names)
     return names if is_header and any(map(LOSS_COLUMN.search, names)) else ()
 
 
 def split_cells(text: str) -> tuple[str, ...]:
     """The cells of a table's row, between bars, tabs, spaces or, where there are none of them, commas."""
-    cells = tuple(filter(None, COLUMN_GAP.split(text.strip(" \t|"))))
+    cells = tuple(filter(None, COLUMN_GAP.split(text.strip(TABLE_EDGES))))
     return tuple(map(str.strip, text.split(","))) if len(cells) == 1 and "," in text else cells
 
 
 def read_row(text: str, columns: Sequence[str]) -> StepLoss | None:
     """The step and a loss in a row of a table: the first loss that is not finite, of training if there is one."""
-    if not columns or text.strip(" \t|")[:1] not in ROW_STARTS:
+    if not columns or text.strip(TABLE_EDGES)[:1] not in ROW_STARTS:
         return None
     row = dict(zip(columns, split_cells(text), strict=False))
     losses = {name: float(row[name]) for name in row if LOSS_COLUMN.search(name) and NUMBER_CELL.fullmatch(row[name])}
@@ -236,5 +316,10 @@ def read_counter(text: str) -> StepLoss | None:
     match = COUNTED.match(text)
     if match is None:
         return None
-    step = parse_count(match["step"] or match["at"] or match["n"])
+    step = parse_count(match["step"] or match["at"] or match["n"] or match["iteration"])
+    if match["learn"]:
+        learn, test = (
+            float(value) if value and NUMBER_CELL.fullmatch(value) else None for value in match.group("learn", "test")
+        )
+        return StepLoss(step, learn, held_out=test)
     return StepLoss(step, math.nan if match["value"] == "nan" else None)

@@ -50,6 +50,7 @@ ZEROS, ZERO_REWARDS = 3, 10  # on the lines of a log, if no others are there
 NO_REWARD = "every reward is 0"
 LOG_GROWTH = 0.2  # of memory
 MIN_FLAT, FLAT_RANGE = 5, 0.0015  # points of a loss, and the share of its level that they span
+MIN_STILL = 12  # such points that are no longer few
 Z_FALL, MAX_FALL = 2.0, 0.05  # of a loss, in standard errors and as a share: less is no fall
 # classes between which a model guesses: the loss is the logarithm of their number; how near to it, of many points and of few
 MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
@@ -96,7 +97,9 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *(() if is_best_at_end(points["scores"]) else find_turns(losses, evaluations)),
     ]
     if not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None)):
-        return unproven(explanation, flat)
+        if len(flat.values) < MIN_STILL:
+            return unproven(explanation, flat)
+        findings = [CurveFinding(STANDS_STILL, flat, 0)]
     return add_findings(explanation, findings[:1])
 
 

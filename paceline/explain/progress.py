@@ -11,8 +11,11 @@ from typing import TypeVar
 
 from paceline.explain.explanation import LogProgress
 from paceline.explain.line_measures import (
+    EVALUATION_TITLE,
     MEMORY_WORDS,
     StepLoss,
+    in_english,
+    labelled_values,
     read_columns,
     read_counter,
     read_memory,
@@ -24,12 +27,15 @@ from paceline.explain.lines import MAX_RANKS, LogLine
 
 MAX_PROGRESS_LINES = 64  # stored; what came before them has not ended the run
 MAX_LOSSES = 2000  # stored; with more every second one is dropped
+MAX_TITLE = 40  # characters of the line above an evaluation
 MAX_MEASURES = 32  # of memory, by name and rank
+# of other measures; values of one that was finite before it became NaN; lines on which measures are looked for before one is
+MAX_LABELS, MIN_FINITE, LABELLED_LINES = 100, 2, 200
 # a loss above this followed by exactly 0: transformers writes 0 for NaN (trainer.py, logging_nan_inf_filter)
 ABRUPT = 0.5
 SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are lost
 EPOCH = re.compile(
-    r"(?i)(?:^|[|\]] {0,3}| [-:] )\W*(?:train\w*\W+)?epoch(?: (?:number|num|no))?\W{0,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
+    r"(?i)(?:^|[|\]] {0,3}| [-:] )\W*(?:train\w*\W+)?(?:epoch(?: (?:number|num|no))?|ep\b)\W{0,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
 )
 MIN_EPOCHS = 3  # of a training behind which another begins
 DONE = re.compile(
@@ -91,6 +97,9 @@ class ProgressTracker:
         self._rewards: list[LossPoint] = []
         self._scores: list[LossPoint] = []
         self._epoch, self._first_epoch = 0, sys.maxsize
+        self._labels: dict[str, int] = {}  # by the words before a value: how often it was finite
+        self._lost: dict[str, list[ProgressLine]] = {}  # its values since, that are NaN
+        self._is_evaluation = False  # the line before is the title of one
 
     def step_of(self, rank: int | None) -> int | None:
         """The last step that this rank reported, or else that any rank reported."""
@@ -98,20 +107,26 @@ class ProgressTracker:
 
     def add(self, number: int, line: LogLine, bar: StepLoss | None) -> bool:
         """Adds line `number` of the log and returns whether it reports progress; bar: the progress bar that was removed from it."""
-        lowered = line.text.lower()
+        text = in_english(line.text)
+        lowered = text.lower()
         if any(word in lowered for word in DONE_WORDS) and DONE.search(line.text):
             self._done_line = number
-        self._is_dict = "'loss':" in line.text
+        self._is_dict = "'loss':" in text
         self._is_policy = self._is_policy or "reward" in lowered
-        self._columns = read_columns(line.text) or self._columns
-        match = EPOCH.search(line.text) if "epoch" in lowered else None
+        self._columns = read_columns(text) or self._columns
+        match = EPOCH.search(text) if "ep" in lowered else None
         if match is not None:
             self._begin_epoch(int(match["epoch"]))
-        progress = read_row(line.text, self._columns) or read_line(line.text, bar)
+        progress = read_row(text, self._columns) or read_line(text, bar)
         if progress is None and match is not None:
             progress = StepLoss(None, None)
+        if progress is not None and progress.loss is not None and self._is_evaluation:
+            progress = replace(progress, name="eval_loss")
+        self._is_evaluation = len(text) < MAX_TITLE and EVALUATION_TITLE.match(text) is not None
         if progress is not None:
             self._add_progress(number, line.rank, progress)
+            if self._num_lines <= LABELLED_LINES or self._lost or "nan" in lowered:
+                self._add_labels(text, (number, line.rank, self._last_step))
         if any(word in lowered for word in MEMORY_WORDS):
             self._add_memory(line)
         return progress is not None
@@ -154,6 +169,16 @@ class ProgressTracker:
                 value = math.nan if measure == "loss" and self._is_filtered and not self._is_policy else value
                 self._add_value(measure, value, (number, rank, progress.step))
         self.lines.append((number, rank, progress.step))
+
+    def _add_labels(self, text: str, at: ProgressLine) -> None:
+        """Notes which of the values on a line are NaN; a loss may have any name."""
+        for label, value in labelled_values(text):
+            if math.isfinite(value):
+                if label in self._labels or len(self._labels) < MAX_LABELS:
+                    self._labels[label] = self._labels.get(label, 0) + 1
+                self._lost.pop(label, None)
+            elif math.isnan(value) and self._labels.get(label, 0) >= MIN_FINITE:
+                self._lost.setdefault(label, []).append(at)
 
     def _add_memory(self, line: LogLine) -> None:
         """Notes the memory that a line of a run with steps reports."""
@@ -217,6 +242,10 @@ class ProgressTracker:
             steps=self._num_lines, first_step=self.first_step, last_step=self._last_step, last_loss=self._last_loss,
             done_line=self._done_line, finished=finished, silent_end=silent_end,
         )  # fmt: skip
+        for label, places in self._lost.items():
+            if len(places) >= SKIPPED_STEPS and "loss" not in self._non_finite:
+                number, _, step = places[0]
+                return replace(reached, nan_line=number, nan_step=step, nan_measure=label)
         norms = self._non_finite.get("grad_norm", [])
         # a loss scaler skips some steps with such a gradient norm, most of them infinite; behind a loss of 0, with all of them
         # so, or where the log stops at NaN, no step counts
@@ -233,7 +262,7 @@ class ProgressTracker:
 
 def reports_progress(text: str) -> bool:
     """Whether a line alone, without the header of a table before it, reports a step, an epoch or a loss."""
-    text, bar = strip_bars(text)
+    text, bar = strip_bars(in_english(text))
     return read_line(text, bar) is not None or EPOCH.search(text) is not None
 
 

@@ -17,7 +17,7 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Record, RecordKind
 from paceline.explain.forwarded import ForwardedLines, WrappedLines
 from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes
-from paceline.explain.line_measures import StepLoss, read_step_and_loss, strip_bars
+from paceline.explain.line_measures import StepLoss, in_english, read_step_and_loss, strip_bars
 from paceline.explain.lines import (
     MAX_RANKS,
     LogLine,
@@ -48,11 +48,16 @@ MANY_PROGRESS_LINES = 20_000  # searched, of which each takes 0.1 to 0.3 ms
 SAMPLED_LINES, LATE_SAMPLES = 200, 3  # of those before them: where steps begin again, a new curve begins
 LATE = 10_000  # lines into a log: it has enough samples, and later blocks give fewer
 
+FOREIGN_PROGRESS = (  # the same words in other languages
+    "|conclu|termin|beend|abgeschl|обучен|训练|学習|학습|poca|poque|rdida|perdita|perda|perte|verlust|отер|поха|kayb|损失|損失|손실"
+    "|轮|輪|エポック|에포크|에폭"
+).encode()
 # in every line that reports a step, a loss, memory or the end of the work, and in the rows of a table of numbers
 PROGRESS_WORD = re.compile(
-    rb"(?i)step|loss|iter|epoch|\bit\b|\dit \[|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved|mem|rss|vram"
-    rb"|conclu|termin|beend|abgeschl|\xd0\xbe\xd0\xb1\xd1\x83\xd1\x87\xd0\xb5\xd0\xbd|\xe8\xae\xad\xe7\xbb\x83|\xe5\xad\xa6\xe7\xbf\x92|\xed\x95\x99\xec\x8a\xb5"
-    rb"|^[\s|]*\d[\d./]*[\s|,]+-?\d"
+    rb"(?i)step|loss|iter|epoch|\bit\b|\dit \[|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved"
+    rb"|learn:|\bep\b|nll|xent|perplex|ppl|bp[bcd]|mem|rss|vram"
+    + FOREIGN_PROGRESS
+    + rb"|^(?:[\s|]|\xe2\x94[\x82\x83])*\d[\d./]*(?:[\s|,]|\xe2\x94[\x82\x83])+-?\d"
 )
 MARKS = ((b"val", b"Val", b"VAL"), (b"poch", b"POCH"))  # words of evaluations, and of where another training begins
 SIGNAL = re.compile(
@@ -250,7 +255,7 @@ class LogParser:
         bounds = self._run.bounds
         bounds.is_shared = bounds.is_shared or bool(line.stream)
         if bounds.end is not None and bounds.resumes_behind_end(
-            number, line.text, read_step_and_loss(line.text) or bar
+            number, line.text, read_step_and_loss(in_english(line.text)) or bar
         ):
             self._begin_run(number)
         if self._run.progress.add(number, line, bar) and not self._tracebacks.is_open:  # an open error may be the end

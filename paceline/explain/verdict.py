@@ -37,12 +37,14 @@ from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.sentences import clean_values, fill_template, format_fix, frame_values, template_values
 from paceline.explain.signs_of_trouble import LAST_CHECKED, ends_well, last_errors, trouble_anywhere, trouble_at_end
 from paceline.explain.tracebacks import CUT_OFF
+from paceline.units import format_number_of
 
 HEALTHY, UNKNOWN, DIVERGED = "healthy", "unknown", "loss-nan"
 MIN_SCORE = 0.2  # an event with a lower score is ignored
 ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
+MIN_LATE_STEP = 10  # of a single line of progress
 MIN_LINES = 8  # of a log without progress: ordinary output to its end
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
@@ -195,7 +197,7 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, ())
     if trouble := [] if progress.finished else [Evidence(n, shorten(text)) for n, text in trouble_at_end(logs)]:
         return explain_silence(logs, progress, trouble)
-    if progress.finished or (progress.steps >= MIN_STEPS and not stays_at_start(progress)):
+    if progress.finished or (progress.steps >= MIN_STEPS and not stays_at_start(progress)) or is_late_step(progress):
         return explain_health(progress)
     if any(map(hardly_began, logs)):
         return explain_silence(logs, progress, ())
@@ -224,6 +226,11 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
 def stays_at_start(progress: LogProgress) -> bool:
     """Whether all that is shown of steps is a bar at 0."""
     return progress.steps >= MIN_STEPS and progress.last_step == 0 and progress.last_loss is None
+
+
+def is_late_step(progress: LogProgress) -> bool:
+    """Whether all that is shown is a step far into the work, with its loss, as of a line that was cut out of a log."""
+    return (progress.last_step or 0) >= MIN_LATE_STEP and progress.last_loss is not None and progress.silent_end
 
 
 def hardly_began(log: Log) -> bool:
@@ -276,10 +283,11 @@ def count_lines(logs: Sequence[Log]) -> int:
 def explain_health(progress: LogProgress) -> Explanation:
     """For a log that shows that the run works and no failure; one that stops at a progress line may have been cut off."""
     summary, fix = "no failure found", ""
-    if progress.last_step is not None:
+    if progress.steps:
         loss = f", loss {progress.last_loss:g}" if progress.last_loss is not None else ""
-        steps = f"step {progress.first_step or 0:,} to {progress.last_step:,}"
-        summary += f": {progress.steps:,} progress lines, {steps}{loss}"
+        last_step = progress.last_step
+        steps = f", step {progress.first_step or 0:,} to {last_step:,}" if last_step is not None else ""
+        summary += f": {format_number_of(progress.steps, 'progress line')}{steps}{loss}"
     if progress.silent_end:
         summary += "; the log stops there without an error or a final message"
         fix = CHECK_END

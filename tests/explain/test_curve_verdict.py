@@ -439,7 +439,8 @@ def test_a_loss_that_hardly_moves_over_a_few_reports_proves_nothing():
 def test_a_loss_that_leaves_its_first_point_by_less_than_a_percent_and_stays_there_proves_nothing():
     chance = [0.6958, 0.6938, 0.6935, *(0.6932 + 0.0001 * (n % 2) for n in range(13))]
     line = "Epoch {step} | Loss: {loss:.4f} | Acc: 0.501\n"
-    assert explain(log_of(enumerate(chance, 1), line)).cause == "unknown"
+    assert explain(log_of(enumerate(chance[:11], 1), line)).cause == "unknown"
+    assert explain(log_of(enumerate(chance, 1), line)).cause == "loss-stands-still"
     assert explain(log_of(enumerate([0.75, 0.72, *chance], 1), line)).cause == "healthy"
 
 

@@ -1,5 +1,7 @@
 """The progress lines of the usual trainers: healthy ones, and those with NaN in losses or gradients."""
 
+import math
+import random
 import tomllib
 from pathlib import Path
 
@@ -10,8 +12,10 @@ from paceline.explain.line_measures import StepLoss, read_columns, read_row
 from paceline.explain.run_folder import explain
 
 TABLE = Path(__file__).parent / "trainers.toml"
-TRAINERS = tomllib.loads(TABLE.read_text(encoding="utf-8"))["trainer"]
-by_name = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer["name"])
+TABLES = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+by_name = pytest.mark.parametrize("trainer", TABLES["trainer"], ids=lambda trainer: trainer["name"])
+by_report = pytest.mark.parametrize("report", TABLES["report"], ids=lambda report: report["name"])
+NUM_REPORTS = 20
 
 
 def progress_lines(trainer, steps, values):
@@ -57,6 +61,60 @@ def test_a_log_that_stops_at_a_gradient_norm_of_nan_is_no_healthy_one():
     lines = [f"{{'loss': 2.31, 'grad_norm': {norm}, 'epoch': 0.1}}\n" for norm in ("6.1", "nan")]
     assert explained(*lines).cause == "loss-nan"
     assert explained(*lines, "{'train_runtime': 61.2, 'epoch': 0.1}\n").cause == "healthy"
+
+
+def reports(report, loss_at, val_at=None):
+    """The log of a training: loss_at and val_at give the losses of training and validation at a report."""
+    chance = random.Random(1)
+    log = report.get("header", "")
+    for n in range(1, NUM_REPORTS + 1):
+        loss, val = (f"{at(n) + chance.gauss(0, 0.0005):.4f}" for at in (loss_at, val_at or loss_at))
+        log += report["text"].format(n=n, loss=loss, val=val)
+    return log
+
+
+def falling_loss(n):
+    return 0.5 + 2.5 * math.exp(-n / 5)
+
+
+@by_report
+def test_a_loss_that_falls_is_healthy_whatever_its_name(report):
+    assert explained(reports(report, falling_loss)).cause == "healthy"
+
+
+@by_report
+def test_a_loss_of_nan_to_the_end_is_a_failure_whatever_its_name(report):
+    assert explained(reports(report, lambda n: falling_loss(n) if n < 9 else math.nan)).cause == "loss-nan"
+
+
+@by_report
+def test_a_loss_that_multiplies_diverges_whatever_its_name(report):
+    assert explained(reports(report, lambda n: falling_loss(n) * 3 ** min(max(0, n - 8), 7))).cause == "loss-diverged"
+
+
+@by_report
+def test_a_loss_that_never_moves_stands_still_whatever_its_name(report):
+    assert explained(reports(report, lambda n: 2.3026)).cause == "loss-stands-still"
+
+
+@pytest.mark.parametrize(
+    "report", [item for item in TABLES["report"] if "{val}" in item["text"]], ids=lambda report: report["name"]
+)
+def test_a_validation_loss_that_turns_up_is_overfitting_whatever_its_name(report):
+    log = reports(report, lambda n: 3 * math.exp(-n / 4), lambda n: 0.9 + 2.5 * math.exp(-n / 2) + 0.12 * max(0, n - 5))
+    assert explained(log).cause == "validation-turns-up"
+
+
+def test_a_measure_of_any_name_that_becomes_nan_for_good_is_a_failure():
+    line = "step {n}: loss 0.{n} - entropy {entropy} - step time nan ms - accuracy nan\n"
+    finite = [line.format(n=n, entropy=0.3) for n in range(10, 14)]
+    lost = [line.format(n=n, entropy="nan") for n in range(14, 18)]
+    explanation = explained(*finite, *lost)
+    assert (explanation.cause, explanation.step) == ("loss-nan", 14)
+    assert "entropy" in explanation.evidence[0].text
+    assert explained(*finite, *lost[:2]).cause == "healthy"
+    assert explained(*finite, *lost, *finite).cause == "healthy"
+    assert explained(*lost).cause == "healthy"
 
 
 REWARD_LINES = (

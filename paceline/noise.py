@@ -14,7 +14,7 @@ CLIP = 3.0  # standard deviations
 MAX_LIKENESS = 0.6  # of neighbouring values: their correlation, which makes a mean of them less certain
 MIN_NOISE = 0.001  # of the level: that of a curve that is printed with few digits
 GROWTH_BLOCKS, GROWTH_LATE, Z_GROWTH = 8, 0.38, 5.0  # the share of the growth in the later half; standard errors
-EVEN_RISES, MAX_EVEN_RISES = 5, 18  # in a row, of a short curve
+EVEN_RISES, MAX_EVEN_RISES = 5, 8 * 4 - 2  # in a row, of a short curve
 EVENNESS = 4  # times that one of them may be as large or small as their median
 
 

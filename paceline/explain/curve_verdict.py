@@ -7,7 +7,7 @@ What a finding is called and what helps stands in the catalogue.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -49,29 +49,26 @@ MIN_POINTS = 20  # of a curve that is judged
 SPIKE = 5  # points over which a median removes spikes
 Z_RISE = 5.0  # standard errors
 LOSS_RISE, SLOWER = 0.15, 0.3  # shares of the level that are somebody's concern
-START_RISE = 0.5  # of a loss that was never lower than in its first points
-LEAP, MIN_LEAP, LEAP_POINTS = 100.0, 10.0, 3  # times the lowest stretch, and the height, of the last points of a few
-FAR_LEAP = 1e4  # times a single first point
+START_RISE, COMING_DOWN = 0.5, 0.5  # of a loss that was never lower than in its first points; of its highest level
+# times the lowest stretch, the height, the number of the last points of a few; times a single first point
+LEAP, MIN_LEAP, LEAP_POINTS, FAR_LEAP = 100.0, 10.0, 3, 300.0
 PLATEAU, PLATEAU_SPREAD = 5, 1.6  # last points of a short curve, and the ratio of the highest to the lowest
 # the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
 TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
 FAR_BELOW = 1e8  # no likelihood of a batch
-NOT_NORMALIZED = "a loss of this size that does not fall"
-MIN_SLOW_S = 60.0
+NOT_NORMALIZED, MIN_SLOW_S = "a loss of this size that does not fall", 60.0
 NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer
 SAME_VALUES = 20  # in a row
 MIN_PERIOD, REPEATED = 6, "each epoch repeats the losses of the one before: no weight changes"
 LATEST_START = 0.1  # of the last step: a curve that begins later has lost its beginning
 STILL_CHANGE, STILL_ERROR = 0.004, 0.0016  # of the level: between thirds of a curve, and the standard error of that
-STUCK_FALL = 0.01  # of the level, from the first points
+MIN_LEVEL, STUCK_FALL = 6, 0.01  # points of a third; the share of the level, from the first points
 MIN_GROWTH = 0.1  # of memory
 GROWTH_STARTS = (0.2, 0.4, 0.6)  # of the curve: memory grows in any run at first, and a leak may begin late
 MIN_VALIDATION, MIN_AFTER = 6, 3  # points of a validation curve, and after its lowest
 VALIDATION_RISE, Z_VALIDATION = 0.02, 5.0
-MIN_RISES, FEW_RISE = (
-    2,
-    0.3,
-)  # of a validation curve of fewer points: one after the other, and all of them as a share of the lowest
+# of a validation curve of fewer points: one after the other, and all of them as a share of the lowest
+MIN_RISES, FEW_RISE = 2, 0.3
 CONFIDENCE = 0.8
 
 
@@ -242,13 +239,13 @@ def find_growth(memories: Sequence[MetricSeries], min_growth: float = MIN_GROWTH
             yield finding_at(MEMORY_GROWS, series, finite.steps[1])
 
 
-def find_slowdown(by_kind: dict[str, list[MetricSeries]]) -> Iterator[CurveFinding]:
+def find_slowdown(by_kind: Mapping[str, Sequence[MetricSeries]], slower: float = SLOWER) -> Iterator[CurveFinding]:
     """Speeds that have fallen; from the times of the losses, if no curve has a speed."""
-    speeds = by_kind.get(THROUGHPUT, []) + by_kind.get(STEP_TIME, [])
-    for series in speeds or [speed for loss in by_kind.get(LOSS, [])[:1] for speed in [speed_of(loss)]]:
+    speeds = [*by_kind.get(THROUGHPUT, ()), *by_kind.get(STEP_TIME, ())]
+    for series in speeds or [speed for loss in by_kind.get(LOSS, ())[:1] for speed in [speed_of(loss)]]:
         finite = thinned(series)
         slow = [value if series.kind == STEP_TIME else 1 / value for value in finite.values if value > 0]
-        if len(slow) < len(finite.values) or (at := rise_to_end(slow, SLOWER)) is None:
+        if len(slow) < len(finite.values) or (at := rise_to_end(slow, slower)) is None:
             continue
         lasted_s = finite.times[-1] - finite.times[at]
         if not lasted_s < MIN_SLOW_S:  # NaN where times are unknown
@@ -295,7 +292,8 @@ def rise_from_start(values: Sequence[float], min_rise: float) -> int | None:
     """0 if the whole curve is higher than its first points."""
     first, last = values[:3], values[-max(10, len(values) // 3) :]
     rose = len(values) >= MIN_POINTS and quartile(last, 1) > (1 + max(START_RISE, min_rise)) * max(first)
-    return 0 if rose and quartile(values[3:], 1) > max(first) else None
+    comes_down = median(last) < COMING_DOWN * max(running_median(values, SPIKE))
+    return 0 if rose and quartile(values[3:], 1) > max(first) and not comes_down else None
 
 
 def leap(values: Sequence[float]) -> int | None:
@@ -321,8 +319,10 @@ def short_rise(values: Sequence[float]) -> int | None:
 
 def is_too_high(values: Sequence[float]) -> bool:
     half, lowest = len(values) // 2, min(values)
-    stays = len(values) >= MIN_HIGH and median(values[half:]) > 0.9 * median(values[:half])
-    return (stays and lowest > TOO_HIGH) or (len(values) >= LEAP_POINTS and lowest > ABSURD)
+    if len(values) < MIN_HIGH:
+        return len(values) >= LEAP_POINTS and lowest > ABSURD
+    stays = median(values[half:]) > 0.9 * median(values[:half]) or values[-1] > values[0]
+    return lowest > ABSURD or (stays and min(values[half:]) > TOO_HIGH)
 
 
 def constant_tail(values: Sequence[float]) -> int | None:
@@ -354,7 +354,7 @@ def zero_tail(series: MetricSeries) -> int | None:
 def is_level(values: Sequence[float]) -> bool:
     """Whether the thirds of a curve are equally high, and it has so little noise that a small fall would show."""
     third = len(values) // 3
-    if third < MIN_POINTS // 2:
+    if third < MIN_LEVEL:
         return False
     (first, noise), (middle, _), (last, last_noise) = (
         level_of(values[start : start + third]) for start in (0, third, len(values) - third)

@@ -70,6 +70,7 @@ class LineFilter:
             bytes, ...
         ] = ()  # the shapes of the log's first lines, up to the first traceback or progress
         self._has_start = False  # these are complete
+        self._failed_at_start = False  # a traceback comes behind them
         self._before = b""  # the last shape of the lines before
         # in the lines given last, where two of these come in turn; True for the first two
         self.starts: dict[int, bool] = {}
@@ -117,6 +118,12 @@ class LineFilter:
         """
         first = self._read_start(lines, shapes)
         before, self._before = self._before, next(filter(None, reversed(shapes)), self._before)
+        if self._failed_at_start and len(self._start) == 1:
+            return {
+                at: True
+                for at, shape in enumerate(shapes)
+                if at >= first and shape == self._start[0] and is_title(shape)
+            }
         pairs = {pair for at, pair in enumerate(pairwise(self._start)) if is_start(pair, is_first=at == 0)}
         if not any(last in all_shapes for _, last in pairs):
             return {}
@@ -130,12 +137,18 @@ class LineFilter:
         if self._has_start:
             return 0
         for at, shape in enumerate(shapes):
-            is_enough = len(self._start) == MAX_STARTS or b"Traceback" in shape or b'File"' in shape
+            self._failed_at_start = b"Traceback" in shape or b'File"' in shape
+            is_enough = self._failed_at_start or len(self._start) == MAX_STARTS
             if is_enough or reports_progress(lines[at][:MAX_START_BYTES].decode("utf-8", "replace")):
                 self._has_start = True
                 return at
             self._start = (*self._start, shape) if shape else self._start
         return len(shapes)
+
+
+def is_title(shape: bytes) -> bool:
+    """Whether a line alone can be the beginning of a program that failed right behind it."""
+    return len(shape) >= MIN_START and not NO_START.search(shape)
 
 
 def is_start(pair: tuple[bytes, bytes], *, is_first: bool) -> bool:

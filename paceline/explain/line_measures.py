@@ -69,6 +69,11 @@ PART_END = re.compile(r"[,|;{}\t]|\s{2}")
 AMOUNT = re.compile(
     r"(?i)(?<![\w./-])(?P<value>\d{1,15}(?:\.\d{1,9})?)[ \t]?(?P<unit>[kmgt]?i?b?)%?(?=[\s,;|()\]/}'\"]|$)"
 )
+PER_SECOND = (
+    r"(?<![a-z])(?:tok(?:en)?s?|samples?|imgs?|images|seqs?|frames) ?(?:/|_per_| per )s(?:ec(?:ond)?)?(?![a-z])"
+)
+COUNT = r"(?P<value>\d[\d,]*(?:\.\d+)?)"
+SPEEDS = (re.compile(rf"(?i){PER_SECOND}['\"]?\s*[:=]?\s*{COUNT}"), re.compile(rf"(?i){COUNT} ?{PER_SECOND}"))
 MAX_NAME = 60  # characters of a measure's name
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 COUNTERS = re.compile(r"(?i)((?:gpu|cuda|device|rank)[ :#]{0,2}\d+)|[ :]?\d+")  # all but a device's number
@@ -267,6 +272,12 @@ def read_memory(text: str) -> Iterator[tuple[str, float]]:
                     if unit is None
                     else (f"{named} (bytes)", float(match["value"]) * unit)
                 )
+
+
+def read_speed(text: str) -> float | None:
+    """The throughput that a line reports."""
+    match = next(filter(None, (pattern.search(text) for pattern in SPEEDS)), None)
+    return float(match["value"].replace(",", "")) if match else None
 
 
 def read_value(match: re.Match[str] | None) -> float | None:

@@ -193,6 +193,7 @@ def seconds_of(match: re.Match[str]) -> float:
 
 def unwrap_json(raw: bytes) -> list[bytes]:
     """The lines of text in a line of JSON, each with rank and time as a prefix; the line itself if it is none with a message."""
+    raw = raw.lstrip(b"[, ") if raw[:2] in {b"[{", b",{"} else raw  # an array with one object a line, of Kaggle for one
     start = raw.find(b'{"', 0, MAX_BEFORE)
     if start < 0 or len(raw) > MAX_JSON_BYTES or not raw.rstrip().endswith(b"}"):
         return [raw]
@@ -208,7 +209,8 @@ def unwrap_json(raw: bytes) -> list[bytes]:
 
 def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:
     """The message's lines, the first with its level, and then those of the traceback."""
-    message = first_text(fields, ("data", *MESSAGES) if "pipe" in fields else MESSAGES)  # milabench's lines
+    has_data = "pipe" in fields or "stream_name" in fields  # of milabench, of Kaggle
+    message = first_text(fields, ("data", *MESSAGES) if has_data else MESSAGES)
     lines = message.splitlines()
     level = first_text(fields, LEVELS)
     is_output = "textPayload" in fields  # Google Cloud calls all that a container writes to stderr an error

@@ -27,6 +27,7 @@ class Log:
     scores: tuple[LossPoint, ...] = ()  # likewise, of evaluations: accuracies
     memory: tuple[LossPoint, ...] = ()  # in use
     rewards: tuple[LossPoint, ...] = ()  # of a policy
+    speeds: tuple[LossPoint, ...] = ()  # likewise, throughput
     first_line: int = 1  # of the run
     is_restart: bool = False  # the run begins as the log did
     by_command: bool = False  # the run begins with a command that a shell prints
@@ -69,6 +70,7 @@ class OpenRun:
             scores=self.progress.scores,
             memory=self.progress.memory,
             rewards=self.progress.rewards,
+            speeds=self.progress.speeds,
             first_line=self.first_line,
             is_restart=self.is_restart,
             by_command=self.by_command,

@@ -23,6 +23,7 @@ from paceline.explain.curve_verdict import (
     find_growth,
     find_overfitting,
     find_rises,
+    find_slowdown,
     find_still,
     is_level,
     is_stuck,
@@ -35,6 +36,7 @@ from paceline.explain.series import (
     LOSS,
     MEMORY,
     REWARD,
+    THROUGHPUT,
     VALIDATION,
     MetricSeries,
     evenly_spaced,
@@ -48,7 +50,7 @@ LOG_RISE = 1.0  # of a loss that was higher at first
 PART_RISE = 9.0  # of one whose first steps are not in the log
 ZEROS, ZERO_REWARDS = 3, 10  # on the lines of a log, if no others are there
 NO_REWARD = "every reward is 0"
-LOG_GROWTH = 0.2  # of memory
+LOG_GROWTH, LOG_SLOWER = 0.2, 1.0  # of memory, of the time for a sample
 MIN_FLAT, FLAT_RANGE = 5, 0.0015  # points of a loss, and the share of its level that they span
 MIN_STILL = 12  # such points that are no longer few
 Z_FALL, MAX_FALL = 2.0, 0.05  # of a loss, in standard errors and as a share: less is no fall
@@ -67,7 +69,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         return explanation
     points = {
         name: max((getattr(log, name) for log in logs), key=len, default=())
-        for name in ("losses", "held_out", "scores", "memory", "rewards")
+        for name in ("losses", "held_out", "scores", "memory", "rewards", "speeds")
     }
     reported = line_series(points["losses"], source="log")
     losses, held_out = ([item for item in reported if item.kind == kind] for kind in (LOSS, VALIDATION))
@@ -94,6 +96,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *find_zeros(losses, ZEROS, cause=NAN if has_nan else STANDS_STILL),
         *find_zeros(line_series(points["rewards"], source="log", kind=REWARD), ZERO_REWARDS, reason=NO_REWARD),
         *find_growth(memories, LOG_GROWTH),
+        *find_slowdown({THROUGHPUT: line_series(points["speeds"], source="log", kind=THROUGHPUT)}, LOG_SLOWER),
         *(() if is_best_at_end(points["scores"]) else find_turns(losses, evaluations)),
     ]
     if not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None)):

@@ -64,6 +64,7 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|\b(?:is|are|be) expected (?:if|when|as|since|because)\b"
     # of what a launcher looks at, and of the libraries that DeepSpeed tries to link
     rf"|{RECOVERED}|_is_a_lwp: open|select_algorithm\.py\b|^MESA-LOADER|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
+    r"|slurm_load_jobs error: Invalid job id"  # of squeue, when the job is over
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
 IN_THREAD = re.compile(
@@ -93,8 +94,9 @@ PROGRAM_ENDED = re.compile(
 CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
 )
-FATAL = re.compile(  # a kernel's assertion, NCCL's watchdog
-    r"block: \[[\d,]+\], thread: \[[\d,]+\] Assertion |Watchdog caught collective operation timeout|taking the entire process down"
+FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog
+    r"Stop training$|terminating training|block: \[[\d,]+\], thread: \[[\d,]+\] Assertion "
+    r"|Watchdog caught collective operation timeout|taking the entire process down"
 )
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")  # a file that is not the user's
@@ -107,6 +109,8 @@ OWN_CALL = re.compile(
 NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt|\w*Warning)(?:\w+\.)*[A-Z]\w+(?::|$)")
 OWN_CLASS_WEIGHT = 0.3
 CHILD_START = re.compile(r"\bsubprocess\.py\", line \d+, in _execute_child$")
+# torch looks for the end of the archive in front of the file's start where the file is cut
+CHECKPOINT_READER, READER_WEIGHT = re.compile(r"torch/serialization\.py\", line \d+, in __init__$"), 0.9
 NO_PROGRAM, TOOL_WEIGHT = re.compile(r"FileNotFoundError: \[Errno 2\] .*: '(?P<tool>[^']+)'"), 0.9
 NOT_OWN = {"version-mismatch", "config-error"}
 LOGGING = re.compile(
@@ -150,6 +154,8 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     harmless_ids, announcements = {id(record) for record in harmless}, {record.line - 1 for record in harmless}
     for record in log.records:
         matches = load_catalogue().match(record.text, record.kind)
+        if record.text.startswith("OSError") and any(map(CHECKPOINT_READER.search, record.frames)):
+            matches = [(load_catalogue().causes["checkpoint-corrupt"], READER_WEIGHT, {})]
         is_own = bool(OWN_CALL.match(record.text) and record.frames and not INSTALLED.search(record.frames[-1]))
         if record.frames and CHILD_START.search(record.frames[-1]) and (missing := NO_PROGRAM.match(record.text)):
             matches = [(load_catalogue().causes["system-tool-missing"], TOOL_WEIGHT, missing.groupdict())]

@@ -20,6 +20,7 @@ from paceline.explain.line_measures import (
     read_counter,
     read_memory,
     read_row,
+    read_speed,
     read_step_and_loss,
     strip_bars,
 )
@@ -81,6 +82,7 @@ class ProgressTracker:
         self._losses: list[LossPoint] = []
         self._held_out: list[LossPoint] = []
         self._memory: dict[str, list[tuple[int, float]]] = {}
+        self._speeds: list[LossPoint] = []
         self._loss_rank: int | None = None  # whose losses are stored: the first that reported one
         self._is_policy = False
         self._is_dict = False  # the line is one of transformers' Trainer
@@ -127,6 +129,8 @@ class ProgressTracker:
             self._add_progress(number, line.rank, progress)
             if self._num_lines <= LABELLED_LINES or self._lost or "nan" in lowered:
                 self._add_labels(text, (number, line.rank, self._last_step))
+        if progress is not None and progress.step is not None and ("/s" in lowered or "per" in lowered):
+            self._add_speed(line)
         if any(word in lowered for word in MEMORY_WORDS):
             self._add_memory(line)
         return progress is not None
@@ -135,7 +139,7 @@ class ProgressTracker:
         """Notes the epoch of a line. Where the epochs begin again, another training does: curves do not go on from the last one."""
         self._first_epoch = min(epoch, self._first_epoch)
         if epoch <= max(1, self._first_epoch) + 1 and self._epoch >= epoch + MIN_EPOCHS:
-            for points in (self._losses, self._held_out, self._rewards, self._scores):
+            for points in (self._losses, self._held_out, self._rewards, self._scores, self._speeds):
                 points.clear()
             self._memory.clear()
         self._epoch = epoch
@@ -188,6 +192,16 @@ class ProgressTracker:
             key = name if line.rank is None else f"rank {line.rank} {name}"
             if key in self._memory or len(self._memory) < MAX_MEASURES:
                 store(self._memory.setdefault(key, []), (self._last_step, value))
+
+    def _add_speed(self, line: LogLine) -> None:
+        """Notes the throughput of one rank."""
+        if (speed := read_speed(line.text)) is not None and line.rank == self._loss_rank:
+            store(self._speeds, (self._last_step, "throughput", speed))
+
+    @property
+    def speeds(self) -> tuple[LossPoint, ...]:
+        """The throughput, by step."""
+        return tuple(self._speeds)
 
     @property
     def memory(self) -> tuple[LossPoint, ...]:

@@ -66,7 +66,7 @@ SIGNAL = re.compile(
     r"|^(?:zsh: |\[\d+\] +[-+] +\d+ )(?:killed|segmentation fault|abort|bus error|terminated|illegal hardware instruction)\b"
 )
 EXIT = re.compile(
-    r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)|exit ?code|non-zero exit|return code|Exited with"
+    r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)|exit ?code|non-zero exit|\(exit \d|return code|Exited with"
     r"|^wandb: .*\(failed \d+\)",
     re.IGNORECASE,
 )
@@ -88,6 +88,7 @@ RANK_IN_TEXT = re.compile(
     r"|^\W*(?:[Gg]lobal[ _])?(?:[Rr]ank|RANK)[ _=:]?(?P<j>\d{1,6})(?::| ?\(local[ _]rank)|\bglobal_rank[=: ]+(?P<k>\d{1,6})\b"
     r"|\b(?:on|at|from|by) (?:global )?rank[ =:]?(?P<l>\d{1,6})\b|\.py:\d+\] \((?P<m>\d{1,6})/\d{1,6}\) "
 )
+SNIPPET_RANK = re.compile(r"^\[Rank (?P<rank>\d{1,6}) Error Snippet\]:$")  # Ray Train's, above a traceback
 EXCEPTION_REPR = re.compile(  # alone on its line, as Hydra and loggers print it
     r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))\((?P<quote>['\"])(?P<message>.*)(?P=quote),?\)$"
 )
@@ -137,6 +138,7 @@ class LogParser:
             maxlen=PROGRESS_LINES
         )  # skipped last; parsed before the next event
         self._num_progress = 0  # lines read for progress
+        self._snippet_rank: int | None = None
         self._banner_rank: int | None = None
         self._banner_host: str | None = None
 
@@ -269,6 +271,11 @@ class LogParser:
         line = split_prefix(text)
         if match := EXCEPTION_REPR.match(line.text):
             line = replace(line, text=f"{match['type']}: {match['message']}")
+        rank, self._snippet_rank = self._snippet_rank, None
+        if match := SNIPPET_RANK.match(line.text):
+            self._snippet_rank = int(match["rank"])
+        elif rank is not None:
+            line = replace(line, rank=rank)
         if line.rank is None and self._rank is not None:
             line = replace(line, rank=self._rank)
         is_first = number in self._starts

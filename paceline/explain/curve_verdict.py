@@ -48,7 +48,7 @@ STRETCHES = (10, 20, 40)  # numbers of last points that are compared with an ear
 MIN_POINTS = 20  # of a curve that is judged
 SPIKE = 5  # points over which a median removes spikes
 Z_RISE = 5.0  # standard errors
-LOSS_RISE, SLOWER = 0.15, 0.3  # shares of the level that are somebody's concern
+LOSS_RISE, SLOWER, MIN_SLOW_S = 0.15, 0.3, 60.0  # shares of the level that are somebody's concern; for how long
 START_RISE, COMING_DOWN = 0.5, 0.5  # of a loss that was never lower than in its first points; of its highest level
 # times the lowest stretch, the height, the number of the last points of a few; times a single first point
 LEAP, MIN_LEAP, LEAP_POINTS, FAR_LEAP = 100.0, 10.0, 3, 300.0
@@ -56,7 +56,7 @@ PLATEAU, PLATEAU_SPREAD = 5, 1.6  # last points of a short curve, and the ratio 
 # the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
 TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
 FAR_BELOW = 1e8  # no likelihood of a batch
-NOT_NORMALIZED, MIN_SLOW_S = "a loss of this size that does not fall", 60.0
+NOT_NORMALIZED = "a loss of this size that does not fall"
 NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer
 SAME_VALUES = 20  # in a row
 MIN_PERIOD, REPEATED = 6, "each epoch repeats the losses of the one before: no weight changes"

@@ -25,7 +25,15 @@ from paceline.slurm import JobReader, format_job
 from paceline.typed_fields import typed_content, well_typed
 from paceline.units import unix_time
 from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, slow_ranks
-from paceline.watch.events import attempt_views, end_state, event_view, last_event_time, live_state, lost_hosts
+from paceline.watch.events import (
+    attempt_views,
+    end_state,
+    event_view,
+    is_complete,
+    last_event_time,
+    live_state,
+    lost_hosts,
+)
 from paceline.watch.goodput import LINE_FIELDS, goodput, step_lines
 from paceline.watch.growing_file import GrowingFile, parse_lines
 from paceline.watch.log_reader import LogCurves
@@ -41,7 +49,6 @@ MAX_EXPLAINED_BYTES = 64 << 20  # of an attempt with longer logs only the verdic
 # an explanation reads them
 EXPLAINED_EVENTS = ("attempt", "rank_failed", "stopping", "hang", "attempt_ended", "verdict")
 READ_ERRORS = (KeyError, TypeError, ValueError, AttributeError)  # that a damaged file may cause
-REQUIRED_FIELDS = {"attempt": ("attempt",), "resumed": ("step",), "checkpoint": ("step",), "sample": ("step",)}
 
 
 class RunReader:
@@ -371,12 +378,6 @@ def is_readable_file(path: Path) -> bool:
 
 def is_times(value: Any) -> TypeGuard[list[float]]:
     return isinstance(value, list) and all(type(item) in (int, float) for item in value)
-
-
-def is_complete(event: Record) -> bool:
-    """Whether an event has the fields that its kind needs; a crash may have cut it, or another version written it."""
-    numbers = {*REQUIRED_FIELDS.get(str(event.get("event")), ()), *({"attempt"} & event.keys())}
-    return not math.isnan(unix_time(event.get("time"))) and all(type(event.get(name)) is int for name in numbers)
 
 
 def expected(plan: Record) -> dict[str, Any] | None:

@@ -23,10 +23,10 @@ from paceline.explain.lines import strip_escapes
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_preparing, is_queued, read_end, read_json_lines, read_text, to_utc
 from paceline.terminal import cells, pad
-from paceline.typed_fields import well_typed
+from paceline.typed_fields import hints_of, well_typed
 from paceline.units import format_count
 from paceline.watch.about import csv_lines, read_about, read_config, read_notes
-from paceline.watch.events import end_state, last_event_time, live_state
+from paceline.watch.events import end_state, is_complete, last_event_time, live_state
 from paceline.watch.growing_file import parse_lines, read_part, search
 from paceline.watch.measures import format_figure, format_time
 from paceline.watch.snapshot import LIVE, Snapshot, State
@@ -83,7 +83,7 @@ class RunStatus:
 
 def run_status(run: RunDir) -> RunStatus:
     """Reads only the end of metrics.jsonl, or of a script's log, so that a hundred long runs are listed at once."""
-    events = list(read_json_lines(run.events))
+    events = list(filter(is_complete, read_json_lines(run.events)))
     command = next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None)
     attempts = sum(event.get("event") == "attempt" for event in events)
     names = ("step", "loss", "val_bpb", "tok_per_sec")
@@ -124,12 +124,17 @@ def run_state(run: RunDir, events: Sequence[dict[str, Any]], line: dict[str, Any
 
 
 def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Returns the last value of each field in a file of JSON lines, within MAX_END_BYTES of its end."""
+    """Returns the last value of each field in a file of JSON lines, within MAX_END_BYTES of its end.
+
+    A value of another type than RunStatus has is none.
+    """
     values: dict[str, Any] = {}
+    kinds = {name: hints_of(RunStatus)[name][0] for name in names}
     for length in (END_BYTES, 16 * END_BYTES, MAX_END_BYTES):
         block, is_whole = read_end(path, length)
         for record in parse_lines(block):
-            values |= {name: record[name] for name in names if record.get(name) is not None}
+            typed = {name: well_typed(record.get(name), kind) for name, kind in kinds.items()}
+            values |= {name: value for name, value in typed.items() if value is not None}
         if is_whole or len(values) == len(names):
             break
     return values

@@ -81,6 +81,17 @@ def test_the_last_event_decides_the_state(tmp_path):
     assert (run_status(run).state, run_status(run).attempts) == ("stopped", 2)
 
 
+def test_damaged_lines_change_neither_the_state_nor_the_step_in_the_list(tmp_path):
+    run = make_run(tmp_path)
+    append_event(run, "finished", step=60)
+    with run.events.open("a") as events, run.metrics.open("a") as metrics:
+        events.write('{"event": "attempt"}\n{"event": 5, "time": 7}\n')
+        metrics.write('{"step": "x", "loss": [1], "val_bpb": true, "tok_per_sec": "fast", "time": 7}\n')
+    status = run_status(run)
+    assert (status.state, status.step, status.loss, status.val_bpb) == ("finished", 60, 2.25, 1.25)
+    assert open_reader(run.path).update().state == "finished"
+
+
 def test_a_run_that_is_stopped_after_its_last_step_is_finished(tmp_path):
     run = make_run(tmp_path)
     append_event(run, "attempt", attempt=1)

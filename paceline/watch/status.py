@@ -233,12 +233,13 @@ def run_json(snapshot: Snapshot) -> dict[str, Any]:
 
 def format_run(snapshot: Snapshot) -> str:
     """Returns one run at length: its state, how each attempt ended and what was decided then, where its time went."""
-    figures = f", step {format_steps(snapshot)}, val_bpb {format_figure('val_bpb', snapshot.val_bpb)}"
-    of_steps = figures if snapshot.kind == "training" else ""
+    name = "val_bpb" if snapshot.kind == "training" else "loss"
+    figures = f", step {format_steps(snapshot)}, {name} {format_figure(name, getattr(snapshot, name))}"
+    of_steps = figures if snapshot.kind == "training" or snapshot.step else ""
     places = [f"{host.name}: {host_place(host)}" for host in snapshot.hosts if host_place(host)]
-    hosts = [f"hosts   {'; '.join(places)}"] if places else []
-    slurm = [f"slurm   {snapshot.slurm}"] if snapshot.slurm else []
-    lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}", *slurm, *hosts, ""]
+    lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}"]
+    rows = {"slurm": [snapshot.slurm or ""], "hosts": ["; ".join(places)], "note": snapshot.notes}
+    lines += [*(f"{name:<8}{text}" for name, texts in rows.items() for text in texts if text), ""]
     for attempt in snapshot.attempts:
         lines.append(
             f"attempt {attempt.attempt}, {format_time(attempt.time)} UTC: {attempt_outcome(snapshot, attempt)}"
@@ -281,9 +282,8 @@ class Shelf:
 
     def paths(self) -> dict[str, Path]:
         """Returns every run that a page may request, by name."""
-        paths = {
-            path.name.encode(errors="replace").decode(): path for path in run_folders(self.runs_dir)
-        }  # as JSON has them
+        # by their names as JSON has them
+        paths = {path.name.encode(errors="replace").decode(): path for path in run_folders(self.runs_dir)}
         return paths | ({self.named.name: self.named} if self.named else {})
 
     def refused(self) -> list[Path]:

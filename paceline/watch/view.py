@@ -209,6 +209,7 @@ def markdown_report(path: Path, *, now: float) -> str:
         [f"# {escape(snapshot.name)}: {snapshot.state}", "", *([escape(verdict.text)] if verdict else [])],
         [", ".join(progress(snapshot))],
         ["| | measured | plan | |", "|---|---:|---:|---:|", *rows] if rows else [],
+        [f"- {escape(note)}" for note in snapshot.notes],
         section("What happened", explanation(snapshot)),
         section("Curves", fenced(curves(snapshot.series))),
         section("Where the time went", time_spent(snapshot)),

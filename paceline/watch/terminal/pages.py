@@ -144,12 +144,12 @@ def log_block(log: LogText, *, width: int, height: int) -> list[Line]:
 
 
 def last_block(snapshot: Snapshot, *, now: float, width: int, height: int) -> list[Line]:
-    """Events; for a log, which has none, the notes on what could not be read."""
-    if height < 1 or (snapshot.kind == "log" and not snapshot.events and not snapshot.notes):
-        return []
-    if snapshot.notes and not snapshot.events:
-        return [heading("notes", width), *head.note_lines(snapshot, width=width)[:height]]
-    return [heading("events", width), *head.event_lines(snapshot, now=now, width=width, height=height)]
+    """The notes on what could not be read, and the events; a log has none."""
+    notes = section("notes", head.note_lines(snapshot, width=width)[: max(0, height)], width)[1:]
+    height -= len(notes)
+    if height < 1 or (not snapshot.events and (snapshot.kind == "log" or notes)):
+        return notes
+    return [*notes, heading("events", width), *head.event_lines(snapshot, now=now, width=width, height=height)]
 
 
 def wide_overview(snapshot: Snapshot, *, now: float, width: int, height: int, log: LogText) -> list[Line]:

@@ -200,7 +200,9 @@ class RunReader:
         last = [log for log in self.logs if log.rank is not None and log.attempt == self.logs[-1].attempt]
         logs_read = [self._script_logs.setdefault(log.path, LogCurves(Path(log.path))) for log in last[:SCRIPT_RANKS]]
         start = unix_time(self.attempts[-1]["time"]) if self.attempts else None
-        ends = [unix_time(event["time"]) for event in self.events if event.get("event") in ("attempt_ended", *END_STATES)]
+        ends = [
+            unix_time(event["time"]) for event in self.events if event.get("event") in ("attempt_ended", *END_STATES)
+        ]
         for log_curves in logs_read:
             log_curves.read(start=start, end=None if self.running or not ends else ends[-1])
         best = max(logs_read, key=lambda log_curves: len(log_curves.curves), default=None)

@@ -104,7 +104,9 @@ def test_a_config_that_cannot_be_parsed_is_a_note_in_every_view_and_a_script_sta
         assert "config.toml cannot be read: " in capsys.readouterr().out, view
     snapshot = open_reader(run.path).update()
     assert (snapshot.kind, snapshot.command) == ("script", ["x.py"])
-    overview = page_lines("overview", snapshot, now=NOW, width=80, height=20, choice=CurveChoice(), log=NO_LOG, wrapped=False)
+    overview = page_lines(
+        "overview", snapshot, now=NOW, width=80, height=20, choice=CurveChoice(), log=NO_LOG, wrapped=False
+    )
     assert any("config.toml cannot be" in text for line in overview for text, _ in line)
     assert run_panels(snapshot, now=NOW)["head"]["notes"] == snapshot.notes
 

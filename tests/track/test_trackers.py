@@ -12,8 +12,8 @@ import pytest
 from wandb_server import WandbServer
 
 from paceline.cli import run_command
-from paceline.rundir import RunDir, is_locked, read_json_lines, write_atomic
-from paceline.track.follower import RunRows, track
+from paceline.rundir import RunDir, append_json_line, is_locked, read_json_lines, write_atomic
+from paceline.track.follower import RunRows, track, track_now
 from paceline.track.trackers import Position
 
 START = 1_795_000_000.0
@@ -116,6 +116,19 @@ def test_tensorboard_shows_the_logged_steps_and_repeated_steps_in_their_place(ru
     write_atomic(run.metrics, "".join([*first_lines, metrics_line(20, 4.5, at=50)]))
     track_all(run, "tensorboard")
     assert read_scalars(folder, "loss") == [(10, 5.0, 10.0), (20, 4.5, 50.0)]
+
+
+def test_a_run_without_new_rows_adds_no_file_to_tensorboard_and_one_row_is_one_row(run, capsys):
+    pytest.importorskip("tensorboard")
+    track_all(run, "tensorboard")
+    files = sorted(run.track("tensorboard").with_suffix("").rglob("*"))
+    assert len(files) == 3  # the steps, and the folder of health with its file
+    track_now(run, "tensorboard")
+    assert sorted(run.track("tensorboard").with_suffix("").rglob("*")) == files
+    append_json_line(run.metrics, {"step": 40, "loss": 3.0, "time": utc(40)})
+    track_now(run, "tensorboard")
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[1], lines[3]) == ("tensorboard: no new rows", "tensorboard: 1 row sent")
 
 
 def test_tensorboard_shows_no_step_twice_after_a_tracker_was_killed_before_saving_its_position(run):

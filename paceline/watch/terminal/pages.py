@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.terminal import cut, pad
 from paceline.units import format_bytes, format_number_of
 from paceline.watch.growing_file import read_tail, search
-from paceline.watch.measures import format_measure
+from paceline.watch.measures import METRICS, format_measure
 from paceline.watch.snapshot import LIVE, LogView, Series, Snapshot
 from paceline.watch.summary import first_log, line_level, log_title
 from paceline.watch.terminal import chart, head, machines
@@ -280,9 +280,10 @@ def format_once(snapshot: Snapshot, *, now: float, width: int, colour: bool = Fa
 
 def once_curve(name: str, series: Series, *, width: int) -> Line:
     first, last = (format_measure(name, series.values[index]) for index in (0, -1))
+    label = METRICS[name].label if name in METRICS else name
     room = max(4, min(60, width - 43))
     return (
-        (f" {pad(cut(clean(name), 14), 15)}{first:>10} ", ""),
+        (f" {pad(cut(clean(label), 14), 15)}{first:>10} ", ""),
         (chart.steady_line(series, room, chart.curve_look(name)[2]), "blue"),
         (f" {last}", "strong"),
     )

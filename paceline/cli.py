@@ -150,6 +150,7 @@ def explain(args: options.ExplainOptions) -> None:
 
 
 def runs(args: run_options.RunsOptions) -> None:
+    from paceline.watch.snapshot import finite
     from paceline.watch.status import RunList, format_runs
 
     if not (statuses := RunList(Path(args.dir)).read()) and not args.json:
@@ -157,7 +158,7 @@ def runs(args: run_options.RunsOptions) -> None:
         if run:
             raise PacelineError(f"{run} is a run, not a folder of runs", fix=f"paceline runs show {shlex.quote(run)}")
         raise PacelineError(f"no runs in {args.dir}", fix="paceline train makes one")
-    print(json.dumps([asdict(status) for status in statuses], indent=1) if args.json else format_runs(statuses))
+    print(json.dumps(finite(list(map(asdict, statuses))), indent=1) if args.json else format_runs(statuses))
 
 
 def runs_show(args: run_options.RunsShowOptions) -> None:

@@ -6,6 +6,7 @@ view and reports, `event_line` for what `paceline train` prints.
 """
 
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -113,7 +114,7 @@ def sentence_of(kind: str, event: Record, *, labelled: bool) -> str | None:
         case "launch":
             return f"launched: data, plan and checks took {event.get('prepared_s', 0.0):.0f} s"
         case "script":
-            return f"launched: {' '.join(event['command'])}"
+            return f"launched: {shlex.join(event['command'])}"
         case "attempt":
             places = [f"{host}: {format_list(ranks)}" for host, ranks in event.get("hosts", {}).items()]
             where = f" ({'; '.join(places)})" if places else ""

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from paceline.run_options import RunsNoteOptions, RunsTagOptions
 from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
 from paceline.terminal import cells
 from paceline.watch.about import edit_note, edit_tags, read_about, read_notes, write_notes
+from paceline.watch.events import event_text
 from paceline.watch.log_reader import LogAndMachine
+from paceline.watch.panels import run_row
 from paceline.watch.status import (
     MAX_END_BYTES,
     RunList,
@@ -191,6 +194,18 @@ def test_a_script_has_a_state_and_a_command_and_what_its_first_rank_printed(tmp_
     run.logs(1).mkdir(parents=True)
     run.rank_log(1, 0).write_text("".join(f"step {n}/30 loss {3 - n / 30:.3f}\n" for n in range(1, 31)))
     assert format_runs([run_status(run)]).splitlines()[1].split()[2:6] == ["30/30", "2.0000", "n/a", "n/a"]
+
+
+def test_a_loss_that_is_nan_is_shown_as_nan_and_is_null_in_json(tmp_path, capsys):
+    run = make_run(tmp_path)
+    append_event(run, "script", command=["my train.py", "--note", "a b", ""])
+    run.logs(1).mkdir(parents=True)
+    run.rank_log(1, 0).write_text("step 1 loss 2.5\nstep 2 loss nan\n")
+    assert "nan" in format_runs([run_status(run)]).splitlines()[1].split()
+    assert run_row(asdict(run_status(run)))["command"] == "'my train.py' --note 'a b' ''"
+    assert event_text({"event": "script", "command": ["a b"]}) == "launched: 'a b'"
+    assert run_command(["runs", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)[0]["loss"] is None
 
 
 def test_the_list_of_runs_follows_the_log_of_a_live_script(tmp_path):

@@ -309,6 +309,13 @@ def test_a_run_is_found_by_its_folder_or_its_name(script_run):
         find_run("nowhere")
 
 
+def test_a_run_that_is_not_there_names_each_place_once(tmp_path):
+    for name, places in ((str(tmp_path / "a"), f"{tmp_path}/a"), ("a", f"a or {tmp_path}/a")):
+        with pytest.raises(PacelineError) as error:
+            find_run(name, runs_dir=str(tmp_path))
+        assert error.value.message == f"no run {name}: no config.toml in {places}"
+
+
 def test_the_list_of_runs_has_straight_columns_behind_wide_names(tmp_path):
     for name in ("中文实验", "\x1b[31mbooks", "日本語モデル"):
         write_run(tmp_path, name, steps=3)

@@ -22,7 +22,7 @@ from paceline import __version__, options, run_options
 from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError, check_new_file
-from paceline.terminal import plain_output, problem_of, tolerant_output
+from paceline.terminal import plain_output, problem_of, shows_colours, tolerant_output
 
 
 @tolerant_output()
@@ -84,7 +84,7 @@ def check(args: options.CheckOptions) -> int:
     if args.json:
         print(json.dumps(to_json(checked.findings, checked.facts), indent=1))
     else:
-        print(format_check(checked, verbose=args.verbose, coloured=sys.stdout.isatty()))
+        print(format_check(checked, verbose=args.verbose, coloured=shows_colours(sys.stdout)))
     return 0 if is_ready(checked.findings) else 1
 
 
@@ -145,7 +145,9 @@ def explain(args: options.ExplainOptions) -> None:
         explanation = explain_logs(args.logs, runs_dir=args.runs_dir, stdin=sys.stdin.buffer)
         text = format_markdown(redact(explanation)) if args.markdown else ""  # it is made to be pasted elsewhere
         print(
-            to_json(explanation) if args.json else text or format_explanation(explanation, coloured=sys.stdout.isatty())
+            to_json(explanation)
+            if args.json
+            else text or format_explanation(explanation, coloured=shows_colours(sys.stdout))
         )
 
 

@@ -27,7 +27,7 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.launch.attempts import Job, run_job
 from paceline.launch.background import detach
 from paceline.launch.cluster import Cluster
-from paceline.launch.digest import LogTail, NewRecords, is_terminal
+from paceline.launch.digest import LogTail, NewRecords
 from paceline.launch.env import Launch, check_host_options, env_elsewhere, format_env, harm_lines, worker_env
 from paceline.launch.host_facts import StartCheck, hosts_asker
 from paceline.launch.hosts import HOST_KEYS, HostEntry, hosts_of, is_this_host
@@ -41,6 +41,7 @@ from paceline.options import ScriptOptions
 from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_world_size
 from paceline.rundir import RunDir, append_event, check_unused, lock_run, unwritable_run, write_atomic
+from paceline.terminal import shows_colours
 from paceline.units import format_duration, format_number_of
 
 PROGRESS_S = 600.0  # what a script saves is unknown: an attempt that lasted this long has made progress
@@ -154,8 +155,7 @@ class ScriptJob(Job):
         world_size = len(host_of) or self.script.nproc
         ranks = range(1 if self.options.quiet_ranks else world_size)
         logs = {rank: self.run.rank_log(number, rank) for rank in ranks}
-        colour = is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")  # no-color.org
-        tail = LogTail(logs, stream=sys.stdout, colour=colour, hosts=host_of)
+        tail = LogTail(logs, stream=sys.stdout, colour=shows_colours(sys.stdout), hosts=host_of)
         events = NewRecords(self.run.events)
 
         def show_new() -> None:

@@ -27,7 +27,7 @@ from paceline.explain.explanation import with_commands
 from paceline.redaction import redact
 from paceline.run_options import ReportOptions, WatchOptions
 from paceline.rundir import RunDir, find_run, is_preparing, write_atomic
-from paceline.terminal import cells, pad
+from paceline.terminal import cells, pad, shows_colours
 from paceline.units import format_count, format_duration, format_list
 from paceline.watch.about import read_about
 from paceline.watch.measures import format_time
@@ -91,7 +91,7 @@ def show_run(options: WatchOptions, samples: Callable[[Path], Iterator[dict[str,
         reason = f"{piped} is not a terminal" if piped else f"TERM={terminal} cannot show the live view"
         print(f"{reason}: printing one view, as --once does", file=sys.stderr)
     width = max(MIN_WIDTH, shutil.get_terminal_size((PIPE_WIDTH, 24)).columns)
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    colour = shows_colours(sys.stdout)
     print(format_once(reader.update(), now=time.time(), width=width, colour=colour, ascii_only=ascii_only))
     return 0
 

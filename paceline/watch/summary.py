@@ -72,7 +72,6 @@ UNEXPLAINED: dict[str, str] = {  # by state
 }
 LEVEL_SIGNS = {"info": ("·", "faint"), "good": ("✓", "good"), "warning": ("!", "warning"), "error": ("✗", "error")}
 
-
 MAX_SILENCE_S = 60.0  # of a live run, unless SILENT_STEPS steps take longer
 SILENT_STEPS = 5
 MAX_SILENCE_UNTIMED_S = 300.0  # of a script or a log that has shown neither a step's time nor a silence yet
@@ -104,9 +103,10 @@ def summarize(snapshot: Snapshot, *, now: float) -> Summary | None:
     if state in UNEXPLAINED:
         return Summary("error", sentence(str((snapshot.explanation or {}).get("summary") or UNEXPLAINED[state])))
     if state == "queued":
-        return Summary(
-            "info", sentence(f"Slurm has not started it yet: {snapshot.slurm or 'its queue is not known here'}")
-        )
+        text = f"Slurm has not started it yet: {snapshot.slurm or 'its queue is not known here'}"
+        return Summary("info", sentence(text))
+    if state == "unknown" and not snapshot.notes:  # which tell why it cannot be read
+        return Summary("info", "This log shows no known step, no known loss and no known error.")
     if state == "preparing":
         return Summary("info", sentence("no step is taken yet: " + format_preparing(snapshot)))
     if state == "recovering" or state == "starting":

@@ -17,6 +17,7 @@ from snapshots import (
     trainer_log,
     training,
     two_hosts,
+    unknown_log,
 )
 
 from paceline.watch.snapshot import AttemptView, Series, Snapshot
@@ -56,6 +57,11 @@ def test_each_state_has_one_sentence(name):
 
 def attempts(*states):
     return [AttemptView(number, "2026-11-21T08:18:54.000Z", state) for number, state in enumerate(states, 1)]
+
+
+def test_a_log_in_which_nothing_is_known_says_so():
+    expected = Summary("info", "This log shows no known step, no known loss and no known error.")
+    assert summarize(replace(unknown_log(), notes=[]), now=NOW) == expected
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def test_unknown_values_take_no_line():
     assert once(replace(unknown_log(), notes=[])).splitlines() == [
         " output.txt  ? unknown  5m00s ago" + " " * 49 + "log  08:33:20 UTC",
         " n/a  " + "─" * 93,
+        " · This log shows no known step, no known loss and no known error.",
     ]
 
 

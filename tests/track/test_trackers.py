@@ -118,6 +118,16 @@ def test_tensorboard_shows_the_logged_steps_and_repeated_steps_in_their_place(ru
     assert read_scalars(folder, "loss") == [(10, 5.0, 10.0), (20, 4.5, 50.0)]
 
 
+def test_tensorboard_shows_no_step_twice_after_a_tracker_was_killed_before_saving_its_position(run):
+    pytest.importorskip("tensorboard")
+    track_all(run, "tensorboard")
+    run.track("tensorboard").unlink()
+    track_all(run, "tensorboard")
+    folder = run.path / "track" / "tensorboard"
+    assert [step for step, _, _ in read_scalars(folder, "loss")] == [10, 20, 30]
+    assert [step for step, _, _ in read_scalars(folder / "health", "health/one/cpu")] == [4, 21]
+
+
 def test_a_run_without_new_rows_adds_no_file_to_tensorboard_and_one_row_is_one_row(run, capsys):
     pytest.importorskip("tensorboard")
     track_all(run, "tensorboard")
@@ -129,16 +139,6 @@ def test_a_run_without_new_rows_adds_no_file_to_tensorboard_and_one_row_is_one_r
     track_now(run, "tensorboard")
     lines = capsys.readouterr().out.splitlines()
     assert (lines[1], lines[3]) == ("tensorboard: no new rows", "tensorboard: 1 row sent")
-
-
-def test_tensorboard_shows_no_step_twice_after_a_tracker_was_killed_before_saving_its_position(run):
-    pytest.importorskip("tensorboard")
-    track_all(run, "tensorboard")
-    run.track("tensorboard").unlink()
-    track_all(run, "tensorboard")
-    folder = run.path / "track" / "tensorboard"
-    assert [step for step, _, _ in read_scalars(folder, "loss")] == [10, 20, 30]
-    assert [step for step, _, _ in read_scalars(folder / "health", "health/one/cpu")] == [4, 21]
 
 
 # where nobody types

@@ -22,7 +22,7 @@ from paceline import __version__, options, run_options
 from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError, check_new_file
-from paceline.terminal import plain_output, problem_of, tolerant_output
+from paceline.terminal import plain_output, problem_of, shows_colours, tolerant_output
 
 
 @tolerant_output()
@@ -84,7 +84,7 @@ def check(args: options.CheckOptions) -> int:
     if args.json:
         print(json.dumps(to_json(checked.findings, checked.facts), indent=1))
     else:
-        print(format_check(checked, verbose=args.verbose, coloured=sys.stdout.isatty()))
+        print(format_check(checked, verbose=args.verbose, coloured=shows_colours(sys.stdout)))
     return 0 if is_ready(checked.findings) else 1
 
 
@@ -145,11 +145,14 @@ def explain(args: options.ExplainOptions) -> None:
         explanation = explain_logs(args.logs, runs_dir=args.runs_dir, stdin=sys.stdin.buffer)
         text = format_markdown(redact(explanation)) if args.markdown else ""  # it is made to be pasted elsewhere
         print(
-            to_json(explanation) if args.json else text or format_explanation(explanation, coloured=sys.stdout.isatty())
+            to_json(explanation)
+            if args.json
+            else text or format_explanation(explanation, coloured=shows_colours(sys.stdout))
         )
 
 
 def runs(args: run_options.RunsOptions) -> None:
+    from paceline.watch.snapshot import finite
     from paceline.watch.status import RunList, format_runs
 
     if not (statuses := RunList(Path(args.dir)).read()) and not args.json:
@@ -157,7 +160,7 @@ def runs(args: run_options.RunsOptions) -> None:
         if run:
             raise PacelineError(f"{run} is a run, not a folder of runs", fix=f"paceline runs show {shlex.quote(run)}")
         raise PacelineError(f"no runs in {args.dir}", fix="paceline train makes one")
-    print(json.dumps([asdict(status) for status in statuses], indent=1) if args.json else format_runs(statuses))
+    print(json.dumps(finite(list(map(asdict, statuses))), indent=1) if args.json else format_runs(statuses))
 
 
 def runs_show(args: run_options.RunsShowOptions) -> None:

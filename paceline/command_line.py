@@ -24,11 +24,9 @@ T = TypeVar("T")
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 HELP_FLAGS = {"-h", "--help"}
 VALUE_NAMES = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
-# an option; a dash alone, a negative number and a text with spaces are values
-NOT_A_VALUE = re.compile(r"-(?!$|\.?\d|.* )")
+NOT_A_VALUE = re.compile(r"-(?!$|\.?\d|.* )")  # an option; "-", a negative number and a text with spaces are values
 
-# a hint at paceline's own option -> the options of torchrun, accelerate launch and deepspeed that it replaces
-OTHER_LAUNCHERS = {
+OTHER_LAUNCHERS = {  # a hint at our own option -> the options of torchrun, accelerate launch and deepspeed that it replaces
     "--nproc {value}": "nproc-per-node num-processes num-gpus",
     "--runs-dir {value}": "log-dir",
     "--device cpu": "cpu use-cpu",
@@ -77,6 +75,7 @@ class Parameter:
     low: float = -math.inf
     high: float = math.inf
     choices: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # that a text of names with commas may have, for completion
     also: Mapping[float, Any] = field(default_factory=dict)  # other trainers' numbers -> ours: -1 for off
     value: str | None = None  # its stand-in in help
     positional: bool = False
@@ -320,15 +319,17 @@ def add_parameters(parser: argparse.ArgumentParser, options: type, *, completes:
             action.completer = partial(offer, parameter)
 
 
-def offer(parameter: Parameter, *, prefix: str, **_: Any) -> Iterable[str]:
-    """What completes a value: the choices, the names of runs, else files."""
+def offer(parameter: Parameter, *, prefix: str, parsed_args: Any = None, **_: Any) -> Iterable[str]:
+    """What completes a value: the choices, the last of several names, the names of configs or runs, else files."""
     from argcomplete.completers import FilesCompleter
 
     if parameter.name == "config":
         configs = Path(__file__).with_name("configs").glob(f"{prefix}*.toml")
         return [*(path.stem for path in configs), *FilesCompleter()(prefix)]
-    runs = Path("runs").glob(f"{prefix}*/config.toml") if "RUN" in parameter.value_name else ()
-    return [*parameter.choices, *(path.parent.name for path in runs)] or FilesCompleter()(prefix)
+    names = ["".join(prefix.rpartition(",")[:2]) + name for name in parameter.names]
+    folder = Path((getattr(parsed_args, "runs_dir", None) or ["runs"])[-1])
+    runs = folder.glob(f"{prefix}*/config.toml") if "RUN" in parameter.value_name else ()
+    return [*parameter.choices, *names, *(path.parent.name for path in runs)] or FilesCompleter()(prefix)
 
 
 def complete(commands: Mapping[str, type]) -> None:

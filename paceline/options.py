@@ -64,7 +64,9 @@ class Recovery(Options):
 class Services(Options):
     """Processes that follow a run: trackers and notifications."""
 
-    track: tuple[str, ...] = option((), f"send metrics to {TRACKER_NAMES}", group="services", value="TRACKERS")
+    track: tuple[str, ...] = option(
+        (), f"send metrics to {TRACKER_NAMES}", group="services", value="TRACKERS", names=TRACKERS
+    )
     notify: tuple[str, ...] = option(
         (),
         "report failed, recovered and finished to this address (ntfy, Slack, any JSON receiver), or @FILE with the"
@@ -374,4 +376,4 @@ class CompletionOptions(Options):
     $ paceline completion fish > ~/.config/fish/completions/paceline.fish
     """
 
-    shell: str = positional("bash|zsh|fish", "the shell", choices=("bash", "zsh", "fish"))
+    shell: str = positional("SHELL", "bash, zsh or fish", choices=("bash", "zsh", "fish"))

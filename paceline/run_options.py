@@ -76,7 +76,7 @@ class TrackOptions(RunsOption):
     """
 
     run: str = positional("RUN", RUN)
-    to: str = option("", f"the trackers, separated by commas: {', '.join(TRACKERS)}", value="TRACKERS")
+    to: str = option("", f"the trackers, separated by commas: {', '.join(TRACKERS)}", value="TRACKERS", names=TRACKERS)
 
 
 class StopOptions(JsonOption, RunsOption):

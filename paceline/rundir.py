@@ -376,16 +376,16 @@ def is_queued(run: RunDir) -> bool:
 def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
     """The run folder that a path, or a name in runs_dir, means: a training run's or a script's."""
     named, folder = Path(name), Path(runs_dir)
-    if named.name in ("", ".."):
-        named = named.resolve()  # a run is called by the name of its folder
-    for path in (named, folder / name):
+    named = named.resolve() if named.name in ("", "..") else named  # a run is called by the name of its folder
+    places = dict.fromkeys((named, folder / name))
+    for path in places:
         if (path / "config.toml").is_file() or is_queued(RunDir(path)):
             return RunDir(path)
     names = sorted(path.parent.name for path in folder.glob("*/config.toml"))
     fix = f"one of {', '.join(names[-5:])}" if names else "paceline train makes one; give the folder if it is elsewhere"
     if len(names) > 5:
         fix = f"paceline runs{'' if runs_dir == 'runs' else f' {shlex.quote(runs_dir)}'} lists all {len(names)} runs"
-    raise PacelineError(f"no run {name}: neither it nor {folder / name} holds a config.toml", fix=fix)
+    raise PacelineError(f"no run {name}: no config.toml in {' or '.join(map(str, places))}", fix=fix)
 
 
 def resume_command(run: RunDir) -> str:

@@ -29,10 +29,20 @@ COLOUR = re.compile(r"\x1b\[[\d;:]*m")
 ELLIPSIS = "…"
 
 
+def is_terminal(stream: TextIO) -> bool:
+    """Whether the stream is a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def shows_colours(stream: TextIO) -> bool:
+    """Whether the stream is a terminal on which its user wants colours (no-color.org)."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
 @contextmanager
 def show_progress() -> Iterator[Callable[[str, float, float], None]]:
     """Yields progress(label, done, total), which draws a bar on a terminal and prints one line for each label in a pipe."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         shown: set[str] = set()
 
         def line(label: str, done: float, total: float) -> None:
@@ -64,13 +74,13 @@ def progress_line(label: str) -> Iterator[Callable[[str], None]]:
 
     def add(name: str) -> None:
         done.append(name)
-        if sys.stderr.isatty():
+        if is_terminal(sys.stderr):
             print(f"\r\x1b[2K{label}: {', '.join(done)}", end="", file=own_stream(sys.stderr), flush=True)
 
     try:
         yield add
     finally:
-        if done and sys.stderr.isatty():
+        if done and is_terminal(sys.stderr):
             print("\r\x1b[2K", end="", file=own_stream(sys.stderr), flush=True)
 
 
@@ -125,7 +135,7 @@ class PlainStream:
 
     def write(self, text: str) -> int:
         if STEERING.search(text):
-            coloured = self._stream.isatty()
+            coloured = shows_colours(self._stream)
             text = STEERING.sub(lambda match: match[0] if coloured and COLOUR.fullmatch(match[0]) else "", text)
         try:
             return self._stream.write(text)

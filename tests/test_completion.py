@@ -38,6 +38,8 @@ def folder(tmp_path):
     for name in ("books", "code"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.toml").touch()
+    (tmp_path / "other" / "elsewhere").mkdir(parents=True)
+    (tmp_path / "other" / "elsewhere" / "config.toml").touch()
     (tmp_path / "train.py").touch()
     (tmp_path / "bin").mkdir()
     paceline = tmp_path / "bin" / "paceline"
@@ -85,6 +87,9 @@ def offered(line: str, *, shell: str, folder: Path, capsys) -> list[str]:
         ("paceline resume bo", ["books"]),
         ("paceline explain tr", ["train.py"]),
         ("paceline runs show ", ["books", "code"]),
+        ("paceline watch --runs-dir other ", ["elsewhere"]),
+        ("paceline track books --to ", ["tensorboard", "trackio", "wandb"]),
+        ("paceline train --track wandb,tr", ["wandb,trackio"]),
         ("paceline completion ", ["bash", "fish", "zsh"]),
         ("paceline run --nproc 2 -- tr", ["train.py"]),
         ("paceline run -- train.py --no-ch", []),
@@ -102,6 +107,7 @@ def test_bash_completes(line, expected, folder, capsys):
         ("paceline torch recipe --dr", ["--driver"]),
         ("paceline resume bo", ["books"]),
         ("paceline completion ", ["bash", "fish", "zsh"]),
+        ("paceline track books --to t", ["tensorboard", "trackio"]),
         ("paceline run -- tr", ["train.py"]),
     ],
 )

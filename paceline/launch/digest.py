@@ -11,7 +11,6 @@ would move the cursor or are no text are left out. The tail holds one line of ea
 """
 
 import math
-import os
 import re
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from typing import Any, TextIO
 from paceline.check.format import format_findings
 from paceline.errors import Finding
 from paceline.rundir import RunDir, open_file, utc_now
-from paceline.terminal import COLOUR, SEQUENCE, STEERING, own_stream
+from paceline.terminal import COLOUR, SEQUENCE, STEERING, is_terminal, own_stream
 from paceline.units import format_bytes, format_count, format_duration, format_mfu, format_ms, parse_time
 from paceline.watch.events import event_line, step_label
 from paceline.watch.growing_file import GrowingFile, parse_lines
@@ -198,11 +197,6 @@ class Bar:
         """Draws the bar a last time."""
         self.progress.refresh()
         self.progress.stop()
-
-
-def is_terminal(stream: TextIO) -> bool:
-    """Whether the stream is a terminal that can move its cursor."""
-    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def format_step(record: Record, *, num_steps: int, eta_s: float | None) -> str:

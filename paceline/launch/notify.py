@@ -11,6 +11,7 @@ ever written or printed.
 import base64
 import http.client
 import json
+import math
 import os
 import platform
 import select
@@ -34,6 +35,7 @@ from paceline.options import TRACKERS, Services
 from paceline.redaction import redact
 from paceline.rundir import RunDir, append_event, holder_of, utc_now
 from paceline.units import format_duration
+from paceline.watch.status import printed_values
 
 ANNOUNCE_AFTER_S = 2.0  # of waiting at the end of a run
 LEAVE_AFTER_S = 30.0
@@ -44,6 +46,7 @@ TIMEOUT_S = 10  # of one request, with the lookup of the name
 WAITS_S = (0.0, 1.0, 4.0, 15.0, 30.0)  # before each request
 RETRIED_CODES = {408, 425, 429}  # besides the server's own faults
 SCRIPT_RECOVERED_S = 60.0  # a script's steps are unknown: its next attempt has run this long
+FIGURES = ("step", "loss", "val_bpb")
 NTFY_TAGS = {
     "failed": "rotating_light", "recovered": "arrows_counterclockwise", "finished": "white_check_mark", "stopped": "octagonal_sign",
 }  # fmt: skip
@@ -223,7 +226,7 @@ class RunNews:
         for event in self.events.read():
             self.add_event(event)
         for record in self.metrics.read():
-            self.latest |= {name: record[name] for name in ("step", "loss", "val_bpb") if record.get(name) is not None}
+            self.latest |= {name: record[name] for name in FIGURES if record.get(name) is not None}
             self.last_step_time = str(record.get("time", ""))
         if self.retry_start and not self.end:
             start_time, start_s = self.retry_start
@@ -232,6 +235,13 @@ class RunNews:
                 yield "recovered"
         if ended and (self.end != "stopped" or self.stop_signal != "SIGINT"):
             yield self.end or "failed"
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the last step, loss and val_bpb: those of metrics.jsonl, or what rank 0 of a script has printed."""
+        if self.latest:
+            return self.latest
+        printed = printed_values(self.run.rank_log(self.attempt or 1, 0), FIGURES)
+        return {name: printed[name] if math.isfinite(printed[name]) else None for name in FIGURES if name in printed}
 
     def add_event(self, event: dict[str, Any]) -> None:
         """Takes a line of events.jsonl."""
@@ -255,7 +265,7 @@ class RunNews:
 
 def make_message(notice: Notice, news: RunNews) -> dict[str, Any]:
     """Returns the message as plain JSON; its title and text are for people."""
-    verdict, latest = news.verdict, news.latest
+    verdict, latest = news.verdict, news.figures()
     step = f"step {latest['step']:,}, " if "step" in latest else ""
     after = f"after {format_duration(time.monotonic() - news.started)}"
     match notice:
@@ -290,7 +300,8 @@ def send(receiver: Receiver, message: dict[str, Any]) -> str | None:
             post(make_request(receiver, message))
             return None
         except urllib.error.HTTPError as error:
-            problem = f"it answers {error.code}"
+            hint = ", a redirect: --notify takes the address to which it leads" if 300 <= error.code < 400 else ""
+            problem = f"it answers {error.code}{hint}"
             if error.code < 500 and error.code not in RETRIED_CODES:
                 return problem
         except (OSError, http.client.HTTPException) as error:

@@ -27,7 +27,7 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.launch.attempts import Job, run_job
 from paceline.launch.background import detach
 from paceline.launch.cluster import Cluster
-from paceline.launch.digest import LogTail, NewRecords, is_terminal
+from paceline.launch.digest import LogTail, NewRecords
 from paceline.launch.env import Launch, check_host_options, env_elsewhere, format_env, harm_lines, worker_env
 from paceline.launch.host_facts import StartCheck, hosts_asker
 from paceline.launch.hosts import HOST_KEYS, HostEntry, hosts_of, is_this_host
@@ -41,6 +41,7 @@ from paceline.options import ScriptOptions
 from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_world_size
 from paceline.rundir import RunDir, append_event, check_unused, lock_run, unwritable_run, write_atomic
+from paceline.terminal import shows_colours
 from paceline.units import format_duration, format_number_of
 
 PROGRESS_S = 600.0  # what a script saves is unknown: an attempt that lasted this long has made progress
@@ -114,7 +115,7 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = ()) -> int:
                 shutil.rmtree(run.path)
             raise
     device = f"device  {format_devices(script, machine, num_hosts=len(entries))}"
-    job.show([f"script  {' '.join(script.command)}", device, *lines, f"run     {run.path}", *harm_lines(rows), ""])
+    job.show([f"script  {shlex.join(script.command)}", device, *lines, f"run     {run.path}", *harm_lines(rows), ""])
     try:
         return run_job(job, services)
     finally:
@@ -154,8 +155,7 @@ class ScriptJob(Job):
         world_size = len(host_of) or self.script.nproc
         ranks = range(1 if self.options.quiet_ranks else world_size)
         logs = {rank: self.run.rank_log(number, rank) for rank in ranks}
-        colour = is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")  # no-color.org
-        tail = LogTail(logs, stream=sys.stdout, colour=colour, hosts=host_of)
+        tail = LogTail(logs, stream=sys.stdout, colour=shows_colours(sys.stdout), hosts=host_of)
         events = NewRecords(self.run.events)
 
         def show_new() -> None:
@@ -352,7 +352,8 @@ def make_argv(command: Sequence[str], *, cwd: Path) -> list[str]:
     if "/" in first or (path.is_file() and not shutil.which(first)):
         check_file(path, first)
         if not os.access(path, os.X_OK):
-            raise PacelineError(f"{first} is not executable", fix=f"chmod +x {first}, or -- python {first} ...")
+            name, shell = shlex.quote(first), "bash" if first.endswith(".sh") else "python"
+            raise PacelineError(f"{first} is not executable", fix=f"chmod +x {name}, or -- {shell} {name} ...")
         return [first if "/" in first else f"./{first}", *arguments]
     if shutil.which(first) is None:
         raise PacelineError(f"there is no script and no program {first}", fix="the path of one that exists")
@@ -366,7 +367,7 @@ def check_file(path: Path, name: str) -> None:
     if not path.is_file():
         raise PacelineError(f"script {name} does not exist in {path.parent}", fix="the path of one that exists")
     if not os.access(path, os.R_OK):
-        raise PacelineError(f"script {name} cannot be read", fix=f"chmod +r {name}")
+        raise PacelineError(f"script {name} cannot be read", fix=f"chmod +r {shlex.quote(name)}")
 
 
 def refuse_launchers(command: Sequence[str]) -> None:
@@ -382,7 +383,7 @@ def refuse_launchers(command: Sequence[str]) -> None:
         return
     launcher = "accelerate launch" if is_accelerate else name
     script = next((i for i, arg in enumerate(args) if arg.endswith(".py")), None)
-    script_text = "SCRIPT.py ..." if script is None else " ".join(args[script:])
+    script_text = "SCRIPT.py ..." if script is None else shlex.join(args[script:])
     raise UsageError(
         f"{launcher} starts ranks itself: each rank of paceline run would start them all again",
         fix=f"the script alone: paceline run --nproc N -- {script_text}",

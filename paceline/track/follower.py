@@ -25,7 +25,7 @@ from paceline.locks import NoLocks, try_lock
 from paceline.redaction import redact
 from paceline.rundir import RunDir, append_event, holder_of, is_locked, read_json_lines, write_atomic
 from paceline.track.trackers import Position, TrackerRow, open_tracker, start_time
-from paceline.units import unix_time
+from paceline.units import format_number_of, unix_time
 from paceline.watch.events import end_state
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines
 from paceline.watch.log_reader import progress_lines, read_line
@@ -88,7 +88,7 @@ def track_now(run: RunDir, name: str) -> None:
         return False
 
     sent = track(run, name, continues=continues, report=lambda text: print(text, flush=True))
-    print(f"{name}: {sent:,} rows sent" if sent else f"{name}: no new rows")
+    print(f"{name}: {format_number_of(sent, 'row')} sent" if sent else f"{name}: no new rows")
 
 
 def track(

@@ -85,25 +85,31 @@ class TensorBoard(Tracker):
     redone = True
 
     def __init__(self, run: RunDir, position: Position):
-        writers = import_module("tensorboard.summary.writer.event_file_writer")
+        self.files = import_module("tensorboard.summary.writer.event_file_writer")
         self.events = import_module("tensorboard.compat.proto.event_pb2")
         self.summaries = import_module("tensorboard.compat.proto.summary_pb2")
-        folder = run.track("tensorboard").with_suffix("")
+        self.folder = run.track("tensorboard").with_suffix("")
         self.start = start_time(run)
-        self.where = f"tensorboard --logdir {folder}"
-        is_continued = folder.exists()
-        self.steps = writers.EventFileWriter(str(folder))
-        self.health = writers.EventFileWriter(str(folder / "health"))
+        self.where = f"tensorboard --logdir {self.folder}"
+        self.writers: dict[str, Any] = {}  # by subfolder; each is opened by its first row, so that no row adds no file
+        self.is_continued = self.folder.exists()
         self.step = position.step
-        if is_continued:  # rows after the saved position come a second time
-            elapsed_s = max(position.health.values(), default=self.start) - self.start
-            self.restart_at(self.steps, self.step + 1)
-            self.restart_at(self.health, int(elapsed_s) + 1 if position.health else 0)
+        elapsed_s = max(position.health.values(), default=self.start) - self.start
+        self.next = {"": self.step + 1, "health": int(elapsed_s) + 1 if position.health else 0}
+
+    def writer(self, subfolder: str) -> Any:
+        if subfolder not in self.writers:
+            self.writers[subfolder] = self.files.EventFileWriter(str(self.folder / subfolder))
+            if self.is_continued:  # rows after the saved position come a second time
+                self.restart_at(self.writers[subfolder], self.next[subfolder])
+        return self.writers[subfolder]
 
     def add(self, row: TrackerRow) -> None:
-        if row.step is not None and row.step <= self.step:
-            self.restart_at(self.steps, row.step)
-        writer, step = (self.health, int(row.elapsed_s)) if row.step is None else (self.steps, row.step)
+        writer, step = self.writer("health" if row.step is None else ""), row.step
+        if step is None:
+            step = int(row.elapsed_s)
+        elif step <= self.step:
+            self.restart_at(writer, step)
         values = [self.summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in row.values.items()]
         summary = self.summaries.Summary(value=values)
         writer.add_event(self.events.Event(wall_time=row.time, step=step, summary=summary))
@@ -115,12 +121,12 @@ class TensorBoard(Tracker):
         writer.add_event(self.events.Event(wall_time=self.start, step=step, session_log=status))
 
     def flush(self) -> None:
-        self.steps.flush()
-        self.health.flush()
+        for writer in self.writers.values():
+            writer.flush()
 
     def close(self, *, exit_code: int) -> bool:
-        self.steps.close()
-        self.health.close()
+        for writer in self.writers.values():
+            writer.close()
         return True
 
 

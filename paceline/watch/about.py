@@ -132,6 +132,26 @@ def setup_of(run: RunDir, hosts: list[dict[str, str]], plan: dict[str, Any]) -> 
     return setup | {name: text for name, text in facts.items() if text} | choices
 
 
+def expected(plan: dict[str, Any]) -> dict[str, Any] | None:
+    """What the planner expects of a step and of the run, the middle of each of its ranges; None without a plan."""
+    if not plan:
+        return None
+    cost, memory = plan.get("cost") or {}, plan.get("memory") or {}
+    peak = "process_bytes" if plan.get("device") == "cpu" else "allocated_bytes"  # as peak_bytes of metrics.jsonl
+    ranges = {  # or single values, each with its factor
+        "step_ms": (cost.get("seconds"), 1000),
+        "tok_per_sec": (cost.get("tok_per_sec"), 1),
+        "peak_bytes": (memory.get(peak), 1),
+        "process_bytes": (memory.get("process_bytes"), 1),
+        "mfu": (cost.get("mfu"), 1),
+        "total_s": ((cost.get("run") or {}).get("hours"), 3600),
+    }
+    values = {
+        name: (value.get("expected") if isinstance(value, dict) else value) for name, (value, _) in ranges.items()
+    }
+    return {name: value and value * ranges[name][1] for name, value in values.items()}
+
+
 def files_in(
     run: RunDir, pattern: str, parse: Callable[[str], Any], *, reverse: bool = False
 ) -> Iterator[tuple[Path, Any]]:

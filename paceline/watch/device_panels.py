@@ -31,6 +31,7 @@ FRESH_S = 10.0  # a sample of a live run that is older shows when it was measure
 class DeviceMap(NamedTuple):
     """How a field of gpu_series or host_series becomes a map; unit: of FORMATS."""
 
+    label: str
     about: str
     unit: str
     whole: str | None = None  # field of the device with the value of full colour; without it, that is `high`
@@ -40,21 +41,21 @@ class DeviceMap(NamedTuple):
 
 
 MAPS = {
-    "use": DeviceMap("share of time in which a kernel ran", "percent", high=1.0),
-    "used_bytes": DeviceMap("memory taken", "bytes", "total_bytes"),
-    "power_w": DeviceMap("power drawn", "watts", "power_limit_w", 700.0),
-    "temperature_c": DeviceMap("temperature, 30 to 90 °C", "celsius", low=30.0, high=90.0, colour="heat-slow"),
-    "sm_mhz": DeviceMap("clock of the multiprocessors", "mhz"),
-    "memory_use": DeviceMap("share of time in which memory was read or written", "percent", high=1.0),
-    "pcie_in_bps": DeviceMap("PCIe, to the GPU", "rate"),
-    "pcie_out_bps": DeviceMap("PCIe, from the GPU", "rate"),
-    "cpu": DeviceMap("share of all cores of the host", "percent", high=1.0),
-    "ram_used": DeviceMap("memory of the host taken", "bytes", "ram_total"),
-    "net_in_bps": DeviceMap("network, received", "rate"),
-    "net_out_bps": DeviceMap("network, sent", "rate"),
-    "disk_read_bps": DeviceMap("disks, read", "rate"),
-    "disk_write_bps": DeviceMap("disks, written", "rate"),
-    "disk_free": DeviceMap("free on the disk of the run", "bytes", "disk_total"),
+    "use": DeviceMap("GPU use", "share of time in which a kernel ran", "percent", high=1.0),
+    "used_bytes": DeviceMap("GPU memory", "memory taken", "bytes", "total_bytes"),
+    "power_w": DeviceMap("GPU power", "power drawn", "watts", "power_limit_w", 700.0),
+    "temperature_c": DeviceMap("GPU temperature", "30 to 90 °C", "celsius", low=30.0, high=90.0, colour="heat-slow"),
+    "sm_mhz": DeviceMap("GPU clock", "of the multiprocessors", "mhz"),
+    "memory_use": DeviceMap("GPU memory use", "share of time in which memory was read or written", "percent", high=1.0),
+    "pcie_in_bps": DeviceMap("PCIe in", "to the GPU", "rate"),
+    "pcie_out_bps": DeviceMap("PCIe out", "from the GPU", "rate"),
+    "cpu": DeviceMap("CPU", "share of all cores", "percent", high=1.0),
+    "ram_used": DeviceMap("RAM", "memory taken", "bytes", "ram_total"),
+    "net_in_bps": DeviceMap("network in", "received", "rate"),
+    "net_out_bps": DeviceMap("network out", "sent", "rate"),
+    "disk_read_bps": DeviceMap("disk read", "from all disks", "rate"),
+    "disk_write_bps": DeviceMap("disk write", "to all disks", "rate"),
+    "disk_free": DeviceMap("disk free", "on the disk of the run", "bytes", "disk_total"),
 }
 SLOW = "▲ slow"
 SMALL_SHARE = (
@@ -199,6 +200,7 @@ def map_panels(snapshot: Snapshot) -> dict[str, Panel]:
             rows[field].append({**texts, "value": FORMATS[kind.unit](last), "low": kind.low, "high": high})
     return {
         field: {
+            "label": kind.label,
             "about": kind.about,
             "unit": kind.unit,
             "colour": kind.colour,

@@ -5,6 +5,8 @@ Everything that shows events renders them here, so they read the same everywhere
 view and reports, `event_line` for what `paceline train` prints.
 """
 
+import math
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,6 +40,7 @@ STATELESS = {
 }  # fmt: skip
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
 ATTEMPT_FIELDS = {"attempt_ended": ("state",), "verdict": ("cause", "summary"), "decision": ("action", "why")}
+REQUIRED_FIELDS = {"attempt": ("attempt",), "resumed": ("step",), "checkpoint": ("step",), "sample": ("step",)}
 # by the launching terminal; a finding is printed whole, by check/ready.py
 PRINTED = {"checkpoint", "save_failed", "rollback", "sample", "resumed", "stopping", "note", "step_time"}
 TEXTS = {  # of events whose fields stand in a sentence as they are; event_text makes all other texts
@@ -51,6 +54,12 @@ TEXTS = {  # of events whose fields stand in a sentence as they are; event_text 
     "submitted": "submitted to Slurm as job {job_id}",
     "slurm_job": "job {job_id} ended: {state}",
 }
+
+
+def is_complete(event: Record) -> bool:
+    """Whether an event has the fields that its kind needs; a crash may have cut it, or another version written it."""
+    numbers = {*REQUIRED_FIELDS.get(str(event.get("event")), ()), *({"attempt"} & event.keys())}
+    return not math.isnan(unix_time(event.get("time"))) and all(type(event.get(name)) is int for name in numbers)
 
 
 def event_view(event: Record) -> EventView | None:
@@ -105,7 +114,7 @@ def sentence_of(kind: str, event: Record, *, labelled: bool) -> str | None:
         case "launch":
             return f"launched: data, plan and checks took {event.get('prepared_s', 0.0):.0f} s"
         case "script":
-            return f"launched: {' '.join(event['command'])}"
+            return f"launched: {shlex.join(event['command'])}"
         case "attempt":
             places = [f"{host}: {format_list(ranks)}" for host, ranks in event.get("hosts", {}).items()]
             where = f" ({'; '.join(places)})" if places else ""

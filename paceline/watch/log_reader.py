@@ -241,10 +241,11 @@ class LogCurves:
         self._silences: deque[float] = deque(maxlen=NUM_SILENCES)
         self.stat: os.stat_result | None = None  # of the file at the last read; None: it is gone
         self._silence_s = 0.0  # since the last write, at the last read
+        self._written: float | None = None  # when the last line that was read was written
         self._counts_steps = False  # whether a line has named its step
 
-    def read(self) -> None:
-        """Reads what is new."""
+    def read(self, *, start: float | None = None, end: float | None = None) -> None:
+        """Reads what is new. start, end: of the attempt that has written the log, where they are known."""
         if self.file.restarted():
             self._forget()
         before, self.stat = self.stat, None
@@ -253,11 +254,24 @@ class LogCurves:
             if before and self.stat.st_size > before.st_size:
                 self._silences.append(self._silence_s)
             self._silence_s = max(0.0, time.time() - self.stat.st_mtime)
+            written = self.stat.st_mtime if end is None else min(end, self.stat.st_mtime)  # a copy is younger
+            start, self._written = start if self._written is None else self._written, written
+        last_step = self.step
         pieces = self.file.samples(
             whole_bytes=WHOLE_BYTES, end_bytes=WHOLE_BYTES // 4, count=NUM_PIECES, piece_bytes=PIECE_BYTES
         )
         for block in chain(pieces, self.file.blocks()):
             self._add(block)
+        if start is not None and self.step != last_step and "step_ms" not in self.latest:
+            self._spread_times(start, last_step)
+
+    def _spread_times(self, start: float, last_step: int | None) -> None:
+        """Spreads the times of the points behind last_step evenly from start to the last write: no line shows a speed."""
+        step, first = self.step or 0, 0 if self.first_step is None else self.first_step - 1
+        first = first if last_step is None or last_step > step else max(first, last_step)
+        for curve in self.curves.values():
+            new = curve.x > first
+            curve.times[new] = start + ((self._written or start) - start) * (curve.x[new] - first) / (step - first)
 
     def fields(self, *, since: float | None = None) -> dict[str, Any]:
         """Returns the fields of a Snapshot that the lines show. since: when the first of them was written, where that is known."""
@@ -300,7 +314,7 @@ class LogCurves:
 
     def _extend(self, points: dict[str, tuple[list[int], list[float]]]) -> None:
         """Adds points. Loggers share no form of a time, so times follow from the speed, back from the last write."""
-        written = self.stat.st_mtime if self.stat else 0.0
+        written = self._written or 0.0
         for name, (steps, values) in points.items():
             times = written - (steps[-1] - np.array(steps)) * self.latest.get("step_ms", 0.0) / 1000
             self.curves.setdefault(name, Curve()).extend(steps, values, times)

@@ -63,8 +63,8 @@ def format_measure(name: str, value: float) -> str:
 
 
 def format_figure(name: str, value: float | None) -> str:
-    """Returns a figure of the plan or of the run with its unit; n/a where it is not known."""
-    if value is None or not math.isfinite(value):
+    """Returns a figure of the plan or of the run with its unit; n/a where it is not known. A loss that is NaN is shown as nan."""
+    if value is None or (name != "loss" and not math.isfinite(value)):
         return "n/a"
     return format_duration(value) if name == "total_s" else format_measure(name, value)
 

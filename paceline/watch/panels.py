@@ -7,6 +7,7 @@ the same text. A time of day stays a number, because only the browser knows the 
 
 import math
 import re
+import shlex
 import statistics
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -87,7 +88,7 @@ def head_panel(snapshot: Snapshot, *, now: float) -> Panel:
     part = f"{math.floor(100 * share)} % " if share is not None and is_live else ""
     return {
         "badge": shown,
-        "command": " ".join(snapshot.command) if snapshot.command else command,
+        "command": shlex.join(snapshot.command) if snapshot.command else command,
         "summary": {"level": verdict.level, "text": verdict.text} if verdict else None,
         "notes": snapshot.notes,
         "progress": None if share is None else {"percent": round(100 * share, 1), "level": level},
@@ -116,7 +117,7 @@ def head_facts(snapshot: Snapshot, share: float | None, *, now: float) -> Iterat
     if snapshot.updated is None:
         return
     if not is_live:
-        yield ["last heartbeat ", {"time": round(snapshot.updated), "seconds": True}]
+        yield ["last activity ", {"time": round(snapshot.updated), "seconds": True}]
     elif (silent_s := now - snapshot.updated) >= QUIET_S:
         yield [f"silent for {format_duration(silent_s // 5 * 5)}"]
 
@@ -371,12 +372,12 @@ def seed_groups(runs: Sequence[dict[str, Any]], keys: dict[str, str | None]) -> 
 
 
 def run_row(run: dict[str, Any]) -> Panel:
-    """Returns the texts of a run in the list of all runs. run: as RunStatus.to_json returns it."""
+    """Returns the texts of a run in the list of all runs. run: a RunStatus as a dictionary."""
     num_steps, command = run["num_steps"], run["command"]
     steps = f"{run['step']:,}" + (f" of {num_steps:,}" if num_steps else "")
     return {
         "badge": badge(run["state"]),
-        "command": " ".join(command) if command else None,
+        "command": shlex.join(command) if command else None,
         "share": run["step"] / num_steps if num_steps else None,
         "steps": steps if run["step"] or not command else "n/a",
         "time": unix_time(run["time"]) if run["time"] else None,

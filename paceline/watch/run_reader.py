@@ -24,8 +24,18 @@ from paceline.rundir import RunDir, check_readable, is_locked, is_queued, read_t
 from paceline.slurm import JobReader, format_job
 from paceline.typed_fields import typed_content, well_typed
 from paceline.units import unix_time
+from paceline.watch.about import expected
 from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, slow_ranks
-from paceline.watch.events import attempt_views, end_state, event_view, last_event_time, live_state, lost_hosts
+from paceline.watch.events import (
+    END_STATES,
+    attempt_views,
+    end_state,
+    event_view,
+    is_complete,
+    last_event_time,
+    live_state,
+    lost_hosts,
+)
 from paceline.watch.goodput import LINE_FIELDS, goodput, step_lines
 from paceline.watch.growing_file import GrowingFile, parse_lines
 from paceline.watch.log_reader import LogCurves
@@ -41,7 +51,6 @@ MAX_EXPLAINED_BYTES = 64 << 20  # of an attempt with longer logs only the verdic
 # an explanation reads them
 EXPLAINED_EVENTS = ("attempt", "rank_failed", "stopping", "hang", "attempt_ended", "verdict")
 READ_ERRORS = (KeyError, TypeError, ValueError, AttributeError)  # that a damaged file may cause
-REQUIRED_FIELDS = {"attempt": ("attempt",), "resumed": ("step",), "checkpoint": ("step",), "sample": ("step",)}
 
 
 class RunReader:
@@ -73,10 +82,19 @@ class RunReader:
         if not is_readable_file(self.run.config_toml) and not is_readable_file(self.run.events):
             return self._folder_snapshot()
         spent = self.goodput()
-        config = self._content(self.run.config_toml, tomllib.loads, {})
+        config, notes = self._config()
         self.marks, self.logs = self._marks(), self._logs()
-        fields = self._shared_fields(spent)
+        fields = self._shared_fields(spent) | {"notes": notes}
         return self._script_snapshot(config, fields) if "command" in config else self._training_snapshot(fields)
+
+    def _config(self) -> tuple[Record, list[str]]:
+        """Returns config.toml, or the command that the events have of a script, and a note where the file cannot be read."""
+        try:
+            return tomllib.loads(read_text(self.run.config_toml)), []
+        except (OSError, ValueError) as error:
+            commands = [event["command"] for event in self.events if "command" in event and event["event"] == "script"]
+            note = f"{self.run.config_toml.name} cannot be read: {getattr(error, 'strerror', error)}"
+            return {"command": commands[-1]} if commands else {}, [note]
 
     def _folder_snapshot(self) -> Snapshot:
         """Returns the snapshot of a folder that is not a run yet, or no longer is."""
@@ -181,15 +199,18 @@ class RunReader:
         """Measures come from what the script's ranks print, of the rank whose log shows most of them."""
         last = [log for log in self.logs if log.rank is not None and log.attempt == self.logs[-1].attempt]
         logs_read = [self._script_logs.setdefault(log.path, LogCurves(Path(log.path))) for log in last[:SCRIPT_RANKS]]
+        start = unix_time(self.attempts[-1]["time"]) if self.attempts else None
+        ends = [
+            unix_time(event["time"]) for event in self.events if event.get("event") in ("attempt_ended", *END_STATES)
+        ]
         for log_curves in logs_read:
-            log_curves.read()
+            log_curves.read(start=start, end=None if self.running or not ends else ends[-1])
         best = max(logs_read, key=lambda log_curves: len(log_curves.curves), default=None)
         ranks = fields["ranks"] or [RankView(log.rank) for log in last if log.rank is not None]
-        start = unix_time(self.attempts[-1]["time"]) if self.attempts else math.nan
         fields = {**fields, **(best.fields(since=start) if best else {}), "ranks": ranks}
         if fields["state"] != "running":
             fields["eta_s"] = None
-        if best and best.num_lines and fields["silence_s"] is None and fields["updated"]:
+        if best and best.num_lines and fields["silence_s"] is None and fields["updated"] and start is not None:
             fields["silence_s"] = max(0.0, fields["updated"] - start) / best.num_lines
         return Snapshot(kind="script", command=config["command"], **fields)
 
@@ -371,29 +392,3 @@ def is_readable_file(path: Path) -> bool:
 
 def is_times(value: Any) -> TypeGuard[list[float]]:
     return isinstance(value, list) and all(type(item) in (int, float) for item in value)
-
-
-def is_complete(event: Record) -> bool:
-    """Whether an event has the fields that its kind needs; a crash may have cut it, or another version written it."""
-    numbers = {*REQUIRED_FIELDS.get(str(event.get("event")), ()), *({"attempt"} & event.keys())}
-    return not math.isnan(unix_time(event.get("time"))) and all(type(event.get(name)) is int for name in numbers)
-
-
-def expected(plan: Record) -> dict[str, Any] | None:
-    """What the planner expects of a step and of the run, the middle of each of its ranges; None without a plan."""
-    if not plan:
-        return None
-    cost, memory = plan.get("cost") or {}, plan.get("memory") or {}
-    peak = "process_bytes" if plan.get("device") == "cpu" else "allocated_bytes"  # as peak_bytes of metrics.jsonl
-    ranges = {  # or single values, each with its factor
-        "step_ms": (cost.get("seconds"), 1000),
-        "tok_per_sec": (cost.get("tok_per_sec"), 1),
-        "peak_bytes": (memory.get(peak), 1),
-        "process_bytes": (memory.get("process_bytes"), 1),
-        "mfu": (cost.get("mfu"), 1),
-        "total_s": ((cost.get("run") or {}).get("hours"), 3600),
-    }
-    values = {
-        name: (value.get("expected") if isinstance(value, dict) else value) for name, (value, _) in ranges.items()
-    }
-    return {name: value and value * ranges[name][1] for name, value in values.items()}

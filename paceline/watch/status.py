@@ -23,10 +23,10 @@ from paceline.explain.lines import strip_escapes
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_preparing, is_queued, read_end, read_json_lines, read_text, to_utc
 from paceline.terminal import cells, pad
-from paceline.typed_fields import well_typed
+from paceline.typed_fields import hints_of, well_typed
 from paceline.units import format_count
 from paceline.watch.about import csv_lines, read_about, read_config, read_notes
-from paceline.watch.events import end_state, last_event_time, live_state
+from paceline.watch.events import end_state, is_complete, last_event_time, live_state
 from paceline.watch.growing_file import parse_lines, read_part, search
 from paceline.watch.measures import format_figure, format_time
 from paceline.watch.snapshot import LIVE, Snapshot, State
@@ -83,7 +83,7 @@ class RunStatus:
 
 def run_status(run: RunDir) -> RunStatus:
     """Reads only the end of metrics.jsonl, or of a script's log, so that a hundred long runs are listed at once."""
-    events = list(read_json_lines(run.events))
+    events = list(filter(is_complete, read_json_lines(run.events)))
     command = next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None)
     attempts = sum(event.get("event") == "attempt" for event in events)
     names = ("step", "loss", "val_bpb", "tok_per_sec")
@@ -124,12 +124,17 @@ def run_state(run: RunDir, events: Sequence[dict[str, Any]], line: dict[str, Any
 
 
 def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Returns the last value of each field in a file of JSON lines, within MAX_END_BYTES of its end."""
+    """Returns the last value of each field in a file of JSON lines, within MAX_END_BYTES of its end.
+
+    A value of another type than RunStatus has is none.
+    """
     values: dict[str, Any] = {}
+    kinds = {name: hints_of(RunStatus)[name][0] for name in names}
     for length in (END_BYTES, 16 * END_BYTES, MAX_END_BYTES):
         block, is_whole = read_end(path, length)
         for record in parse_lines(block):
-            values |= {name: record[name] for name in names if record.get(name) is not None}
+            typed = {name: well_typed(record.get(name), kind) for name, kind in kinds.items()}
+            values |= {name: value for name, value in typed.items() if value is not None}
         if is_whole or len(values) == len(names):
             break
     return values
@@ -228,12 +233,13 @@ def run_json(snapshot: Snapshot) -> dict[str, Any]:
 
 def format_run(snapshot: Snapshot) -> str:
     """Returns one run at length: its state, how each attempt ended and what was decided then, where its time went."""
-    figures = f", step {format_steps(snapshot)}, val_bpb {format_figure('val_bpb', snapshot.val_bpb)}"
-    of_steps = figures if snapshot.kind == "training" else ""
+    name = "val_bpb" if snapshot.kind == "training" else "loss"
+    figures = f", step {format_steps(snapshot)}, {name} {format_figure(name, getattr(snapshot, name))}"
+    of_steps = figures if snapshot.kind == "training" or snapshot.step else ""
     places = [f"{host.name}: {host_place(host)}" for host in snapshot.hosts if host_place(host)]
-    hosts = [f"hosts   {'; '.join(places)}"] if places else []
-    slurm = [f"slurm   {snapshot.slurm}"] if snapshot.slurm else []
-    lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}", *slurm, *hosts, ""]
+    lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}"]
+    rows = {"slurm": [snapshot.slurm or ""], "hosts": ["; ".join(places)], "note": snapshot.notes}
+    lines += [*(f"{name:<8}{text}" for name, texts in rows.items() for text in texts if text), ""]
     for attempt in snapshot.attempts:
         lines.append(
             f"attempt {attempt.attempt}, {format_time(attempt.time)} UTC: {attempt_outcome(snapshot, attempt)}"
@@ -276,9 +282,8 @@ class Shelf:
 
     def paths(self) -> dict[str, Path]:
         """Returns every run that a page may request, by name."""
-        paths = {
-            path.name.encode(errors="replace").decode(): path for path in run_folders(self.runs_dir)
-        }  # as JSON has them
+        # by their names as JSON has them
+        paths = {path.name.encode(errors="replace").decode(): path for path in run_folders(self.runs_dir)}
         return paths | ({self.named.name: self.named} if self.named else {})
 
     def refused(self) -> list[Path]:

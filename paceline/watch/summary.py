@@ -72,7 +72,6 @@ UNEXPLAINED: dict[str, str] = {  # by state
 }
 LEVEL_SIGNS = {"info": ("·", "faint"), "good": ("✓", "good"), "warning": ("!", "warning"), "error": ("✗", "error")}
 
-
 MAX_SILENCE_S = 60.0  # of a live run, unless SILENT_STEPS steps take longer
 SILENT_STEPS = 5
 MAX_SILENCE_UNTIMED_S = 300.0  # of a script or a log that has shown neither a step's time nor a silence yet
@@ -104,17 +103,18 @@ def summarize(snapshot: Snapshot, *, now: float) -> Summary | None:
     if state in UNEXPLAINED:
         return Summary("error", sentence(str((snapshot.explanation or {}).get("summary") or UNEXPLAINED[state])))
     if state == "queued":
-        return Summary(
-            "info", sentence(f"Slurm has not started it yet: {snapshot.slurm or 'its queue is not known here'}")
-        )
+        text = f"Slurm has not started it yet: {snapshot.slurm or 'its queue is not known here'}"
+        return Summary("info", sentence(text))
+    if state == "unknown" and not snapshot.notes:  # which tell why it cannot be read
+        return Summary("info", "This log shows no known step, no known loss and no known error.")
     if state == "preparing":
         return Summary("info", sentence("no step is taken yet: " + format_preparing(snapshot)))
     if state == "recovering" or state == "starting":
         return start_summary(snapshot, now=now)
     if state == "finished" or state == "stopped":
         texts = list(troubles(snapshot))
-        first = "All steps are done" if state == "finished" else "Stopped on request"
-        last = "" if state == "finished" else "; it can be resumed"
+        first = finished_text(snapshot) if state == "finished" else "Stopped on request"
+        last = "; it can be resumed" if state == "stopped" and snapshot.kind == "training" else ""
         level: Level = "warning" if texts else "good" if state == "finished" else "info"
         return Summary(level, sentence("; ".join([f"{first}{format_recoveries(snapshot)}{last}", *texts])))
     if state not in LIVE:
@@ -126,6 +126,14 @@ def summarize(snapshot: Snapshot, *, now: float) -> Summary | None:
     if snapshot.step or snapshot.series or snapshot.ranks:
         return Summary("info", "Nothing unusual so far, and too little is reported to say more.")
     return Summary("info", "Nothing is known: neither a step nor a loss nor a heartbeat is reported.")
+
+
+def finished_text(snapshot: Snapshot) -> str:
+    """Returns how a run finished; what a script has done is known only where it printed its last step."""
+    if snapshot.kind == "training" or snapshot.step == snapshot.num_steps:
+        return "All steps are done"
+    place = f" at step {snapshot.step:,} of {snapshot.num_steps:,}" if snapshot.num_steps else ""
+    return f"The {'script' if snapshot.kind == 'script' else 'training'} ended without an error{place}"
 
 
 def start_summary(snapshot: Snapshot, *, now: float) -> Summary:
@@ -166,7 +174,9 @@ def format_recoveries(snapshot: Snapshot) -> str:
 
 
 def troubles(snapshot: Snapshot) -> Iterator[str]:
-    """Yields what slowed down a run that has ended, over its whole time."""
+    """Yields what went wrong in a run that has ended, and what slowed it down over its whole time."""
+    if snapshot.loss is not None and not math.isfinite(snapshot.loss):
+        yield "the last loss is NaN or infinite"
     for rank in snapshot.ranks:
         if (share := rank.slow_share or 0) >= MIN_SHARE:
             yield f"{name_ranks([rank], snapshot)} was slower than the others for {format_percent(share)} of the steps"
@@ -363,8 +373,8 @@ def time_rows(goodput: Goodput) -> list[dict[str, Any]]:
 
 def time_name(kind: str, goodput: Goodput) -> str:
     """Returns what a kind of time is called; a script's steps are not known."""
-    is_script = kind == "steps" and goodput.seconds[kind] > 0 and not goodput.num_steps
-    return "the script" if is_script else TIME_KINDS[kind]
+    is_script = goodput.busy_s > 0 and goodput.tok_per_sec is None and not goodput.num_steps
+    return "the script" if kind == "steps" and is_script else TIME_KINDS[kind]
 
 
 def goodput_table(goodput: Goodput) -> list[str]:

@@ -27,7 +27,7 @@ from paceline.explain.explanation import with_commands
 from paceline.redaction import redact
 from paceline.run_options import ReportOptions, WatchOptions
 from paceline.rundir import RunDir, find_run, is_preparing, write_atomic
-from paceline.terminal import cells, pad
+from paceline.terminal import cells, pad, shows_colours
 from paceline.units import format_count, format_duration, format_list
 from paceline.watch.about import read_about
 from paceline.watch.measures import format_time
@@ -40,7 +40,7 @@ from paceline.watch.terminal.pages import format_once
 
 INTERVAL_S = 3.0
 PIPE_WIDTH = 100
-MIN_WIDTH = 60
+MIN_WIDTH = 40
 PLAIN_TERMINALS = ("linux", "vt100", "vt220")  # their fonts have no dots of Braille
 NO_TERMINALS = ("", "dumb", "unknown")
 STATIC = Path(__file__).parent / "static"
@@ -66,9 +66,10 @@ def show_run(options: WatchOptions, samples: Callable[[Path], Iterator[dict[str,
         from paceline.watch.web import serve
 
         path = what_to_watch(options) if options.run or options.log else None
-        shelf = Shelf(Path(options.runs_dir), path, open_named=open_watched)
+        shelf = Shelf(folder_of_runs(options, path), path, open_named=open_watched)
         return serve(shelf, path, port=options.port, open_browser=options.open)
-    reader = open_watched(what_to_watch(options))
+    path = what_to_watch(options)
+    reader = open_watched(path)
     if options.json:
         print(json.dumps(reader.update().to_json(), indent=1))
         return 0
@@ -80,7 +81,7 @@ def show_run(options: WatchOptions, samples: Callable[[Path], Iterator[dict[str,
         from paceline.watch.terminal.app import WatchApp
 
         ascii_only = ascii_only or terminal in PLAIN_TERMINALS
-        run_list, interval_s = RunList(Path(options.runs_dir)), options.interval_s or INTERVAL_S
+        run_list, interval_s = RunList(folder_of_runs(options, path)), options.interval_s or INTERVAL_S
         several = not (options.run or options.log) and sum(run.state in LIVE for run in run_list.read()) > 1
         page = "runs" if several else "overview"
         app = WatchApp(reader, interval_s=interval_s, ascii_only=ascii_only, run_list=run_list, page=page)
@@ -90,7 +91,7 @@ def show_run(options: WatchOptions, samples: Callable[[Path], Iterator[dict[str,
         reason = f"{piped} is not a terminal" if piped else f"TERM={terminal} cannot show the live view"
         print(f"{reason}: printing one view, as --once does", file=sys.stderr)
     width = max(MIN_WIDTH, shutil.get_terminal_size((PIPE_WIDTH, 24)).columns)
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    colour = shows_colours(sys.stdout)
     print(format_once(reader.update(), now=time.time(), width=width, colour=colour, ascii_only=ascii_only))
     return 0
 
@@ -125,6 +126,12 @@ def what_to_watch(options: WatchOptions) -> Path:
             fix="paceline train makes one; paceline watch --log FILE watches any training's log",
         )
     return Path(next((run for run in runs if run.state in LIVE), runs[0]).path)
+
+
+def folder_of_runs(options: WatchOptions, path: Path | None) -> Path:
+    """Returns the folder whose runs are listed: that of the run which is given, unless --runs-dir sets another."""
+    is_set = options.runs_dir != WatchOptions.runs_dir
+    return Path(options.runs_dir) if is_set or path is None or not path.is_dir() else path.absolute().parent
 
 
 def find_reported(name: str, *, runs_dir: str) -> Path:
@@ -209,6 +216,7 @@ def markdown_report(path: Path, *, now: float) -> str:
         [f"# {escape(snapshot.name)}: {snapshot.state}", "", *([escape(verdict.text)] if verdict else [])],
         [", ".join(progress(snapshot))],
         ["| | measured | plan | |", "|---|---:|---:|---:|", *rows] if rows else [],
+        [f"- {escape(note)}" for note in snapshot.notes],
         section("What happened", explanation(snapshot)),
         section("Curves", fenced(curves(snapshot.series))),
         section("Where the time went", time_spent(snapshot)),

@@ -15,7 +15,7 @@ from paceline.config import Config
 from paceline.errors import UsageError
 from paceline.launch import notify
 from paceline.launch.host_facts import start_check
-from paceline.launch.notify import Receiver, RunNews, parse_receiver, run_services, send
+from paceline.launch.notify import Receiver, RunNews, make_message, parse_receiver, run_services, send
 from paceline.launch.script import Script, check_script
 from paceline.options import Services, TrainOptions
 from paceline.plan.machine import Machine
@@ -124,7 +124,7 @@ def test_slack_gets_a_text_in_which_nothing_is_markup(server):
     [
         ([503, 429], 3, None),
         ([404], 1, "it answers 404"),
-        ([302], 1, "it answers 302"),
+        ([302], 1, "it answers 302, a redirect: --notify takes the address to which it leads"),
         ([500] * 9, 5, "it answers 500"),
     ],
 )
@@ -293,6 +293,19 @@ def test_a_script_is_tracked_and_its_end_told_and_the_address_stands_nowhere(tmp
     assert json.loads(run.track("tensorboard").read_text())["step"] == 3
     texts = [path.read_bytes() for path in run.path.rglob("*") if path.is_file()]
     assert not [text for text in texts if b"s3cret" in text]
+
+
+@pytest.mark.parametrize("loss, shown", [("1.5", 1.5), ("nan", None)])
+def test_a_message_about_a_script_has_the_step_and_the_loss_that_its_first_rank_printed(run, loss, shown):
+    news = RunNews(run)
+    append_event(run, "attempt", attempt=2)
+    run.logs(2).mkdir(parents=True)
+    run.rank_log(2, 0).write_text(f"step 1/3 | loss 2.5\nstep 3/3 | loss {loss}\n")
+    append_event(run, "finished")
+    assert list(news.read(ended=True)) == ["finished"]
+    message = make_message("finished", news)
+    assert (message["step"], message["loss"]) == (3, shown)
+    assert message["text"].startswith("step 3, after ")
 
 
 def test_a_message_names_the_host_that_failed(run):

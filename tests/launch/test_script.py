@@ -169,7 +169,7 @@ def test_a_run_without_a_name_is_called_after_its_script_and_paceline_itself_wri
     [name] = [path.name for path in (bench.folder / "runs").iterdir()]
     assert name.startswith("my-exp-20")
     assert done.out == "a result\n"
-    assert done.err.splitlines()[0] == "script  ./my exp.v2.py --lr 0.1"
+    assert done.err.splitlines()[0] == "script  './my exp.v2.py' --lr 0.1"
     assert done.err.splitlines()[1].startswith("device  1 CPU process x ")
     assert done.err.splitlines()[-1] == f"logs    runs/{name}/logs/1"
 

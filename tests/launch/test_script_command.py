@@ -1,5 +1,6 @@
 """The command line of `paceline run`: where the options end, what each rank executes, and what is refused."""
 
+import shlex
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ from paceline.options import ScriptOptions
 def folder(tmp_path):
     (tmp_path / "train.py").write_text("")
     (tmp_path / "plain").write_text("#!/bin/sh\n")
+    (tmp_path / "my run.sh").write_text("#!/bin/sh\n")
     (tmp_path / "go").write_text("#!/bin/sh\n")
     (tmp_path / "go").chmod(0o755)
     (tmp_path / "pkg").mkdir()
@@ -70,6 +72,7 @@ def test_what_a_rank_executes(folder, command, expected):
     ("sub/nowhere.py", "script sub/nowhere.py does not exist in {folder}/sub", "the path of one that exists"),
     ("./pkg", "./pkg is a folder", "the script in it, or -m for a package"),
     ("plain", "plain is not executable", "chmod +x plain, or -- python plain ..."),
+    ("'./my run.sh'", "./my run.sh is not executable", "chmod +x './my run.sh', or -- bash './my run.sh' ..."),
     ("no-such-program", "there is no script and no program no-such-program", "the path of one that exists"),
     ("-m nowhere.train", "there is no module nowhere.train", "install it, or start in the folder that holds nowhere"),
     ("-m", "-m needs a module", "paceline run -- -m package.train --lr 0.1"),
@@ -78,7 +81,7 @@ def test_what_a_rank_executes(folder, command, expected):
 ])  # fmt: skip
 def test_what_cannot_be_executed_is_refused_before_anything_starts(folder, command, message, fix):
     with pytest.raises(PacelineError) as error:
-        make_argv(command.split(), cwd=folder)
+        make_argv(shlex.split(command), cwd=folder)
     assert (error.value.message, error.value.fix) == (message.format(folder=folder), fix)
 
 
@@ -87,12 +90,12 @@ def test_what_cannot_be_executed_is_refused_before_anything_starts(folder, comma
     ("accelerate launch --multi_gpu train.py", "accelerate launch", "train.py"),
     ("-m torch.distributed.run --standalone train.py", "torch.distributed.run", "train.py"),
     ("python -m torch.distributed.launch train.py", "torch.distributed.launch", "train.py"),
-    ("deepspeed train.py", "deepspeed", "train.py"),
+    ("deepspeed 'my train.py' --note 'a b' ''", "deepspeed", "'my train.py' --note 'a b' ''"),
     ("mpirun -n 2 ./go", "mpirun", "SCRIPT.py ..."),
 ])  # fmt: skip
 def test_a_launcher_within_the_launch_is_refused(folder, command, launcher, script):
     with pytest.raises(UsageError) as error:
-        make_argv(command.split(), cwd=folder)
+        make_argv(shlex.split(command), cwd=folder)
     assert (
         error.value.message == f"{launcher} starts ranks itself: each rank of paceline run would start them all again"
     )

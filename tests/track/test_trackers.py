@@ -12,8 +12,8 @@ import pytest
 from wandb_server import WandbServer
 
 from paceline.cli import run_command
-from paceline.rundir import RunDir, is_locked, read_json_lines, write_atomic
-from paceline.track.follower import RunRows, track
+from paceline.rundir import RunDir, append_json_line, is_locked, read_json_lines, write_atomic
+from paceline.track.follower import RunRows, track, track_now
 from paceline.track.trackers import Position
 
 START = 1_795_000_000.0
@@ -126,6 +126,19 @@ def test_tensorboard_shows_no_step_twice_after_a_tracker_was_killed_before_savin
     folder = run.path / "track" / "tensorboard"
     assert [step for step, _, _ in read_scalars(folder, "loss")] == [10, 20, 30]
     assert [step for step, _, _ in read_scalars(folder / "health", "health/one/cpu")] == [4, 21]
+
+
+def test_a_run_without_new_rows_adds_no_file_to_tensorboard_and_one_row_is_one_row(run, capsys):
+    pytest.importorskip("tensorboard")
+    track_all(run, "tensorboard")
+    files = sorted(run.track("tensorboard").with_suffix("").rglob("*"))
+    assert len(files) == 3  # the steps, and the folder of health with its file
+    track_now(run, "tensorboard")
+    assert sorted(run.track("tensorboard").with_suffix("").rglob("*")) == files
+    append_json_line(run.metrics, {"step": 40, "loss": 3.0, "time": utc(40)})
+    track_now(run, "tensorboard")
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[1], lines[3]) == ("tensorboard: no new rows", "tensorboard: 1 row sent")
 
 
 # where nobody types

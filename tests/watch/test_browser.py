@@ -219,6 +219,20 @@ def test_a_phone_sees_all_without_a_sideways_scroll(page, port):
     picture(page, "phone")
 
 
+def test_a_long_name_of_a_run_hides_no_column_and_no_state(page, tmp_path):
+    write_run(tmp_path, "very-long-name-" * 12)
+    with serving(Shelf(tmp_path)) as port:
+        for size in ({"width": 1280, "height": 800}, PHONE):
+            page.set_viewport_size(size)
+            go(page, port)
+            body, name, state = (page.locator(css).bounding_box() for css in (".scroll", ".runs th a", ".runs .badge"))
+            assert name["x"] + name["width"] <= state["x"]
+            assert state["x"] + state["width"] <= body["x"] + body["width"]
+            assert page.evaluate(
+                "document.querySelector('.scroll').scrollWidth <= document.querySelector('.scroll').clientWidth"
+            )
+
+
 def test_the_page_grows_with_the_run_and_follows_its_end(page, tmp_path):
     run = write_run(tmp_path, "live", steps=50, end=None)
     with serving(Shelf(tmp_path)) as port:

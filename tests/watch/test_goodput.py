@@ -135,6 +135,14 @@ def test_a_script_has_only_attempts_recovery_and_idle_time():
     assert result.tok_per_sec is None
 
 
+def test_the_time_of_a_script_that_was_interrupted_at_its_start_is_named_as_that_of_a_script():
+    ended = event(1, "attempt_ended", state="interrupted")
+    events = [event(0, "script", command=["x.py"]), event(1, "attempt", attempt=1), ended]
+    assert goodput_line(goodput(events, [], tokens_per_step=None)) == "0 % of 1s in the script, 100 % start-up"
+    trained = goodput([event(0, "launch"), *events[1:]], [], tokens_per_step=100)
+    assert goodput_line(trained) == "0 % of 1s in steps that counted, 100 % start-up; 0 tok/s overall"
+
+
 def test_a_script_that_works_counts_until_now():
     events = [event(0, "script", command=["x.py"]), event(1, "attempt", attempt=1)]
     assert goodput(events, [], tokens_per_step=None, now=START + 10.0).share == 0.9

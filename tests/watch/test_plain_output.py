@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
+import pty
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from run_folders import utc, write_run
@@ -93,12 +96,35 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_gets_colours_and_nothing_else_but_from_a_bar_of_our_own():
+def test_a_terminal_gets_colours_and_nothing_else_but_from_a_bar_of_our_own(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     terminal = Terminal()
     print(f"before {EVIL} after", file=PlainStream(terminal), end="")
     assert terminal.getvalue() == "before 2J\x1b[31mred\x1b[0m after"
     print("\r\x1b[2K", file=own_stream(PlainStream(terminal)), end="")
     assert terminal.getvalue().endswith("\r\x1b[2K")
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)],
+)
+def test_no_command_colours_a_terminal_that_has_no_colours_or_whose_user_wants_none(env, expected, runs):
+    words = [sys.executable, "-m", "paceline.cli"]
+    for command in (["explain", "."], ["watch", ".", "--once"]):
+        ours, theirs = pty.openpty()
+        clean = {name: value for name, value in os.environ.items() if name not in ("TERM", "NO_COLOR")}
+        viewer = subprocess.Popen(
+            [*words, *command], cwd=runs / NAME, stdin=theirs, stdout=theirs, stderr=theirs, env=clean | env
+        )
+        os.close(theirs)
+        output = b""
+        with suppress(OSError):  # the other end is closed
+            while chunk := os.read(ours, 4096):
+                output += chunk
+        os.close(ours)
+        assert (viewer.wait(), b"\x1b" in output) == (0, expected), output
 
 
 def test_a_full_disk_behind_stdout_is_one_line(runs):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import shutil
 import time
@@ -214,6 +215,19 @@ def test_the_remaining_time_of_a_script_follows_from_its_last_attempt(script):
     assert script.look().eta_s is None
     script.print("step 9010/10000 loss: 2.5\n", attempt=2)
     assert script.look().eta_s == pytest.approx(990 * 60 / 10, rel=0.05)
+
+
+def test_the_curves_of_a_script_without_a_speed_are_spread_over_its_attempt_read_then_or_later(folder):
+    folder.run.config_toml.write_text('command = ["train.py"]\n')
+    append_json_line(folder.run.events, {"time": utc(0), "event": "script", "command": ["train.py"]})
+    append_json_line(folder.run.events, {"time": utc(0), "event": "attempt", "attempt": 1, "world_size": 1})
+    folder.run.logs(1).mkdir(parents=True)
+    folder.print("".join(f"step {step}/10 loss: 2.5\n" for step in range(1, 5)))
+    os.utime(folder.run.rank_log(1, 0), (START + 40,) * 2)
+    assert folder.look().series["loss"].times == [START + 10 * step for step in range(1, 5)]
+    folder.print("step 5/10 loss: 2.5\nstep 6/10 loss: 2.5\n")  # their time is that of a copy, after the end
+    append_json_line(folder.run.events, {"time": utc(80), "event": "finished"})
+    assert folder.look().series["loss"].times == [START + second for second in (10, 20, 30, 40, 60, 80)]
 
 
 UNJUDGED = Summary("info", "Nothing unusual so far, and too little is reported to say more.")

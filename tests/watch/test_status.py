@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from paceline.run_options import RunsNoteOptions, RunsTagOptions
 from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
 from paceline.terminal import cells
 from paceline.watch.about import edit_note, edit_tags, read_about, read_notes, write_notes
+from paceline.watch.events import event_text
 from paceline.watch.log_reader import LogAndMachine
+from paceline.watch.panels import run_row
 from paceline.watch.status import (
     MAX_END_BYTES,
     RunList,
@@ -79,6 +82,17 @@ def test_the_last_event_decides_the_state(tmp_path):
     assert run_status(run).state == "broken"  # its supervisor was killed, so nobody recorded the end of the attempt
     append_event(run, "attempt_ended", attempt=2, state="interrupted")
     assert (run_status(run).state, run_status(run).attempts) == ("stopped", 2)
+
+
+def test_damaged_lines_change_neither_the_state_nor_the_step_in_the_list(tmp_path):
+    run = make_run(tmp_path)
+    append_event(run, "finished", step=60)
+    with run.events.open("a") as events, run.metrics.open("a") as metrics:
+        events.write('{"event": "attempt"}\n{"event": 5, "time": 7}\n')
+        metrics.write('{"step": "x", "loss": [1], "val_bpb": true, "tok_per_sec": "fast", "time": 7}\n')
+    status = run_status(run)
+    assert (status.state, status.step, status.loss, status.val_bpb) == ("finished", 60, 2.25, 1.25)
+    assert open_reader(run.path).update().state == "finished"
 
 
 def test_a_run_that_is_stopped_after_its_last_step_is_finished(tmp_path):
@@ -182,6 +196,18 @@ def test_a_script_has_a_state_and_a_command_and_what_its_first_rank_printed(tmp_
     assert format_runs([run_status(run)]).splitlines()[1].split()[2:6] == ["30/30", "2.0000", "n/a", "n/a"]
 
 
+def test_a_loss_that_is_nan_is_shown_as_nan_and_is_null_in_json(tmp_path, capsys):
+    run = make_run(tmp_path)
+    append_event(run, "script", command=["my train.py", "--note", "a b", ""])
+    run.logs(1).mkdir(parents=True)
+    run.rank_log(1, 0).write_text("step 1 loss 2.5\nstep 2 loss nan\n")
+    assert "nan" in format_runs([run_status(run)]).splitlines()[1].split()
+    assert run_row(asdict(run_status(run)))["command"] == "'my train.py' --note 'a b' ''"
+    assert event_text({"event": "script", "command": ["a b"]}) == "launched: 'a b'"
+    assert run_command(["runs", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)[0]["loss"] is None
+
+
 def test_the_list_of_runs_follows_the_log_of_a_live_script(tmp_path):
     run = RunDir(tmp_path / "a")
     run.logs(1).mkdir(parents=True)
@@ -281,6 +307,13 @@ def test_a_run_is_found_by_its_folder_or_its_name(script_run):
     assert find_run("r", runs_dir=str(script_run.path.parent)) == script_run
     with pytest.raises(PacelineError):
         find_run("nowhere")
+
+
+def test_a_run_that_is_not_there_names_each_place_once(tmp_path):
+    for name, places in ((str(tmp_path / "a"), f"{tmp_path}/a"), ("a", f"a or {tmp_path}/a")):
+        with pytest.raises(PacelineError) as error:
+            find_run(name, runs_dir=str(tmp_path))
+        assert error.value.message == f"no run {name}: no config.toml in {places}"
 
 
 def test_the_list_of_runs_has_straight_columns_behind_wide_names(tmp_path):

@@ -17,9 +17,10 @@ from snapshots import (
     trainer_log,
     training,
     two_hosts,
+    unknown_log,
 )
 
-from paceline.watch.snapshot import AttemptView, Series
+from paceline.watch.snapshot import AttemptView, Series, Snapshot
 from paceline.watch.summary import Summary, summarize
 
 SUMMARIES = {
@@ -56,6 +57,26 @@ def test_each_state_has_one_sentence(name):
 
 def attempts(*states):
     return [AttemptView(number, "2026-11-21T08:18:54.000Z", state) for number, state in enumerate(states, 1)]
+
+
+def test_a_log_in_which_nothing_is_known_says_so():
+    expected = Summary("info", "This log shows no known step, no known loss and no known error.")
+    assert summarize(replace(unknown_log(), notes=[]), now=NOW) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "num_steps", "loss", "summary"),
+    [
+        ("script", 100, 100, 2.5, Summary("good", "All steps are done.")),
+        ("script", 5, 100, 2.5, Summary("good", "The script ended without an error at step 5 of 100.")),
+        ("script", 0, None, None, Summary("good", "The script ended without an error.")),
+        ("log", 7, None, 2.5, Summary("good", "The training ended without an error.")),
+        ("script", 9, 9, math.nan, Summary("warning", "All steps are done; the last loss is NaN or infinite.")),
+    ],
+)
+def test_what_has_finished_claims_no_more_steps_than_it_shows(kind, step, num_steps, loss, summary):
+    snapshot = Snapshot("a", "a", kind, "finished", step=step, num_steps=num_steps, loss=loss)
+    assert summarize(snapshot, now=NOW) == summary
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from snapshots import NOW, STATES, failed, hostile, recovered, script, training,
 
 from paceline.terminal import cells, cut
 from paceline.watch.measures import gpu_model, gpu_problems
-from paceline.watch.snapshot import GpuView, LogView, RankView
+from paceline.watch.snapshot import GpuView, LogView, RankView, Series
 from paceline.watch.terminal.chart import CurveChoice, curves_page
 from paceline.watch.terminal.head import header, why_page
 from paceline.watch.terminal.line import (
@@ -26,7 +26,7 @@ from paceline.watch.terminal.line import (
     wrap,
 )
 from paceline.watch.terminal.machines import gpu_rows, machine_lines, machines_block, rank_grid
-from paceline.watch.terminal.pages import NO_LOG, LogChoice, LogText, page_lines
+from paceline.watch.terminal.pages import NO_LOG, LogChoice, LogText, format_once, page_lines
 
 MANUAL = Path(__file__).parents[2] / "docs" / "watch.md"
 SIZES = [(80, 24), (200, 60), (40, 12), (131, 30), (100, 40)]
@@ -231,6 +231,22 @@ def test_the_machines_page_shows_history_and_its_columns_have_headings():
     for title in ("GPU use over time", "GPU memory over time", "GPU power over time", "GPU temperature over time"):
         assert title in text
     assert re.search(r"GPU 1 +█{40,} +93 %", text)
+
+
+def test_no_heading_and_no_curve_has_the_name_of_a_field():
+    names = ("ram_used", "net_in_bps", "disk_free", "disk_write_bps", "cpu")
+    host_series = {f"tower {name}": Series([1, 2], [0.5, 0.5], [NOW - 1, NOW]) for name in names}
+    text = "\n".join(plain(line) for line in page("machines", replace(training(), host_series=host_series), 80))
+    for title in (
+        "CPU over time",
+        "RAM over time",
+        "network in over time",
+        "disk free over time: on the disk of the run",
+    ):
+        assert f"── {title}" in text
+    assert plain(page("machines", training(), 80)[0]).endswith("─" * 40)  # nothing at the right end, and no gap there
+    text += format_once(training(), now=NOW, width=80)
+    assert not [name for name in (*names[:-1], "tok_per_sec", "step_ms") if name in text]
 
 
 def test_two_gpus_in_a_line_have_a_heading_that_names_their_numbers():

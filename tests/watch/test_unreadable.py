@@ -15,9 +15,11 @@ from paceline.cli import run_command
 from paceline.errors import PacelineError
 from paceline.explain.explanation import format_explanation
 from paceline.explain.run_folder import explain_run
-from paceline.rundir import append_json_line
+from paceline.rundir import append_event, append_json_line
+from paceline.watch.panels import run_panels
 from paceline.watch.status import RunList, Shelf, format_run, format_runs, open_reader
-from paceline.watch.terminal.pages import format_once
+from paceline.watch.terminal.chart import CurveChoice
+from paceline.watch.terminal.pages import NO_LOG, format_once, page_lines
 from paceline.watch.view import html_report, markdown_report, write_report
 
 NOW = 1_795_250_500.0
@@ -90,6 +92,23 @@ def test_a_pipe_in_place_of_a_file_keeps_nobody_waiting(run, name, monkeypatch, 
         assert asked(port, "/api/runs")[0] == 200
         assert asked(port, "/api/runs/kept")[0] == (404 if stops else 200)
         assert asked(port, "/api/runs/kept/log?attempt=1&rank=0")[0] in (200, 404)
+
+
+def test_a_config_that_cannot_be_parsed_is_a_note_in_every_view_and_a_script_stays_one(run, monkeypatch, capsys):
+    run.config_toml.write_text("command = [oops")
+    append_event(run, "script", command=["x.py"], nproc=2)
+    append_event(run, "finished")
+    monkeypatch.chdir(run.path.parent)
+    for view in VIEWS[:2] + VIEWS[3:]:
+        assert run_command([*view, "--runs-dir", "."]) == 0
+        assert "config.toml cannot be read: " in capsys.readouterr().out, view
+    snapshot = open_reader(run.path).update()
+    assert (snapshot.kind, snapshot.command) == ("script", ["x.py"])
+    overview = page_lines(
+        "overview", snapshot, now=NOW, width=80, height=20, choice=CurveChoice(), log=NO_LOG, wrapped=False
+    )
+    assert any("config.toml cannot be" in text for line in overview for text, _ in line)
+    assert run_panels(snapshot, now=NOW)["head"]["notes"] == snapshot.notes
 
 
 def test_the_browser_is_told_why_a_run_cannot_be_read(run):

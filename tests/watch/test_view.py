@@ -8,13 +8,16 @@ import select
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from snapshots import NOW, STATES, failed, hostile, training, unknown_log
 
 from paceline.cli import run_command
+from paceline.run_options import WatchOptions
 from paceline.rundir import RunDir, append_json_line, lock_run
 from paceline.watch.terminal.pages import format_once
+from paceline.watch.view import folder_of_runs
 
 
 def once(snapshot, **options) -> str:
@@ -22,7 +25,7 @@ def once(snapshot, **options) -> str:
 
 
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("width", [60, 100, 200])
+@pytest.mark.parametrize("width", [40, 60, 100, 200])
 def test_only_cause_and_fix_may_be_wider_than_the_terminal(state, width):
     lines = once(STATES[state](NOW), width=width).splitlines()
     assert lines[0].startswith(" ")
@@ -44,6 +47,7 @@ def test_unknown_values_take_no_line():
     assert once(replace(unknown_log(), notes=[])).splitlines() == [
         " output.txt  ? unknown  5m00s ago" + " " * 49 + "log  08:33:20 UTC",
         " n/a  " + "─" * 93,
+        " · This log shows no known step, no known loss and no known error.",
     ]
 
 
@@ -93,6 +97,27 @@ def test_a_run_is_given_by_its_name_and_a_log_with_or_without_its_option(tmp_pat
     for args, name in ((["first"], "first"), (["--log", "any.log"], "any.log"), (["any.log"], "any.log")):
         assert run_command(["watch", *args, "--once"]) == 0
         assert capsys.readouterr().out.startswith(f" {name}  ")
+
+
+@pytest.mark.parametrize(
+    ("runs_dir", "given", "listed"),
+    [
+        ("runs", "elsewhere/runs/first", "elsewhere/runs"),  # the run's neighbours
+        ("runs", ".", ""),
+        ("other", "elsewhere/runs/first", "other"),
+        ("runs", "any.log", "runs"),
+        ("runs", None, "runs"),
+    ],
+)
+def test_the_listed_runs_are_those_beside_the_given_run_unless_a_folder_is_set(
+    runs_dir, given, listed, tmp_path, monkeypatch
+):
+    here = tmp_path / "here"
+    here.mkdir()
+    make_run(here / "elsewhere", "first")
+    monkeypatch.chdir(here)
+    folder = folder_of_runs(WatchOptions(runs_dir=runs_dir), given and Path(given))
+    assert (here / folder).resolve() == (here / listed if listed else tmp_path)
 
 
 def test_in_a_pipe_it_prints_once_and_says_so(tmp_path, monkeypatch, capsys):

@@ -16,7 +16,7 @@ const FONT = '11px system-ui, sans-serif';
 
 // set() takes lines {label, colour, dash, x, y, last, low, high, isBroken}: colour is a name of the theme, last is the text of the
 // last value, low and high are the ends of a band; a broken line has a gap where nothing was measured.
-// field: {about, unit, steady, span}.
+// field: {label, about, unit, steady, span}; without a label, the chart's heading is its name.
 class Chart {
   constructor(name, view, field = {}) {
     Object.assign(this, { name, view, field, lines: [], width: 0, drag: null, near: null });
@@ -27,7 +27,7 @@ class Chart {
     const save = (kind, act) => button(kind, () => act(this), { class: 'quiet', title: `Save ${name} as ${kind}` });
     const flip = (list) => () => view.flip(list, name);
     this.logButton = toggle('log', false, flip('flipped'), { title: `Logarithmic y of ${name} alone`, class: 'quiet' });
-    this.title = button(name, flip('wide'), { class: 'name', title: 'Over the whole width, and back' });
+    this.title = button(field.label || name, flip('wide'), { class: 'name', title: 'Over the whole width, and back' });
     this.node = el(
       'figure.chart',
       { 'data-field': name, 'aria-label': name },

@@ -110,7 +110,7 @@ class Devices {
     const style = new Map(names.map((name, index) => [name, lineStyle(index)]));
     const { maps } = this.run.panels;
     const fields = Object.fromEntries(
-      Object.entries(maps).map(([name, { about, unit, span: ends }]) => [name, { about, unit, span: ends }]),
+      Object.entries(maps).map(([name, { label, about, unit, span: ends }]) => [name, { label, about, unit, span: ends }]),
     );
     this.charts = placeCharts(this.papers, this.charts, [...rows.keys()], this.view, fields);
     for (const [name, devices] of rows)
@@ -132,7 +132,7 @@ class Devices {
   }
 
   drawMap(field, devices, palette) {
-    const { unit } = this.run.panels.maps[field];
+    const { label, unit } = this.run.panels.maps[field];
     const rows = devices.map((row) => {
       const y = row.values.map((value) => (isNumber(value) ? (value - row.low) / (row.high - row.low) : null));
       return { ...row, y };
@@ -141,7 +141,7 @@ class Devices {
     const seconds = range[1] - range[0] < 600;
     this.heat.set(rows, {
       ...{ range, low: 0, high: 1, palette, look: JSON.stringify([field, this.view.range]) },
-      about: `${field} of ${rows.length} devices`,
+      about: `${label} of ${rows.length} devices`,
       lines: (row, _, at) => [`${row.label}: ${formatUnit(row.values[nearest(row.x, at)], unit)}`, formatTime(at)],
       ticks: timeTicks(...range, 5).map((at) => ({ at, text: formatTime(at, { seconds }) })),
     });
@@ -157,9 +157,10 @@ class Devices {
       setting('devices', this.mode);
       this.drawHistory();
     };
-    const { about } = this.run.panels.maps[field];
+    const { maps } = this.run.panels;
+    const { about } = maps[field];
     const map = [
-      segments('map of', fields, field, (name) => choose('field', name)),
+      segments('map of', fields, field, (name) => choose('field', name), (name) => maps[name].label),
       span('faint', about),
       legend(palette, 'less', 'more'),
     ];

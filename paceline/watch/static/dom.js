@@ -34,8 +34,8 @@ const toggle = (text, pressed, onclick, attributes = {}) =>
   button(text, onclick, { class: 'toggle', 'aria-pressed': String(pressed), ...attributes });
 
 // Makes a group of buttons, of which one is pressed.
-function segments(label, names, pressed, choose) {
-  const segment = (name) => toggle(name, name === pressed, () => choose(name), { class: null, 'data-tool': name });
+function segments(label, names, pressed, choose, textOf = (name) => name) {
+  const segment = (name) => toggle(textOf(name), name === pressed, () => choose(name), { class: null, 'data-tool': name });
   return el('span.segments', { role: 'group', 'aria-label': label }, names.map(segment));
 }
 

@@ -149,7 +149,7 @@ class RunsPage {
       this.search.value = tag;
       this.find();
     };
-    const link = el('a', { href: `#/run/${encodeURIComponent(name)}`, 'data-run': name }, name);
+    const link = el('a', { href: `#/run/${encodeURIComponent(name)}`, 'data-run': name, title: name }, name);
     const chips = tags.map((tag) => button(tag, filter(tag), { class: 'tag', title: `Runs with ${tag}` }));
     return el(
       'tr',

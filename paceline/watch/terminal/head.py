@@ -6,6 +6,7 @@ Pure: a Snapshot, the time and a width in, lines out. Times are UTC, as everywhe
 """
 
 import math
+import shlex
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import chain
@@ -83,7 +84,7 @@ def title(snapshot: Snapshot, *, now: float, width: int) -> Line:
 def origin(snapshot: Snapshot) -> str:
     """A script's command, a log's framework, a training's ranks and hosts."""
     if snapshot.command:
-        return clean(" ".join(snapshot.command))
+        return clean(shlex.join(snapshot.command))
     if snapshot.kind == "log":
         return clean(snapshot.framework or "log")
     return clean(ranks_and_hosts(snapshot))

@@ -48,14 +48,6 @@ MIN_CELL = 24  # columns of a rank in the grid
 MAX_HOST_WIDTH = 10  # of a host's name beside a rank
 MIN_PROCESS_WIDTH = 60
 MAX_RANKS_NAMED = 12
-HISTORY_TITLES = {  # by the field of gpu_series or host_series
-    "use": "GPU use",
-    "used_bytes": "GPU memory",
-    "power_w": "GPU power",
-    "temperature_c": "GPU temperature",
-    "cpu": "processors",
-    "ram_used": "memory of the host",
-}
 HISTORY_STYLES = {"use": "green", "used_bytes": "violet", "temperature_c": "orange"}
 
 
@@ -300,7 +292,7 @@ def machines_page(snapshot: Snapshot, *, width: int) -> list[Line]:
     rows = iter(table)
     for host in snapshot.hosts:
         facts = facts_line(host_facts(host, long=True), width - (16 if host.lost else 2))
-        place: Line = ((host_place(host), "error" if host.lost else "faint"),)
+        place: Line = ((host_place(host), "error" if host.lost else "faint"),) if host_place(host) else ()
         since: Piece = (" last sample:  " if host.lost else " ", "faint")
         lines += [heading(clean(host.name), width, right=place), (since, *facts)]
         lines += [gpu_titles(table[0]), *islice(rows, len(host.gpus))] if host.gpus else []
@@ -329,7 +321,7 @@ def history_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
                     (f" {row['value']:>10}", ""),
                 )
             )
-        title = f"{HISTORY_TITLES.get(field, field)} over time: {panel['about']}"
+        title = f"{panel['label']} over time: {panel['about']}"
         lines += [heading(title, width), *in_columns(rows, min(columns, len(rows)), width=width)]
     return lines
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.terminal import cut, pad
 from paceline.units import format_bytes, format_number_of
 from paceline.watch.growing_file import read_tail, search
-from paceline.watch.measures import format_measure
+from paceline.watch.measures import METRICS, format_measure
 from paceline.watch.snapshot import LIVE, LogView, Series, Snapshot
 from paceline.watch.summary import first_log, line_level, log_title
 from paceline.watch.terminal import chart, head, machines
@@ -144,12 +144,12 @@ def log_block(log: LogText, *, width: int, height: int) -> list[Line]:
 
 
 def last_block(snapshot: Snapshot, *, now: float, width: int, height: int) -> list[Line]:
-    """Events; for a log, which has none, the notes on what could not be read."""
-    if height < 1 or (snapshot.kind == "log" and not snapshot.events and not snapshot.notes):
-        return []
-    if snapshot.notes and not snapshot.events:
-        return [heading("notes", width), *head.note_lines(snapshot, width=width)[:height]]
-    return [heading("events", width), *head.event_lines(snapshot, now=now, width=width, height=height)]
+    """The notes on what could not be read, and the events; a log has none."""
+    notes = section("notes", head.note_lines(snapshot, width=width)[: max(0, height)], width)[1:]
+    height -= len(notes)
+    if height < 1 or (not snapshot.events and (snapshot.kind == "log" or notes)):
+        return notes
+    return [*notes, heading("events", width), *head.event_lines(snapshot, now=now, width=width, height=height)]
 
 
 def wide_overview(snapshot: Snapshot, *, now: float, width: int, height: int, log: LogText) -> list[Line]:
@@ -280,9 +280,10 @@ def format_once(snapshot: Snapshot, *, now: float, width: int, colour: bool = Fa
 
 def once_curve(name: str, series: Series, *, width: int) -> Line:
     first, last = (format_measure(name, series.values[index]) for index in (0, -1))
+    label = METRICS[name].label if name in METRICS else name
     room = max(4, min(60, width - 43))
     return (
-        (f" {pad(cut(clean(name), 14), 15)}{first:>10} ", ""),
+        (f" {pad(cut(clean(label), 14), 15)}{first:>10} ", ""),
         (chart.steady_line(series, room, chart.curve_look(name)[2]), "blue"),
         (f" {last}", "strong"),
     )

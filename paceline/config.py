@@ -13,6 +13,7 @@ from paceline.command_line import option, parameters_of
 from paceline.errors import PacelineError
 from paceline.units import parse_duration
 
+MIN_VOCAB_SIZE = 257  # of a tokenizer that is trained: every byte and the separator, so that any text can be encoded
 VOCAB_MULTIPLE = 64  # embedding and lm_head rows are padded to this: tensor cores want it, no token maps there
 
 
@@ -52,7 +53,7 @@ class Config:
 
     data: str = option("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG]", group="text", value="SOURCE")
     tokenizer: str | None = option(None, "a tokenizer.json to use; auto: train one on the text", value="FILE")
-    vocab_size: int = option(32_768, "tokens of the tokenizer that is trained", low=257, high=2**31 - 1)
+    vocab_size: int = option(32_768, "tokens of the tokenizer that is trained", low=2, high=2**31 - 1)
     packing: str = option(
         "stream",
         "rows of the text: stream, cut from all of it; best-fit, each begins with a document, and what fits nowhere is left out",
@@ -186,6 +187,11 @@ def check_config(config: Config) -> None:
             parse_duration(config.time)
         except ValueError:
             raise PacelineError(f"time is {config.time!r}, not a duration", fix="for example 2m, 8h or 1d12h") from None
+    if config.tokenizer is None and config.vocab_size < MIN_VOCAB_SIZE:
+        raise PacelineError(
+            f"vocab_size {config.vocab_size:,} is too small to train a tokenizer: 256 bytes and a separator are {MIN_VOCAB_SIZE}",
+            fix=f"--vocab-size {MIN_VOCAB_SIZE} or more, or --tokenizer FILE, which may have fewer",
+        )
     if config.shard == "none" and config.optimizer == "muon":
         raise PacelineError(
             "shard = none is plain DDP with AdamW, but optimizer is muon",

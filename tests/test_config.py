@@ -83,6 +83,14 @@ def test_the_written_config_reads_back_the_same(tmp_path):
     assert load_config(file, {})[0] == config
 
 
+def test_only_a_tokenizer_that_is_trained_needs_a_token_for_each_byte(tmp_path):
+    config, _ = load_config(None, {"tokenizer": "characters.json", "vocab_size": 65})
+    assert load_config(write(tmp_path / "a.toml", format_toml(config)), {})[0] == config
+    with pytest.raises(PacelineError, match="vocab_size 65 is too small") as error:
+        load_config(None, {"vocab_size": 65})
+    assert error.value.fix == "--vocab-size 257 or more, or --tokenizer FILE, which may have fewer"
+
+
 def test_an_unknown_flag_names_the_nearest():
     with pytest.raises(UsageError) as error:
         parse_flags(["--device-batchsize", "8"])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import UsageError, nearest, nearest_choice
-from paceline.units import whole_number
+from paceline.units import format_list, whole_number
 
 T = TypeVar("T")
 
@@ -209,7 +209,8 @@ def parse(args: Sequence[str], *, command: str, options: type[T]) -> T:
         items = getattr(namespace, name, [])
         if (len(items) > 1 and not parameter.many) or (not items and parameter.default is ...):
             fix = f"{parser.usage}" + ("; paceline runs lists them" if parameter.value_name == "RUN" else "")
-            raise UsageError(f"{command} takes one {parameter.value_name}, {len(items)} are given", fix=fix)
+            listed = f": {format_list(items, limit=3)}" if items else ""
+            raise UsageError(f"{command} takes one {parameter.value_name}, {len(items)} are given{listed}", fix=fix)
         if items:
             values[name] = tuple(items) if parameter.many else items[0]
     own = {item.name: values.pop(item.name) for item in fields(takes) if item.name in values}

@@ -47,6 +47,8 @@ def test_a_flag_takes_dashes_or_underscores_with_or_without_equals(args):
 def test_the_config_file_stands_first_or_after_its_flag():
     assert parse_flags(["a.toml", "--depth", "2"]) == ("a.toml", {"depth": 2})
     assert parse_flags(["--config", "a.toml", "--depth", "2"]) == ("a.toml", {"depth": 2})
+    with pytest.raises(UsageError, match="train takes one CONFIG, 4 are given: b.txt, c.txt, d.txt and 1 more"):
+        parse_flags(["--data", "a.txt", "b.txt", "c.txt", "d.txt", "e.txt"])
 
 
 def test_a_switch_needs_no_value_and_no_turns_it_off():
@@ -159,7 +161,7 @@ def test_nanochat_s_switch_for_fp8_is_a_precision(tmp_path):
         (["--compile", "--no-compile"], "--compile is given twice", "give it once"),
         (
             ["--config", "a.toml", "b.toml"],
-            "train takes one CONFIG, 2 are given",
+            "train takes one CONFIG, 2 are given: a.toml and b.toml",
             USAGE,
         ),
     ],

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from paceline.config import Config, cache_dir
 from paceline.config_file import load_config
 from paceline.data.corpus import Progress, list_files
-from paceline.data.prepare import META, TokenDataset, open_dataset, prepare
+from paceline.data.prepare import META, TokenDataset, data_info, open_dataset, prepare
 from paceline.errors import PacelineError
 from paceline.plan.forecast import forecast
 from paceline.plan.host import probe_cpu_cores
@@ -57,7 +58,7 @@ def prepare_data(config: Config, publish: Progress = lambda *_: None) -> TokenDa
             show(label, done, total)
             publish(label, done, total)
 
-        return prepare(
+        dataset = prepare(
             config.data,
             tokenizer=Path(config.tokenizer) if config.tokenizer else None,
             vocab_size=config.vocab_size,
@@ -65,6 +66,12 @@ def prepare_data(config: Config, publish: Progress = lambda *_: None) -> TokenDa
             num_workers=probe_cpu_cores(),
             progress=progress,
         )
+    if dataset.meta.get("lossless") is False:
+        size = f"{data_info(dataset)['bytes_per_token']:.1f} bytes each"
+        print(
+            f"note    {config.tokenizer} loses text: decoding its tokens, {size}, gives another text", file=sys.stderr
+        )
+    return dataset
 
 
 def reopen_data(run: RunDir, config: Config) -> TokenDataset:

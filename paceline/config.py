@@ -71,10 +71,14 @@ class Config:
     device_batch_size: int | None = option(
         None, "rows in one micro-step of one device; auto: the most that fit", low=1, also=OPEN, group="batch"
     )
-    total_batch_size: int | None = option(None, "tokens in one optimizer step, over all devices", low=1, also=OPEN)
+    total_batch_size: int | None = option(
+        None, "tokens in one optimizer step, over all devices", low=1, also=OPEN, usual=524_288
+    )
     num_steps: int | None = option(None, "optimizer steps; auto: from tokens_per_param", low=1, high=10**9, also=OPEN)
     epochs: float | None = option(None, "passes over the text, in place of num_steps", low=1e-9, high=1e6, also=OPEN)
-    time: str | None = option(None, "length as a time such as 2m or 8h, in place of num_steps; speed is measured first")
+    time: str | None = option(
+        None, "length as a time such as 2m or 8h, in place of num_steps; speed is measured first", usual="8h"
+    )
     tokens_per_param: float = option(
         12.0,
         "training tokens per parameter, where none of num_steps, epochs and time is set",
@@ -101,7 +105,9 @@ class Config:
         "8bit: the optimizer's moments and momentum take a byte in place of four: less memory, smaller checkpoints, other rounding",
         choices=("fp32", "8bit"),
     )
-    matrix_lr: float | None = option(None, "learning rate of matrices; auto: muon 0.02, adamw 0.002", low=0, high=100)
+    matrix_lr: float | None = option(
+        None, "learning rate of matrices; auto: muon 0.02, adamw 0.002", low=0, high=100, usual=0.02
+    )
     embedding_lr: float = option(0.3, "learning rate of token embeddings; value embeddings use half", low=0, high=100)
     unembedding_lr: float = option(0.008, "learning rate of lm_head", low=0, high=100)
     weight_decay: float = option(0.28, "weight decay of matrices at depth 12; scaled by run length", low=0, high=100)

@@ -58,6 +58,10 @@ def test_a_switch_needs_no_value_and_no_turns_it_off():
     }
     assert parse_flags(["--compile", "false"])[1] == {"compile": False}
     assert parse_flags(["--compile", "auto"])[1] == {"compile": None}
+    assert parse_flags(["--deterministic", "false", "--emulate", "a.toml"]) == (
+        "a.toml",
+        {"deterministic": False, "emulate": True},
+    )
 
 
 def test_a_switch_may_have_choices_besides():
@@ -66,6 +70,26 @@ def test_a_switch_may_have_choices_besides():
     assert parse_flags(["--activation-checkpointing", "--depth", "2"])[1]["activation_checkpointing"] is True
     with pytest.raises(UsageError, match="half is not one of true, false, relu, mlp, or auto"):
         parse_flags(["--activation-checkpointing=half"])
+
+
+def test_a_whole_number_of_a_file_may_have_an_exponent(tmp_path):
+    config, _ = load_config(write(tmp_path / "a.toml", "num_steps = 1e3\ndepth = 8.0\n"), {})
+    assert (config.num_steps, config.depth, type(config.num_steps)) == (1000, 8, int)
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("time = 120", 'time = "8h"'),
+        ('total_batch_size = "500k"', "total_batch_size = 524288"),
+        ("matrix_lr = '1'", "matrix_lr = 0.02"),
+    ],
+)
+def test_the_fix_for_a_wrong_type_is_a_value_that_works(tmp_path, line, fix):
+    with pytest.raises(PacelineError) as error:
+        load_config(write(tmp_path / "a.toml", line), {})
+    assert error.value.fix == fix
+    load_config(write(tmp_path / "a.toml", fix), {})
 
 
 def test_numbers_may_be_grouped():
@@ -348,6 +372,8 @@ def test_a_flag_for_one_length_replaces_the_files_other(tmp_path):
     file = write(tmp_path / "a.toml", 'time = "2m"\n')
     config, _ = load_config(file, {"num_steps": 10})
     assert (config.num_steps, config.time) == (10, None)
+    config, _ = load_config(file, {"tokens_per_param": 5.0})
+    assert (config.tokens_per_param, config.time) == (5.0, None)
     config, _ = load_config(write(file, "num_steps = 10\n"), {"time": "8h"})
     assert (config.num_steps, config.time) == (None, "8h")
 

@@ -260,10 +260,12 @@ def test_what_a_resume_cannot_change_is_refused_with_a_command_that_works(job_on
     monkeypatch.chdir(tmp_path)
     config, _ = changed_run(run, {"runs_dir": str(tmp_path), "data": "t.txt"}, otherwise="x")
     assert (config.runs_dir, config.data) == ("runs", str(text))
-    for key, fix in (("name", "x --name NEW"), ("data", "x --name NEW --data ...")):
+    for key, fix in (("name", "x --name NEW"), ("data", "x --name NEW --data other")):
         with pytest.raises(PacelineError, match="cannot change within a run") as error:
             changed_run(run, {key: "other"}, otherwise="x --name NEW")
         assert error.value.fix == fix
+    with pytest.raises(PacelineError, match="tokenizer is auto in run and cannot change"):
+        changed_run(run, {"tokenizer": "a.json"}, otherwise="x")
 
 
 def test_a_finished_run_is_extended_past_its_present_step(job_on, monkeypatch):
@@ -282,7 +284,7 @@ def test_a_stopped_run_does_not_end_before_the_step_where_it_is(job_on, monkeypa
     monkeypatch.setattr("paceline.launch.train.last_good_step", lambda _: 14)
     with pytest.raises(PacelineError) as error:
         check_unfinished(run, num_steps, planned=400)
-    assert error.value.message == f"run is already at step 14 of {num_steps}"
+    assert error.value.message == "run is already at step 14 of 400" + ", past num_steps 12" * (num_steps == 12)
     assert error.value.fix == f"paceline resume {run.quoted} trains to step 400"
     check_unfinished(run, 15, planned=400)
     check_unfinished(run, 14, planned=14)  # it broke after its last checkpoint: it has yet to end

@@ -296,9 +296,9 @@ def cannot_write(path: Path, error: OSError) -> PacelineError:
         free = format_bytes(shutil.disk_usage(path.parent).free)
         return PacelineError(
             f"no room to write prepared text into {path.parent}: {error.strerror} ({free} free)",
-            fix="free some space there (folders under it may be deleted, they are made again), or raise the quota",
+            fix="--cache-dir DIR on another disk, or free some space there: folders under it may be deleted, they are made again",
         )
     return PacelineError(
         f"cannot write prepared text into {path.parent}: {error.strerror or error}",
-        fix=f"make {path.parent} a folder you may write to",
+        fix=f"--cache-dir DIR in another place, or make {path.parent} a folder you may write to",
     )

@@ -107,7 +107,8 @@ def prepare(
                 f"the files of {source} changed while they were read",
                 fix="wait until what writes them is done, then run the same command again",
             )
-        meta = {"format_version": FORMAT_VERSION, "fingerprint": path.name, "source": source} | meta
+        request = {"source": source, "requested_vocab_size": None if tokenizer else vocab_size}
+        meta = {"format_version": FORMAT_VERSION, "fingerprint": path.name} | request | meta
         write_atomic(folder / META, json.dumps(meta, indent=1) + "\n")
     return replace(open_dataset(path), reused=False)
 

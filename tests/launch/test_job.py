@@ -2,19 +2,21 @@
 
 import io
 import json
+import shutil
 from dataclasses import asdict, replace
 
 import pytest
 
 from paceline.config import Config, cache_dir
 from paceline.config_file import format_toml
+from paceline.data.tokenizer import train_tokenizer
 from paceline.errors import Finding, PacelineError, PlanError
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import Digest
 from paceline.launch.hosts import HostEntry
 from paceline.launch.job import StepWatch, TrainingJob, planned_step, stop_grace_s, watch_steps
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
-from paceline.launch.run_text import absolute_texts, reopen_data
+from paceline.launch.run_text import absolute_texts, prepare_data, record_data, reopen_data
 from paceline.launch.supervisor import Outcome
 from paceline.launch.train import changed_run, check_unfinished, new_folder
 from paceline.options import LaunchOptions
@@ -305,6 +307,28 @@ def test_a_run_records_absolute_paths_of_a_local_text_and_tokenizer(tmp_path, mo
     assert absolute_texts({"data": "t.txt", "tokenizer": "t.json", "depth": 2}) == local
     for data in ("builtin", "hf:books:en"):
         assert absolute_texts({"data": data, "tokenizer": None}) == {"data": data, "tokenizer": None}
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_shards_that_are_gone_are_prepared_again_with_the_same_tokenizer(job_on, tmp_path, capsys, is_own):
+    run, text = job_on(lambda: TWO).run, tmp_path / "t.txt"
+    text.write_text("a few words\n" * 1000)
+    first = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+    if is_own:
+        first = replace(first, tokenizer=str(tmp_path / "t.json"))
+        train_tokenizer(iter(["words"]), vocab_size=260).save(tmp_path / "t.json")
+    dataset = prepare_data(first)
+    record_data(run, dataset)
+    run.tokenizer_json.parent.mkdir()
+    run.tokenizer_json.write_bytes(dataset.tokenizer_json.read_bytes())
+    given = dataset.meta["vocab_size"]
+    assert given < first.vocab_size
+    note = f"note    the text gives a vocabulary of {given:,}, not of 32,768\n"
+    assert (note in capsys.readouterr().err) is not is_own
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "t.json").write_text("another")
+    again = reopen_data(run, replace(first, vocab_size=given))  # as config.toml has it
+    assert again.meta["files"] == dataset.meta["files"] and not again.reused
 
 
 def test_a_run_whose_text_is_gone_resumes_with_its_shards_and_is_refused_without_them(job_on, tmp_path):

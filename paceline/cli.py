@@ -277,6 +277,7 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
             list_files(args.data, print_note=True), vocab_size=args.vocab_size, progress=progress
         )
     tokenizer.save(args.out)
+    tokenizer.name = str(args.out)
     if args.json:
         print_facts(tokenizer_info(tokenizer, sample=SAMPLE_TEXT), as_json=True)
         return

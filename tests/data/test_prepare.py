@@ -279,3 +279,6 @@ def test_tokenizer_train_prints_where_it_wrote(source, tmp_path, monkeypatch, ca
     wrote, following = capsys.readouterr().out.splitlines()
     assert wrote == "wrote   t.json: vocabulary 300" and (tmp_path / "t.json").is_file()
     assert following == "next    paceline train '--data=tëxt' --tokenizer=t.json"
+    words = ["--data", "tëxt", "--vocab-size", "300", "--out", "t.json", "--force", "--json"]
+    assert run_command(["tokenizer", "train", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "t.json"

@@ -276,8 +276,11 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
         raise UsageError("tokenizer train needs --out FILE", fix="add --out tokenizer.json")
     check_new_file(args.out, force=args.force)
     with show_progress() as progress:
-        tokenizer = train_tokenizer_on(list_files(args.data), vocab_size=args.vocab_size, progress=progress)
+        tokenizer = train_tokenizer_on(
+            list_files(args.data, print_note=True), vocab_size=args.vocab_size, progress=progress
+        )
     tokenizer.save(args.out)
+    tokenizer.name = str(args.out)
     if args.json:
         print_facts(tokenizer_info(tokenizer, sample=SAMPLE_TEXT), as_json=True)
         return

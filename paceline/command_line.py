@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import UsageError, nearest, nearest_choice
-from paceline.units import whole_number
+from paceline.units import format_list, whole_number
 
 T = TypeVar("T")
 
@@ -78,6 +78,7 @@ class Parameter:
     names: tuple[str, ...] = ()  # that a text of names with commas may have, for completion
     also: Mapping[float, Any] = field(default_factory=dict)  # other trainers' numbers -> ours: -1 for off
     value: str | None = None  # its stand-in in help
+    usual: Any = None  # a value for a fix, where the default shows none
     positional: bool = False
     has_flag: bool = False  # --its-name sets a positional argument too
     may_be_empty: bool = False
@@ -136,7 +137,7 @@ class Parameter:
         if self.default is not None and self.default not in ((), "", ..., 0):
             return self.default
         examples = {bool: True, int: 8, float: 0.5}
-        return self.choices[0] if self.choices else examples.get(self.kinds[0]) or self.value_name
+        return self.usual or (self.choices[0] if self.choices else examples.get(self.kinds[0]) or self.value_name)
 
     @property
     def expected(self) -> str:
@@ -208,7 +209,8 @@ def parse(args: Sequence[str], *, command: str, options: type[T]) -> T:
         items = getattr(namespace, name, [])
         if (len(items) > 1 and not parameter.many) or (not items and parameter.default is ...):
             fix = f"{parser.usage}" + ("; paceline runs lists them" if parameter.value_name == "RUN" else "")
-            raise UsageError(f"{command} takes one {parameter.value_name}, {len(items)} are given", fix=fix)
+            listed = f": {format_list(items, limit=3)}" if items else ""
+            raise UsageError(f"{command} takes one {parameter.value_name}, {len(items)} are given{listed}", fix=fix)
         if items:
             values[name] = tuple(items) if parameter.many else items[0]
     own = {item.name: values.pop(item.name) for item in fields(takes) if item.name in values}
@@ -246,10 +248,9 @@ def normalize(args: Sequence[str], *, command: str, options: type) -> list[str]:
         if parameter is None:
             raise unknown_option(argument, "".join(remaining[:1]), command=command, options=options)
         if parameter.is_switch and not equals:
-            has_value = (
-                parameter.is_optional and remaining and remaining[0].lower() in {*BOOLEANS, "auto", *parameter.choices}
-            )
-            text = remaining.pop(0) if has_value else "true"
+            plain = () if has_script else ("true", "false")  # `true` may be a script
+            values = {*BOOLEANS, "auto", *parameter.choices} if parameter.is_optional else plain
+            text = remaining.pop(0) if remaining and remaining[0].lower() in values else "true"
         elif not equals:
             if not remaining or (NOT_A_VALUE.match(remaining[0]) and not parameter.takes_options):
                 raise UsageError(f"{flag} has no value", fix=f"{flag} {parameter.example}")

@@ -13,6 +13,7 @@ from paceline.command_line import option, parameters_of
 from paceline.errors import PacelineError
 from paceline.units import parse_duration
 
+MIN_VOCAB_SIZE = 257  # of a tokenizer that is trained: every byte and the separator, so that any text can be encoded
 VOCAB_MULTIPLE = 64  # embedding and lm_head rows are padded to this: tensor cores want it, no token maps there
 
 
@@ -52,7 +53,7 @@ class Config:
 
     data: str = option("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG]", group="text", value="SOURCE")
     tokenizer: str | None = option(None, "a tokenizer.json to use; auto: train one on the text", value="FILE")
-    vocab_size: int = option(32_768, "tokens of the tokenizer that is trained", low=257, high=2**31 - 1)
+    vocab_size: int = option(32_768, "tokens of the tokenizer that is trained", low=2, high=2**31 - 1)
     packing: str = option(
         "stream",
         "rows of the text: stream, cut from all of it; best-fit, each begins with a document, and what fits nowhere is left out",
@@ -70,10 +71,14 @@ class Config:
     device_batch_size: int | None = option(
         None, "rows in one micro-step of one device; auto: the most that fit", low=1, also=OPEN, group="batch"
     )
-    total_batch_size: int | None = option(None, "tokens in one optimizer step, over all devices", low=1, also=OPEN)
+    total_batch_size: int | None = option(
+        None, "tokens in one optimizer step, over all devices", low=1, also=OPEN, usual=524_288
+    )
     num_steps: int | None = option(None, "optimizer steps; auto: from tokens_per_param", low=1, high=10**9, also=OPEN)
     epochs: float | None = option(None, "passes over the text, in place of num_steps", low=1e-9, high=1e6, also=OPEN)
-    time: str | None = option(None, "length as a time such as 2m or 8h, in place of num_steps; speed is measured first")
+    time: str | None = option(
+        None, "length as a time such as 2m or 8h, in place of num_steps; speed is measured first", usual="8h"
+    )
     tokens_per_param: float = option(
         12.0,
         "training tokens per parameter, where none of num_steps, epochs and time is set",
@@ -100,7 +105,9 @@ class Config:
         "8bit: the optimizer's moments and momentum take a byte in place of four: less memory, smaller checkpoints, other rounding",
         choices=("fp32", "8bit"),
     )
-    matrix_lr: float | None = option(None, "learning rate of matrices; auto: muon 0.02, adamw 0.002", low=0, high=100)
+    matrix_lr: float | None = option(
+        None, "learning rate of matrices; auto: muon 0.02, adamw 0.002", low=0, high=100, usual=0.02
+    )
     embedding_lr: float = option(0.3, "learning rate of token embeddings; value embeddings use half", low=0, high=100)
     unembedding_lr: float = option(0.008, "learning rate of lm_head", low=0, high=100)
     weight_decay: float = option(0.28, "weight decay of matrices at depth 12; scaled by run length", low=0, high=100)
@@ -186,6 +193,11 @@ def check_config(config: Config) -> None:
             parse_duration(config.time)
         except ValueError:
             raise PacelineError(f"time is {config.time!r}, not a duration", fix="for example 2m, 8h or 1d12h") from None
+    if config.tokenizer is None and config.vocab_size < MIN_VOCAB_SIZE:
+        raise PacelineError(
+            f"vocab_size {config.vocab_size:,} is too small to train a tokenizer: 256 bytes and a separator are {MIN_VOCAB_SIZE}",
+            fix=f"--vocab-size {MIN_VOCAB_SIZE} or more, or --tokenizer FILE, which may have fewer",
+        )
     if config.shard == "none" and config.optimizer == "muon":
         raise PacelineError(
             "shard = none is plain DDP with AdamW, but optimizer is muon",

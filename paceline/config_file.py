@@ -37,7 +37,9 @@ def load_config(file: str | Path | None, flags: Mapping[str, Any]) -> tuple[Conf
     return config, notes
 
 
-def resolve_config(file: str | None, keys: Mapping[str, Any], *, default: Mapping[str, Any] | None = None) -> Config:
+def resolve_config(
+    file: str | None, keys: Mapping[str, Any], *, default: Mapping[str, Any] | None = None, print_notes: bool = True
+) -> Config:
     """The config of a command line; notes go to stderr. file: a path, or the name of a config of the package.
 
     Without a file: the config tiny, or the defaults of all keys with those of `default`.
@@ -48,7 +50,7 @@ def resolve_config(file: str | None, keys: Mapping[str, Any], *, default: Mappin
     config, notes = load_config(path, keys)
     if file is not None and path.parent == PACKAGED and file != path.stem:
         notes = [f"note    {file} is not here: this is the config {path.stem} of paceline", *notes]
-    for note in notes:
+    for note in notes if print_notes else ():
         print(note, file=sys.stderr)
     return config
 
@@ -67,8 +69,8 @@ def packaged_configs() -> dict[str, Path]:
 
 
 def override(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """`upper` wins key by key; num_steps, epochs and time all set the length, so each of them replaces the others."""
-    if any(upper.get(name) is not None for name in LENGTH_KEYS):
+    """`upper` wins key by key; num_steps, epochs, time and tokens_per_param all set the length: each replaces the others."""
+    if any(upper.get(name) is not None for name in (*LENGTH_KEYS, "tokens_per_param")):
         lower = {name: value for name, value in lower.items() if name not in LENGTH_KEYS}
     return {**lower, **upper}
 
@@ -116,7 +118,8 @@ def drop_rate(values: dict[str, Any], flags: Mapping[str, Any], *, own: Any, fil
 def _nearby(path: Path) -> str:
     folder = path.parent
     files = sorted(str(folder / p.name) for p in folder.glob("*.toml") if p.name != "pyproject.toml")
-    return f": {', '.join(files[:5] or packaged_configs())}"
+    near = nearest(str(path), [*files, *packaged_configs()])
+    return f": {near or ', '.join([*files[:5], *packaged_configs()])}"
 
 
 def checked_value(name: str, value: Any, *, where: str) -> Any:
@@ -128,6 +131,8 @@ def checked_value(name: str, value: Any, *, where: str) -> Any:
         return None
     if float in key.kinds and type(value) is int:
         value = float(value)
+    elif int in key.kinds and type(value) is float and value.is_integer():  # 1e9, as a flag may have it
+        value = int(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and value in key.also:
         value = key.also[value]
         if value is None:

@@ -130,7 +130,7 @@ CASES = [
     ("jsonl without text", lambda d: ["train", "--data", put(d, "a.jsonl", json.dumps({"n": 1}) + "\n")], 1, "a.jsonl", "text"),
     ("jsonl cut in a line", lambda d: ["train", "--data", put(d, "a.jsonl", '{"text": "a"}\n{"text": ')], 1, "a.jsonl", ""),
     ("a broken parquet", lambda d: ["train", "--data", put(d, "a.parquet", "PAR1 no")], 1, "a.parquet", ""),
-    ("a vocabulary below bytes", lambda d: ["train", "--vocab-size", "100"], 2, "out of range", "257"),
+    ("a vocabulary below bytes", lambda d: ["train", "--vocab-size", "100"], 1, "too small", "257"),
     ("a missing tokenizer", lambda d: ["train", "--tokenizer", str(d / "t.json")], 1, "t.json", ""),
     ("a tokenizer that is none", lambda d: ["train", "--tokenizer", put(d, "t.json", "{}")], 1, "t.json", ""),
     ("runs_dir is a file", lambda d: ["train", *TINY, "--runs-dir", put(d, "f", "x")], 1, "cannot be written", "--runs-dir"),

@@ -239,7 +239,9 @@ def test_the_configs_of_the_package_are_found_by_name_in_any_folder(tmp_path, mo
     assert run_command(["plan", "balanced.toml", "--gpu", "H100"]) == 0
     assert capsys.readouterr().out.startswith("model   depth 3,")
     assert run_command(["plan", "elsewhere.toml"]) == 1
-    assert "fix: give one that does: " in capsys.readouterr().err
+    assert "fix: give one that does: balanced.toml, tiny, conservative, balanced, aggressive" in capsys.readouterr().err
+    assert run_command(["plan", "blanced"]) == 1
+    assert "fix: give one that does: balanced\n" in capsys.readouterr().err
 
 
 def test_the_configs_of_the_package_are_listed_and_printed(capsys):

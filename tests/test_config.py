@@ -47,6 +47,8 @@ def test_a_flag_takes_dashes_or_underscores_with_or_without_equals(args):
 def test_the_config_file_stands_first_or_after_its_flag():
     assert parse_flags(["a.toml", "--depth", "2"]) == ("a.toml", {"depth": 2})
     assert parse_flags(["--config", "a.toml", "--depth", "2"]) == ("a.toml", {"depth": 2})
+    with pytest.raises(UsageError, match="train takes one CONFIG, 4 are given: b.txt, c.txt, d.txt and 1 more"):
+        parse_flags(["--data", "a.txt", "b.txt", "c.txt", "d.txt", "e.txt"])
 
 
 def test_a_switch_needs_no_value_and_no_turns_it_off():
@@ -56,6 +58,10 @@ def test_a_switch_needs_no_value_and_no_turns_it_off():
     }
     assert parse_flags(["--compile", "false"])[1] == {"compile": False}
     assert parse_flags(["--compile", "auto"])[1] == {"compile": None}
+    assert parse_flags(["--deterministic", "false", "--emulate", "a.toml"]) == (
+        "a.toml",
+        {"deterministic": False, "emulate": True},
+    )
 
 
 def test_a_switch_may_have_choices_besides():
@@ -64,6 +70,26 @@ def test_a_switch_may_have_choices_besides():
     assert parse_flags(["--activation-checkpointing", "--depth", "2"])[1]["activation_checkpointing"] is True
     with pytest.raises(UsageError, match="half is not one of true, false, relu, mlp, or auto"):
         parse_flags(["--activation-checkpointing=half"])
+
+
+def test_a_whole_number_of_a_file_may_have_an_exponent(tmp_path):
+    config, _ = load_config(write(tmp_path / "a.toml", "num_steps = 1e3\ndepth = 8.0\n"), {})
+    assert (config.num_steps, config.depth, type(config.num_steps)) == (1000, 8, int)
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("time = 120", 'time = "8h"'),
+        ('total_batch_size = "500k"', "total_batch_size = 524288"),
+        ("matrix_lr = '1'", "matrix_lr = 0.02"),
+    ],
+)
+def test_the_fix_for_a_wrong_type_is_a_value_that_works(tmp_path, line, fix):
+    with pytest.raises(PacelineError) as error:
+        load_config(write(tmp_path / "a.toml", line), {})
+    assert error.value.fix == fix
+    load_config(write(tmp_path / "a.toml", fix), {})
 
 
 def test_numbers_may_be_grouped():
@@ -81,6 +107,14 @@ def test_the_written_config_reads_back_the_same(tmp_path):
     config = Config(name='quo"te\\', epochs=2.5, compile=False, data="a b/ü.txt")
     file = write(tmp_path / "a.toml", format_toml(config))
     assert load_config(file, {})[0] == config
+
+
+def test_only_a_tokenizer_that_is_trained_needs_a_token_for_each_byte(tmp_path):
+    config, _ = load_config(None, {"tokenizer": "characters.json", "vocab_size": 65})
+    assert load_config(write(tmp_path / "a.toml", format_toml(config)), {})[0] == config
+    with pytest.raises(PacelineError, match="vocab_size 65 is too small") as error:
+        load_config(None, {"vocab_size": 65})
+    assert error.value.fix == "--vocab-size 257 or more, or --tokenizer FILE, which may have fewer"
 
 
 def test_an_unknown_flag_names_the_nearest():
@@ -151,7 +185,7 @@ def test_nanochat_s_switch_for_fp8_is_a_precision(tmp_path):
         (["--compile", "--no-compile"], "--compile is given twice", "give it once"),
         (
             ["--config", "a.toml", "b.toml"],
-            "train takes one CONFIG, 2 are given",
+            "train takes one CONFIG, 2 are given: a.toml and b.toml",
             USAGE,
         ),
     ],
@@ -338,6 +372,8 @@ def test_a_flag_for_one_length_replaces_the_files_other(tmp_path):
     file = write(tmp_path / "a.toml", 'time = "2m"\n')
     config, _ = load_config(file, {"num_steps": 10})
     assert (config.num_steps, config.time) == (10, None)
+    config, _ = load_config(file, {"tokens_per_param": 5.0})
+    assert (config.tokens_per_param, config.time) == (5.0, None)
     config, _ = load_config(write(file, "num_steps = 10\n"), {"time": "8h"})
     assert (config.num_steps, config.time) == (None, "8h")
 

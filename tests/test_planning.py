@@ -135,6 +135,14 @@ def test_a_sweep_of_rows_takes_every_divisor_of_a_device_s_rows(capsys):
 def test_a_sweep_takes_values_of_any_key(capsys):
     rows = table(plan(capsys, *TWO, "--sweep", "depth=4,8", "--num-steps", "10"))
     assert [row[0] for row in rows] == ["depth", "4", "8"]
+    assert [row[0] for row in table(plan(capsys, "tiny", "--sweep", "num_steps=10,20"))] == ["num_steps", "10", "20"]
+
+
+def test_a_sweep_of_optimizers_uses_a_file_s_rate_for_the_file_s_own(capsys):
+    rows = json.loads(plan(capsys, "tiny", "--sweep", "optimizer", "--json"))
+    rates = {row["optimizer"]: row["groups"]["matrix"]["lr"] for row in rows}
+    alone = {name: json.loads(plan(capsys, "tiny", "--optimizer", name, "--json")) for name in rates}
+    assert rates == {name: facts["groups"]["matrix"]["lr"] for name, facts in alone.items()}
 
 
 def test_a_time_gives_the_deepest_model_whose_length_ends_in_it(capsys):

@@ -12,17 +12,18 @@ document of its own. This module does not depend on tokens.
 import errno
 import math
 import os
+import shlex
 import shutil
 import stat
+import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 
-from paceline.data.readers import Document, SourceFile, UnreadableFile, read_documents
+from paceline.data.readers import Document, SourceFile, UnreadableFile, is_saved_dataset, read_documents
 from paceline.errors import PacelineError
-from paceline.units import format_bytes
+from paceline.units import format_bytes, format_list, format_number_of
 
 Progress = Callable[[str, float, float], None]  # label of the work, amount done, in all (0: unknown)
 
@@ -47,10 +48,10 @@ HUB_BYTES = 64 << 20  # assumed for a dataset of the hub: its size is not known 
 SCAN_AFTER_ERROR_BYTES = 256 << 20  # read at most to count the other broken files
 
 
-def list_files(source: str) -> list[SourceFile]:
+def list_files(source: str, *, print_note: bool = False) -> list[SourceFile]:
     """Returns the files of a source in a fixed order without opening any, since it runs at every start.
 
-    Raises PacelineError for a source that does not exist or holds no text.
+    print_note: says on stderr which files of other types are left out. Raises PacelineError for a source without text.
     """
     if source == "builtin":
         return _builtin_files()
@@ -62,12 +63,12 @@ def list_files(source: str) -> list[SourceFile]:
     except FileNotFoundError as error:
         raise PacelineError(
             f"no such file or folder: {source} (looked in {Path.cwd()})",
-            fix="check the path; `builtin` is text that is always there, hf:NAME a dataset from the Hugging Face hub",
+            fix=_missing_fix(source),
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise _stat_error(path, error) from error
     if path.is_dir():
-        return _folder_files(path)
+        return _folder_files(path, print_note=print_note)
     status = _stat_file(path)
     if _format(path) is None:
         raise PacelineError(
@@ -77,6 +78,15 @@ def list_files(source: str) -> list[SourceFile]:
     if status.st_size == 0:
         raise PacelineError(f"{path} is empty", fix="put text into it, or give another path")
     return [_source_file(path, status)]
+
+
+def _missing_fix(source: str) -> str:
+    """Returns how to write what a source without a file may have meant."""
+    if "://" in source:
+        return "download it first, and give the file or its folder"
+    if set(source) & set("*?[,;"):
+        return "give one file, or one folder, which is read with all that is under it; patterns and lists are not read"
+    return "check the path; `builtin` is text that is always there, hf:NAME a dataset from the Hugging Face hub"
 
 
 def read_corpus(
@@ -165,7 +175,7 @@ def _builtin_files() -> list[SourceFile]:
     return files
 
 
-def _folder_files(folder: Path) -> list[SourceFile]:
+def _folder_files(folder: Path, *, print_note: bool) -> list[SourceFile]:
     """Returns every file of a known type under the folder, without hidden and empty ones."""
     files: list[SourceFile] = []
     broken: list[PacelineError] = []
@@ -182,19 +192,24 @@ def _folder_files(folder: Path) -> list[SourceFile]:
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
         raise UnreadableFile(broken[0].message + more, fix=broken[0].fix) from broken[0]
     with_text = [file for file in files if file.num_bytes]
+    known, shown = " ".join(FORMATS), format_list(others, limit=5)
+    if with_text and others and print_note:
+        left_out = format_number_of(len(others), "file")
+        print(f"note    {folder}: left out {left_out} of other types: {shown}", file=sys.stderr)
     if with_text:
         return with_text
-    known, shown = " ".join(FORMATS), ", ".join(islice(others, 5))
     if files:
         what = f"nothing to read in {folder}: all its text files are empty ({len(files)} of them)"
         fix = "put text into them, or give another path"
     elif not others:
-        what, fix = f"{folder} is an empty folder", f"put text files there ({known}), or give another path"
+        has_entries = any(folder.iterdir())
+        what = f"{folder} has only hidden files or empty folders" if has_entries else f"{folder} is an empty folder"
+        fix = f"put text files there ({known}), or give another path"
     else:
-        what = f"no text file in {folder}: it holds {shown}" + (
-            f" and {len(others) - 5} more" if len(others) > 5 else ""
-        )
+        what = f"no text file in {folder}: it holds {shown}"
         fix = f"give a folder with files of these types: {known}"
+        if is_saved_dataset(folder):
+            fix = f"--data hf:{shlex.quote(str(folder))}, as it was written by save_to_disk"
     raise PacelineError(what, fix=fix)
 
 
@@ -281,9 +296,9 @@ def cannot_write(path: Path, error: OSError) -> PacelineError:
         free = format_bytes(shutil.disk_usage(path.parent).free)
         return PacelineError(
             f"no room to write prepared text into {path.parent}: {error.strerror} ({free} free)",
-            fix="free some space there (folders under it may be deleted, they are made again), or raise the quota",
+            fix="--cache-dir DIR on another disk, or free some space there: folders under it may be deleted, they are made again",
         )
     return PacelineError(
         f"cannot write prepared text into {path.parent}: {error.strerror or error}",
-        fix=f"make {path.parent} a folder you may write to",
+        fix=f"--cache-dir DIR in another place, or make {path.parent} a folder you may write to",
     )

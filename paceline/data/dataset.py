@@ -234,9 +234,11 @@ def write_dataset(
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     writers = {name: SplitWriter(folder, name, shard_tokens=shard_tokens) for name in ("train", "val")}
     total = sum(file.num_bytes for file in files)
+    lossless = True  # as far as the first document of each batch shows
     batches = _encoded(files, tokenizer, part_bytes=part_bytes, num_workers=num_workers, dtype=dtype)
     with closing(batches):
         for documents, batch_ids, done in batches:
+            lossless = lossless and tokenizer.decode(batch_ids[0][1:].tolist()) == documents[0].text
             for document, ids in zip(documents, batch_ids, strict=True):
                 writers["val" if document.digest < below else "train"].append(ids, num_bytes=document.num_bytes)
             if progress is not None:
@@ -248,6 +250,7 @@ def write_dataset(
         "tokenizer_hash": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id,
+        "lossless": lossless,
         "dtype": dtype.name,
         "shard_tokens": shard_tokens,
         "part_bytes": part_bytes,

@@ -78,7 +78,7 @@ def prepare(
     several processes that call this at once, one makes it and the others wait. Raises PacelineError for a source that
     cannot be read, is too small, or changes meanwhile.
     """
-    files = list_files(source)
+    files = list_files(source, print_note=True)
     otherwise = ", or leave --tokenizer out to train one on the text"
     tokenizer_json = None if tokenizer is None else read_tokenizer_file(tokenizer, otherwise=otherwise)
     tokenizer_hash = None if tokenizer_json is None else hashlib.sha256(tokenizer_json).hexdigest()
@@ -107,7 +107,8 @@ def prepare(
                 f"the files of {source} changed while they were read",
                 fix="wait until what writes them is done, then run the same command again",
             )
-        meta = {"format_version": FORMAT_VERSION, "fingerprint": path.name, "source": source} | meta
+        request = {"source": source, "requested_vocab_size": None if tokenizer else vocab_size}
+        meta = {"format_version": FORMAT_VERSION, "fingerprint": path.name} | request | meta
         write_atomic(folder / META, json.dumps(meta, indent=1) + "\n")
     return replace(open_dataset(path), reused=False)
 

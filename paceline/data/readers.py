@@ -181,6 +181,11 @@ def _table_parts(
             yield part, row / num_rows
 
 
+def is_saved_dataset(folder: Path) -> bool:
+    """Returns whether Dataset.save_to_disk has written the folder."""
+    return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
+
+
 def _load_hf(file: SourceFile) -> "Dataset":
     """The `train` split; a local folder written by save_to_disk, a local folder of data files, or a name on the hub."""
     folder = Path(file.path)
@@ -191,7 +196,7 @@ def _load_hf(file: SourceFile) -> "Dataset":
     except ImportError as error:
         raise _missing_extra(f"hf:{file.path}") from error
     try:
-        if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        if is_saved_dataset(folder):
             loaded = datasets.load_from_disk(file.path)
         else:
             loaded = datasets.load_dataset(file.path, file.config or None)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.config import MIN_VOCAB_SIZE
 from paceline.data.corpus import Progress, held_out_below, part_bytes_of, read_corpus
 from paceline.data.readers import SourceFile
 from paceline.errors import PacelineError
@@ -40,7 +41,6 @@ SPLIT_PATTERN = (
 # a word of a hundred thousand letters (a gene, a file of zeros) takes the trainer a minute; cut, it teaches the same
 LONG_RUN = re.compile(r"(\S{1000})|(\s{1000})\s+")
 MAX_TRAINING_BYTES = 32 << 20  # more text hardly changes the merges and costs seconds
-MIN_VOCAB_SIZE = 257  # every byte and the separator: any text can be encoded
 
 
 class Tokenizer:

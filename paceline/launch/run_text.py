@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from paceline.config import Config, cache_dir
 from paceline.config_file import load_config
 from paceline.data.corpus import Progress, list_files
-from paceline.data.prepare import META, TokenDataset, open_dataset, prepare
+from paceline.data.prepare import META, TokenDataset, data_info, open_dataset, prepare
 from paceline.errors import PacelineError
 from paceline.plan.forecast import forecast
 from paceline.plan.host import probe_cpu_cores
@@ -57,7 +58,7 @@ def prepare_data(config: Config, publish: Progress = lambda *_: None) -> TokenDa
             show(label, done, total)
             publish(label, done, total)
 
-        return prepare(
+        dataset = prepare(
             config.data,
             tokenizer=Path(config.tokenizer) if config.tokenizer else None,
             vocab_size=config.vocab_size,
@@ -65,13 +66,26 @@ def prepare_data(config: Config, publish: Progress = lambda *_: None) -> TokenDa
             num_workers=probe_cpu_cores(),
             progress=progress,
         )
+    actual, requested = dataset.meta["vocab_size"], dataset.meta.get("requested_vocab_size")
+    if requested and actual < requested:
+        print(f"note    the text gives a vocabulary of {actual:,}, not of {requested:,}", file=sys.stderr)
+    if dataset.meta.get("lossless") is False:
+        size = f"{data_info(dataset)['bytes_per_token']:.1f} bytes each"
+        print(
+            f"note    {config.tokenizer} loses text: decoding its tokens, {size}, gives another text", file=sys.stderr
+        )
+    return dataset
 
 
 def reopen_data(run: RunDir, config: Config) -> TokenDataset:
     """Returns the shards that the run began with, prepared again if they are gone. Raises PacelineError if the text has changed."""
-    path, fingerprint = read_run_file(run.dataset_json, parse_record)
+    path, fingerprint, vocab_size = read_run_file(run.dataset_json, parse_record)
     if (path / "meta.json").is_file():
         return open_dataset(path)
+    if config.tokenizer is None:
+        config = replace(config, vocab_size=vocab_size or config.vocab_size)
+    elif run.tokenizer_json.is_file():
+        config = replace(config, tokenizer=str(run.tokenizer_json))  # the other may be gone, or be another one now
     try:
         dataset = prepare_data(config)
     except PacelineError as error:
@@ -87,15 +101,17 @@ def reopen_data(run: RunDir, config: Config) -> TokenDataset:
     return dataset
 
 
-def parse_record(text: str) -> tuple[Path, str]:
-    """Returns the folder of the shards and their fingerprint, as dataset.json has them."""
+def parse_record(text: str) -> tuple[Path, str, int | None]:
+    """Returns the folder of the shards, their fingerprint and the requested vocab_size, as dataset.json has them."""
     record = json.loads(text)
-    return Path(record["path"]), str(record["fingerprint"])
+    return Path(record["path"]), str(record["fingerprint"]), record.get("vocab_size")
 
 
 def record_data(run: RunDir, dataset: TokenDataset) -> None:
     """Writes where the shards are, for the workers."""
-    record = {"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"]}
+    # a small text gives fewer tokens than were requested, and config.toml has what it gave
+    requested = dataset.meta.get("requested_vocab_size")
+    record = {"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"], "vocab_size": requested}
     write_atomic(run.dataset_json, json.dumps(record) + "\n")
 
 

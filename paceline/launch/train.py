@@ -241,9 +241,10 @@ def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, ot
     fixed = [key for key in FIXED_KEYS if key in after and after[key] != before[key]]
     if fixed:
         flag = f"--{fixed[0].replace('_', '-')}"
+        own, value = getattr(config, fixed[0]), shlex.quote(str(changes[fixed[0]]))
         raise PacelineError(
-            f"{fixed[0]} is {getattr(config, fixed[0])} in {run.name} and cannot change within a run",
-            fix=otherwise if otherwise.endswith(f" {flag} NEW") else f"{otherwise} {flag} ...",
+            f"{fixed[0]} is {'auto' if own is None else own} in {run.name} and cannot change within a run",
+            fix=otherwise if otherwise.endswith(f" {flag} NEW") else f"{otherwise} {flag} {value}",
         )
     if changes.get("time") is not None:
         raise PacelineError(
@@ -277,8 +278,9 @@ def check_unfinished(run: RunDir, num_steps: int, *, planned: int) -> None:
         longer, text = (
             (f" --num-steps {2 * step}", "extends it") if is_finished else ("", f"trains to step {planned:,}")
         )
+        requested = f", past num_steps {num_steps:,}" if num_steps < step else ""
         raise PacelineError(
-            f"{run.name} is {'finished' if is_finished else 'already'} at step {step:,} of {num_steps:,}",
+            f"{run.name} is {'finished' if is_finished else 'already'} at step {step:,} of {planned:,}{requested}",
             fix=f"paceline resume {run.quoted}{longer} {text}",
         )
 

@@ -66,7 +66,8 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
         raise UsageError("--compare names no GPU", fix='--compare "RTX 4090,RTX 5090,H100"')
     price = parse_price(options.price) if options.price is not None else None
     is_imagined = options.gpu or compared or options.time or options.budget
-    config = resolve_config(options.config, options.keys, default=DEFAULTS_OF_A_PLAN if is_imagined else None)
+    resolve = partial(resolve_config, options.config, default=DEFAULTS_OF_A_PLAN if is_imagined else None)
+    config = resolve(options.keys)
     if config.epochs is not None:
         raise PlanError(
             "the length is given in epochs, and a plan does not read the text",
@@ -96,7 +97,7 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
     if compared:
         return table("GPU", [(name, partial(one_of_many, config, name)) for name in compared], as_json=options.json)
     if options.sweep is not None:
-        return sweep(config, options, one_of_many)
+        return sweep(lambda change: resolve({**options.keys, **change}, print_notes=False), options, one_of_many)
     advice, more = None, ""
     if options.time or options.budget:
         advice, more = advise_depth(config, options, price, one_of_many)
@@ -256,10 +257,12 @@ def advise_depth(
     return advice, longer_run(advice, run_of_depth, time_s=time_s, tokens_per_param=config.tokens_per_param)
 
 
-def sweep(config: Config, options: PlanOptions, forecast_of: Callable[[Config], Forecast]) -> str:
-    """Returns the table of --sweep."""
+def sweep(
+    config_of: Callable[[dict[str, Any]], Config], options: PlanOptions, forecast_of: Callable[[Config], Forecast]
+) -> str:
+    """Returns the table of --sweep. config_of: returns the config with these keys changed, as flags would change it."""
     assert options.sweep is not None
-    open_forecast = partial(forecast_of, with_values(config, device_batch_size=None))
+    open_forecast = partial(forecast_of, config_of({"device_batch_size": None}))
     key, values = swept(options.sweep, open_forecast)
     changes: list[dict[str, Any]] = [{key: value} for value in values]
     note = ""
@@ -273,7 +276,7 @@ def sweep(config: Config, options: PlanOptions, forecast_of: Callable[[Config], 
             tokens = change[key] * plan.model.sequence_len * plan.world_size
             change["total_batch_size"] = tokens * max(1, round(plan.total_batch_size / tokens))
         note = f"batch follows the rows: the multiple nearest to {plan.total_batch_size:,}, which changes the training"
-    makes = [(change[key], partial(forecast_of, with_values(config, **change))) for change in changes]
+    makes = [(change[key], partial(forecast_of, config_of(change))) for change in changes]
     lines = table(key, makes, as_json=options.json)
     return f"{lines}\n\n{note}" if note and not options.json else lines
 

@@ -195,17 +195,25 @@ def test_the_file_types_are_those_of_the_data_layer(tmp_path):
     assert text_facts(str(tmp_path))["bytes"] == len(FORMATS)
 
 
+def test_a_folder_of_save_to_disk_is_offered_as_a_dataset(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    assert text_facts(str(tmp_path))["near"] == f"hf:{tmp_path}"
+
+
 @pytest.mark.parametrize(
     ("name", "exists", "error"),
     [
         ("missing", False, None),
         ("empty", True, "no text in it: no file of .txt .md .py .txt.gz .jsonl .jsonl.gz .parquet"),
+        ("blank", True, "all its text files are empty"),
         ("broken", False, "a link to /nowhere, which does not exist"),
         ("pipe", True, "not a regular file"),
     ],
 )
 def test_unreadable_text_is_reported_with_the_reason(tmp_path, name, exists, error):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "blank").mkdir()
+    (tmp_path / "blank" / "a.txt").touch()
     (tmp_path / "broken").symlink_to("/nowhere")
     os.mkfifo(tmp_path / "pipe")
     text = text_facts(str(tmp_path / name))
@@ -299,6 +307,22 @@ def test_a_file_that_is_not_a_tokenizer_is_reported(tmp_path, content, error):
         (tmp_path / "tokenizer.json").write_text(content)
     facts = text_facts("builtin", tokenizer=tmp_path / "tokenizer.json")["tokenizer"]
     assert (facts["exists"], facts["vocab_size"], facts["error"]) == (content is not None, None, error)
+    folder = text_facts("builtin", tokenizer=tmp_path)["tokenizer"]
+    assert (folder["exists"], folder["error"]) == (True, "it is a folder, not the file in it")
+
+
+@pytest.mark.parametrize(
+    ("vocab", "added", "error"),
+    [
+        ({"a": 0, "b": 1}, [], "it has no token to put between documents"),
+        ({"a": 0, "<s>": 1}, [], None),
+        ([["a", -1.0], ["</s>", -2.0]], [], None),
+        ({"a": 0}, [{"id": 1, "content": "<|endoftext|>"}], None),
+    ],
+)
+def test_a_tokenizer_without_a_separator_is_reported(tmp_path, vocab, added, error):
+    (tmp_path / "t.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": added}))
+    assert text_facts("builtin", tokenizer=tmp_path / "t.json")["tokenizer"]["error"] == error
 
 
 def test_a_unigram_vocabulary_is_a_list():

@@ -48,6 +48,7 @@ FOREIGN_LIBRARY = [{"name": "libc10.so", "path": "/opt/old/lib/libc10.so", "expe
 ADA = {"gpus.0.capability": [8, 9], "gpus.1.capability": [8, 9]}
 PASCAL = {"gpus.0.capability": [6, 1], "gpus.1.capability": [6, 1]}
 STARVED = {"ok": False, "seconds": 20.0, "error": "still computing after 20 s"}
+SMALL_CACHE = {"text.prepared": False, "text.bytes": 100 << 20, "text.vocab_size": 32_768}
 HUB = {"name": "owner/name", "endpoint": "https://huggingface.co", "missing_packages": [], "cached": False, "status": 200,
        "seconds": 0.1, "error": None}  # fmt: skip
 DESKTOP = {"pid": 900, "name": "Xorg", "used_bytes": 11 * GIB}
@@ -160,6 +161,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("disk-slow", "cpu_box", {"storage.run_dir.write_bytes_per_s": 8e6}, DISK, "warn"),
     ("disk-no-inodes", "cpu_box", {"storage.run_dir.free_inodes": 12}, DISK, "warn"),
     ("cache-on-network", "cpu_box", {"storage.cache.network": True, "storage.cache.filesystem": "nfs4"}, CPU, "note"),
+    ("cache-full", "cpu_box", {**SMALL_CACHE, "storage.cache.free_bytes": 20 << 20}, CPU, "stop"),
     ("tmp-small", "cpu_box", {"storage.tmp.free_bytes": 1 << 20}, CPU, "warn"),
     ("text-missing", "cpu_box", {"text.data": "books", "text.exists": False}, CPU, "stop"),
     ("text-package-missing", "cpu_box", {"text.hub": {**HUB, "missing_packages": ["datasets"]}}, CPU, "stop"),
@@ -341,6 +343,14 @@ HEALTHY: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | 
      ("warn", "export CUDA_VISIBLE_DEVICES=0")),
     ("gpu-memory-held", "workstation", {"gpus.1.memory_free_bytes": 20 * GIB, "gpus.1.processes": [OUTSIDE]}, CUDA,
      ("warn", "export CUDA_VISIBLE_DEVICES=0")),
+    ("cache-full", "cpu_box", {**SMALL_CACHE, "storage.cache.free_bytes": 40 << 20}, {**CPU, "config": {"cache_dir": "c"}},
+     ("warn", "--cache-dir ~/.cache/paceline")),
+    ("cache-full", "cpu_box", {**SMALL_CACHE, "storage.cache.free_bytes": 50 << 20}, CPU, None),
+    ("cache-full", "cpu_box", {**SMALL_CACHE, "storage.cache.free_bytes": 0, "text.prepared": True}, CPU, None),
+    ("text-unreadable", "cpu_box", {"text.error": "no text in it", "text.near": "hf:d"}, CPU, ("stop", "--data hf:d")),
+    ("text-not-prepared", "cpu_box", {"text.prepared": False, "text.data": "books", "text.error": "all its text files are empty"},
+     {"command": "check"}, None),
+    ("text-not-prepared", "cpu_box", {**SMALL_CACHE, "storage.cache.free_bytes": 0}, {"command": "check"}, None),
     ("text-missing", "cpu_box", {"text.exists": False, "text.near": "~/books"}, CPU, ("stop", "--data ~/books")),
     ("text-hub-silent", "cpu_box", {"text.hub": {**HUB, "cached": True, "status": None, "error": "no answer"}}, CPU, None),
     ("text-hub-unknown", "cpu_box", {"text.hub": HUB}, CPU, None),

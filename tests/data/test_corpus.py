@@ -187,6 +187,39 @@ def test_a_folder_without_text_says_what_it_holds(tmp_path):
     assert ".jsonl" in error.fix
 
 
+def test_a_folder_of_hidden_files_is_not_called_empty(tmp_path):
+    (tmp_path / ".a.txt").write_text("a")
+    assert refused(tmp_path).message == f"{tmp_path} has only hidden files or empty folders"
+
+
+def test_a_folder_that_save_to_disk_wrote_is_named_as_a_dataset(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    assert refused(tmp_path).fix == f"--data hf:{tmp_path}, as it was written by save_to_disk"
+
+
+@pytest.mark.parametrize(
+    ("source", "fix"),
+    [
+        ("text/*.txt", "give one file, or one folder"),
+        ("a,b", "give one file"),
+        ("https://a.org/b.txt", "download it first"),
+    ],
+)
+def test_a_pattern_a_list_and_an_address_are_answered_with_what_to_give(source, fix):
+    assert refused(source).fix.startswith(fix)
+
+
+def test_files_of_other_types_beside_the_text_are_noted_where_that_is_requested(tmp_path, capsys):
+    for name in ("a.txt", "b.jsonl.zst", "c/d.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a")
+    assert [file.path for file in list_files(str(tmp_path))] == [f"{tmp_path}/a.txt"]
+    assert capsys.readouterr().err == ""
+    list_files(str(tmp_path), print_note=True)
+    note = f"note    {tmp_path}: left out 2 files of other types: b.jsonl.zst and c/d.json\n"
+    assert capsys.readouterr().err == note
+
+
 def test_a_file_of_another_type_says_which_can_be_read(tmp_path):
     (tmp_path / "a.docx").write_bytes(b"PK")
     assert refused(tmp_path / "a.docx").message == f"{tmp_path}/a.docx is not of a type that can be read"

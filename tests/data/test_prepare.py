@@ -123,6 +123,21 @@ def test_a_custom_tokenizer_is_used_and_saved_with_the_tokens(source, tmp_path):
     assert not prepared(source, tmp_path, tokenizer=tmp_path / "mine.json").reused
 
 
+def test_a_tokenizer_that_does_not_give_the_text_back_is_noted_at_each_start(source, tmp_path, monkeypatch, capsys):
+    from paceline.cli import run_command
+
+    monkeypatch.chdir(tmp_path)
+    inner = Inner(models.WordLevel({"<unk>": 0, "<s>": 1, "Document": 2}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.save("words.json")
+    for _ in range(2):
+        assert (
+            run_command(["data", "prepare", "--data", "tëxt", "--cache-dir", "cache", "--tokenizer", "words.json"]) == 0
+        )
+        assert "note    words.json loses text: decoding its tokens, " in capsys.readouterr().err
+    assert prepared(source, tmp_path).meta["lossless"] is True
+
+
 def test_the_tokenizer_trained_here_is_the_one_that_tokenizer_train_makes(source, tmp_path):
     assert (
         prepared(source, tmp_path).meta["tokenizer_hash"]
@@ -264,3 +279,6 @@ def test_tokenizer_train_prints_where_it_wrote(source, tmp_path, monkeypatch, ca
     wrote, following = capsys.readouterr().out.splitlines()
     assert wrote == "wrote   t.json: vocabulary 300" and (tmp_path / "t.json").is_file()
     assert following == "next    paceline train '--data=tëxt' --tokenizer=t.json"
+    words = ["--data", "tëxt", "--vocab-size", "300", "--out", "t.json", "--force", "--json"]
+    assert run_command(["tokenizer", "train", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "t.json"

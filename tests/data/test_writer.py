@@ -136,7 +136,9 @@ def test_a_cache_folder_that_cannot_be_made_is_named(source, tmp_path):
     with pytest.raises(PacelineError) as error:
         prepare(str(source), tokenizer=None, vocab_size=300, cache_dir=tmp_path / "file")
     assert error.value.message == f"cannot write prepared text into {tmp_path}/file/data: Not a directory"
-    assert error.value.fix == f"make {tmp_path}/file/data a folder you may write to"
+    assert (
+        error.value.fix == f"--cache-dir DIR in another place, or make {tmp_path}/file/data a folder you may write to"
+    )
 
 
 def test_a_cache_on_a_disk_that_takes_no_files_is_named(source):

@@ -2,19 +2,21 @@
 
 import io
 import json
+import shutil
 from dataclasses import asdict, replace
 
 import pytest
 
 from paceline.config import Config, cache_dir
 from paceline.config_file import format_toml
+from paceline.data.tokenizer import train_tokenizer
 from paceline.errors import Finding, PacelineError, PlanError
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import Digest
 from paceline.launch.hosts import HostEntry
 from paceline.launch.job import StepWatch, TrainingJob, planned_step, stop_grace_s, watch_steps
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
-from paceline.launch.run_text import absolute_texts, reopen_data
+from paceline.launch.run_text import absolute_texts, prepare_data, record_data, reopen_data
 from paceline.launch.supervisor import Outcome
 from paceline.launch.train import changed_run, check_unfinished, new_folder
 from paceline.options import LaunchOptions
@@ -260,10 +262,12 @@ def test_what_a_resume_cannot_change_is_refused_with_a_command_that_works(job_on
     monkeypatch.chdir(tmp_path)
     config, _ = changed_run(run, {"runs_dir": str(tmp_path), "data": "t.txt"}, otherwise="x")
     assert (config.runs_dir, config.data) == ("runs", str(text))
-    for key, fix in (("name", "x --name NEW"), ("data", "x --name NEW --data ...")):
+    for key, fix in (("name", "x --name NEW"), ("data", "x --name NEW --data other")):
         with pytest.raises(PacelineError, match="cannot change within a run") as error:
             changed_run(run, {key: "other"}, otherwise="x --name NEW")
         assert error.value.fix == fix
+    with pytest.raises(PacelineError, match="tokenizer is auto in run and cannot change"):
+        changed_run(run, {"tokenizer": "a.json"}, otherwise="x")
 
 
 def test_a_finished_run_is_extended_past_its_present_step(job_on, monkeypatch):
@@ -282,7 +286,7 @@ def test_a_stopped_run_does_not_end_before_the_step_where_it_is(job_on, monkeypa
     monkeypatch.setattr("paceline.launch.train.last_good_step", lambda _: 14)
     with pytest.raises(PacelineError) as error:
         check_unfinished(run, num_steps, planned=400)
-    assert error.value.message == f"run is already at step 14 of {num_steps}"
+    assert error.value.message == "run is already at step 14 of 400" + ", past num_steps 12" * (num_steps == 12)
     assert error.value.fix == f"paceline resume {run.quoted} trains to step 400"
     check_unfinished(run, 15, planned=400)
     check_unfinished(run, 14, planned=14)  # it broke after its last checkpoint: it has yet to end
@@ -303,6 +307,28 @@ def test_a_run_records_absolute_paths_of_a_local_text_and_tokenizer(tmp_path, mo
     assert absolute_texts({"data": "t.txt", "tokenizer": "t.json", "depth": 2}) == local
     for data in ("builtin", "hf:books:en"):
         assert absolute_texts({"data": data, "tokenizer": None}) == {"data": data, "tokenizer": None}
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_shards_that_are_gone_are_prepared_again_with_the_same_tokenizer(job_on, tmp_path, capsys, is_own):
+    run, text = job_on(lambda: TWO).run, tmp_path / "t.txt"
+    text.write_text("a few words\n" * 1000)
+    first = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+    if is_own:
+        first = replace(first, tokenizer=str(tmp_path / "t.json"))
+        train_tokenizer(iter(["words"]), vocab_size=260).save(tmp_path / "t.json")
+    dataset = prepare_data(first)
+    record_data(run, dataset)
+    run.tokenizer_json.parent.mkdir()
+    run.tokenizer_json.write_bytes(dataset.tokenizer_json.read_bytes())
+    given = dataset.meta["vocab_size"]
+    assert given < first.vocab_size
+    note = f"note    the text gives a vocabulary of {given:,}, not of 32,768\n"
+    assert (note in capsys.readouterr().err) is not is_own
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "t.json").write_text("another")
+    again = reopen_data(run, replace(first, vocab_size=given))  # as config.toml has it
+    assert again.meta["files"] == dataset.meta["files"] and not again.reused
 
 
 def test_a_run_whose_text_is_gone_resumes_with_its_shards_and_is_refused_without_them(job_on, tmp_path):

@@ -125,7 +125,7 @@ def test_the_rank_that_the_others_wait_for_is_named_with_what_it_computes():
         (["--steps", "0"], 2, "--steps 0 is out of range", "an integer from 1 to 1,000"),
         (["script"], 1, "script is the run of a script", "paceline run"),
         (["active"], 1, "active is training", "wait for it to end"),
-        (["ended", "--depth", "3"], 1, "depth is 4 in ended", "paceline profile runs/ended/config.toml --depth ..."),
+        (["ended", "--depth", "3"], 1, "depth is 4 in ended", "paceline profile runs/ended/config.toml --depth 3"),
     ],
     ids=["no such run", "no such config", "no steps", "a script's run", "a run that trains", "a key that a run cannot change"],
 )  # fmt: skip

@@ -25,6 +25,8 @@ from typing import Any
 from paceline.check.probes.facts import Json, answer
 from paceline.data.corpus import FORMATS, NOT_TEXT_TO_LEARN, list_files
 from paceline.data.prepare import dataset_path, open_dataset
+from paceline.data.readers import is_saved_dataset
+from paceline.data.tokenizer import SEPARATORS
 from paceline.errors import PacelineError
 from paceline.hub import ask_hub, endpoint, is_cached, missing_packages
 from paceline.mounts import read_mounts
@@ -257,7 +259,9 @@ def probe_source(data: str) -> dict[str, Any]:
         status = path.stat()
         if path.is_dir():
             os.listdir(path)
-            return measure_folder(path, types=() if data.startswith(HUB) else tuple(FORMATS), skip={"__pycache__"})
+            facts = measure_folder(path, types=() if data.startswith(HUB) else tuple(FORMATS), skip={"__pycache__"})
+            is_dataset = facts.get("error") and not data.startswith(HUB) and is_saved_dataset(path)
+            return facts | ({"near": f"{HUB}{name}"} if is_dataset else {})
         if not path.is_file():
             return {"exists": True, "error": "not a regular file"}
         with path.open("rb") as file:
@@ -280,19 +284,23 @@ def nearest_neighbour(name: str) -> str | None:
 
 def measure_folder(folder: Path, *, types: tuple[str, ...], skip: set[str]) -> dict[str, Any]:
     """types: suffixes of the files that count, () for all. bytes is None where there are too many files to read in time."""
-    num_bytes, deadline = 0, time.monotonic() + LISTING_S
+    num_files, num_bytes, deadline = 0, 0, time.monotonic() + LISTING_S
     for here, subfolders, names in os.walk(folder):
         subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
         for name in names:
             if name.startswith(".") or (types and not name.lower().endswith(types)):
                 continue
             try:
+                num_files += 1
                 num_bytes += os.stat(os.path.join(here, name)).st_size  # noqa: PTH116, PTH118 (a Path would double the time)
             except OSError:
                 continue  # a broken link; preparing reports it
         if time.monotonic() > deadline:
             return {"exists": True}
-    error = None if num_bytes else "no text in it: no file of " + " ".join(types) if types else "an empty folder"
+    error = None
+    if not num_bytes:
+        error = "no text in it: no file of " + " ".join(types) if types else "an empty folder"
+        error = "all its text files are empty" if types and num_files else error
     return {"exists": True, "bytes": num_bytes, "error": error}
 
 
@@ -315,17 +323,22 @@ def probe_hub(data: str) -> dict[str, Any]:
 def probe_tokenizer(path: Path) -> tuple[dict[str, Any], str | None]:
     """Returns path, exists, vocab_size and error of the tokenizer, and the hash of its file."""
     facts: dict[str, Any] = {"path": str(path), "exists": None, "vocab_size": None, "error": None}
-    if path.is_dir():
-        path = path / "tokenizer.json"
     try:
+        if path.is_dir():
+            return facts | {"exists": True, "error": "it is a folder, not the file in it"}, None
         if not path.is_file():
             return facts | {"exists": path.exists(), "error": "not a regular file" if path.exists() else None}, None
         content = path.read_bytes()
     except OSError as error:
         return facts | {"error": error.strerror}, None
     try:
-        vocab_size = tokenizer_vocab_size(json.loads(content))
-        error_text = None if vocab_size else "not a tokenizer.json"
+        vocab_size, has_separator = tokenizer_vocab_size(parsed := json.loads(content)), False
+        if vocab_size:
+            added = [token.get("content") for token in parsed.get("added_tokens") or []]
+            tokens = (token if isinstance(token, str) else token[0] for token in parsed["model"]["vocab"])
+            has_separator = not {*tokens, *added}.isdisjoint(SEPARATORS)
+        no_separator = None if has_separator else "it has no token to put between documents"
+        error_text = no_separator if vocab_size else "not a tokenizer.json"
     except ValueError:
         vocab_size, error_text = None, "not JSON"
     facts |= {"exists": True, "vocab_size": vocab_size, "error": error_text}

@@ -17,6 +17,7 @@ SLOW_BYTES_PER_S = 50e6
 FEW_INODES = 1000
 NO_ROOM = MIB  # not even for logs
 SMALL_TMP = 256 * MIB
+BYTES_PER_TOKEN = 4  # of text, as a rule
 PLACES = (("run_dir", "the run folder", "--runs-dir ~/runs"), ("cache", "the cache", "--cache-dir ~/.cache/paceline"))
 TMP = ("tmp", "the folder for temporary files", "export TMPDIR=~")
 
@@ -193,6 +194,19 @@ def cache_on_network(host: Host) -> Cases:
         yield Case(what, "--cache-dir /tmp/paceline")
 
 
+def cache_full(host: Host) -> Cases:
+    """Judges by 4 bytes of text for a token; room for half of that is too little for any usual tokenizer."""
+    free, num_bytes = host.at("storage.cache.free_bytes"), host.at("text.bytes")
+    if free is None or not num_bytes or host.at("text.prepared") is not False:
+        return
+    need = num_bytes // BYTES_PER_TOKEN * (2 if (host.at("text.vocab_size") or 0) <= 1 << 16 else 4)
+    if free < need:
+        sizes = f"{format_bytes(num_bytes)} of text need about {format_bytes(need)}"
+        elsewhere = "--cache-dir ~/.cache/paceline" if host.intent.config.get("cache_dir") else "df -h"
+        what = f"the cache {host.at('storage.cache.path')} has {format_bytes(free)} free, {sizes}"
+        yield Case(what, elsewhere, "stop" if free < need // 2 else "warn")
+
+
 def tmp_small(host: Host) -> Cases:
     free = host.at("storage.tmp.free_bytes")
     if free is not None and free < SMALL_TMP:
@@ -229,7 +243,7 @@ def text_hub_unknown(host: Host) -> Cases:
 def text_unreadable(host: Host) -> Cases:
     error = host.at("text.error")
     if error and host.at("text.exists") is not False:
-        yield Case(f"{host.at('text.data')}: {error}", "--data builtin")
+        yield Case(f"{host.at('text.data')}: {error}", f"--data {host.at('text.near') or 'builtin'}")
 
 
 def text_empty(host: Host) -> Cases:
@@ -254,6 +268,9 @@ def vocabulary_differs(host: Host) -> Cases:
 
 def text_not_prepared(host: Host) -> Cases:
     is_of_user = host.at("text.data") != Config.data  # the builtin text takes a moment
+    obstacles = (text_unreadable, text_empty, tokenizer_missing, cache_full, folder_unwritable)
+    if any(case.severity in (None, "stop") for rule in obstacles for case in rule(host)):
+        return  # the command would fail
     if is_of_user and host.at("text.prepared") is False and host.at("text.exists") and host.intent.command == "check":
         data, size = host.at("text.data"), format_bytes(host.at("text.bytes") or 0)
         what = f"{data} ({size}) is not prepared, or has changed since then"

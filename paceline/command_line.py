@@ -268,9 +268,8 @@ class HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=30)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        fill = super()._fill_text
-        parts = [part if part.startswith("examples:") else fill(part, width, indent) for part in text.split("\n\n")]
-        return "\n\n".join(parts)
+        fill, parts = super()._fill_text, text.split("\n\n")
+        return "\n\n".join(part if part.startswith("examples:") else fill(part, width, indent) for part in parts)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         return str(action.metavar or super()._format_action_invocation(action))

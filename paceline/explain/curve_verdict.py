@@ -56,7 +56,7 @@ PLATEAU, PLATEAU_SPREAD = 5, 1.6  # last points of a short curve, and the ratio 
 # the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
 TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
 FAR_BELOW = 1e8  # no likelihood of a batch
-NOT_NORMALIZED = "a loss of this size that does not fall"
+NOT_NORMALIZED, FROM_START = "a loss of this size that does not fall", "from its first value on"
 NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer
 SAME_VALUES = 20  # in a row
 MIN_PERIOD, REPEATED = 6, "each epoch repeats the losses of the one before: no weight changes"
@@ -194,7 +194,7 @@ def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> I
             )
             at = next((at for at in rises if at is not None), None)
             if at is not None:
-                yield finding_at(DIVERGED, series, finite.steps[at])
+                yield finding_at(DIVERGED, series, finite.steps[at], FROM_START if at <= 1 and is_whole(series) else None)
             elif is_too_high(finite.values):
                 yield CurveFinding(DIVERGED, series, 0, NOT_NORMALIZED)
 

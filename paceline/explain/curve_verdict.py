@@ -57,8 +57,7 @@ PLATEAU, PLATEAU_SPREAD = 5, 1.6  # last points of a short curve, and the ratio 
 TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
 FAR_BELOW = 1e8  # no likelihood of a batch
 NOT_NORMALIZED, FROM_START = "a loss of this size that does not fall", "from its first value on"
-NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer
-SAME_VALUES = 20  # in a row
+NAN_GRADIENTS, SAME_VALUES = 5, 20  # in a row: fp16's loss scale causes fewer NaN
 MIN_PERIOD, REPEATED = 6, "each epoch repeats the losses of the one before: no weight changes"
 LATEST_START = 0.1  # of the last step: a curve that begins later has lost its beginning
 STILL_CHANGE, STILL_ERROR = 0.004, 0.0016  # of the level: between thirds of a curve, and the standard error of that
@@ -186,15 +185,13 @@ def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> I
             if (at := leap([abs(value) for value in finite.values])) is not None:
                 yield finding_at(DIVERGED, series, finite.steps[at])
         elif finite.values and min(finite.values) > 0:
-            rises = (
-                rise_to_end(finite.values, min_rise),
-                rise_from_start(finite.values, min_rise),
-                leap(finite.values),
-                short_rise(finite.values),
-            )
+            long_rises = (rise(finite.values, min_rise) for rise in (rise_to_end, rise_from_start))
+            rises = (*long_rises, leap(finite.values), short_rise(finite.values))
             at = next((at for at in rises if at is not None), None)
-            if at is not None:
-                yield finding_at(DIVERGED, series, finite.steps[at], FROM_START if at <= 1 and is_whole(series) else None)
+            if at is not None and at <= 1 and is_whole(series):
+                yield CurveFinding(DIVERGED, series, 0, FROM_START)
+            elif at is not None:
+                yield finding_at(DIVERGED, series, finite.steps[at])
             elif is_too_high(finite.values):
                 yield CurveFinding(DIVERGED, series, 0, NOT_NORMALIZED)
 

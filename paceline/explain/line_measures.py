@@ -145,9 +145,9 @@ class StepLoss:
     score: float | None = None  # of an evaluation: the accuracy or the like
 
 
-def in_english(text: str) -> str:
+def in_english(text: str, lowered: str) -> str:
     """The line with the words of losses and epochs in English."""
-    if text.isascii() and not any(word in text.lower() for word in FOREIGN_WORDS):
+    if text.isascii() and not any(word in lowered for word in FOREIGN_WORDS):
         return text
     return FOREIGN.sub(english_word, text).replace("：", ": ")
 

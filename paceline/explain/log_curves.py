@@ -74,6 +74,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     reported = line_series(points["losses"], source="log")
     losses, held_out = ([item for item in reported if item.kind == kind] for kind in (LOSS, VALIDATION))
     memories = [evenly_spaced(item) for item in line_series(points["memory"], source="log", kind=MEMORY)]
+    speeds = [evenly_spaced(item) for item in line_series(points["speeds"], source="log", kind=THROUGHPUT)]
     still = (
         finding
         for finding in find_still(losses, [], [])
@@ -96,7 +97,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *find_zeros(losses, ZEROS, cause=NAN if has_nan else STANDS_STILL),
         *find_zeros(line_series(points["rewards"], source="log", kind=REWARD), ZERO_REWARDS, reason=NO_REWARD),
         *find_growth(memories, LOG_GROWTH),
-        *find_slowdown({THROUGHPUT: line_series(points["speeds"], source="log", kind=THROUGHPUT)}, LOG_SLOWER),
+        *find_slowdown({THROUGHPUT: speeds}, LOG_SLOWER),
         *(() if is_best_at_end(points["scores"]) else find_turns(losses, evaluations)),
     ]
     if not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None)):

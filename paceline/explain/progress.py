@@ -5,7 +5,7 @@ The progress of a run, followed line by line: its steps, losses, gradient norms,
 import math
 import re
 import sys
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 from typing import TypeVar
 
@@ -28,10 +28,11 @@ from paceline.explain.lines import MAX_RANKS, LogLine
 
 MAX_PROGRESS_LINES = 64  # stored; what came before them has not ended the run
 MAX_LOSSES = 2000  # stored; with more every second one is dropped
+MAX_SPEEDS, SPEED_EVERY = 500, 20  # of which each line has one, and later every so many
 MAX_TITLE = 40  # characters of the line above an evaluation
 MAX_MEASURES = 32  # of memory, by name and rank
-# of other measures; values of one that was finite before it became NaN; lines on which measures are looked for before one is
-MAX_LABELS, MIN_FINITE, LABELLED_LINES = 100, 2, 200
+# values of any measure that was finite before it became NaN; lines on which measures are looked for before one is
+MIN_FINITE, LABELLED_LINES = 2, 200
 # a loss above this followed by exactly 0: transformers writes 0 for NaN (trainer.py, logging_nan_inf_filter)
 ABRUPT = 0.5
 SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are lost
@@ -99,7 +100,8 @@ class ProgressTracker:
         self._rewards: list[LossPoint] = []
         self._scores: list[LossPoint] = []
         self._epoch, self._first_epoch = 0, sys.maxsize
-        self._labels: dict[str, int] = {}  # by the words before a value: how often it was finite
+        self._finite_lines: list[str] = []  # the first lines without NaN
+        self._labels: Counter[str] = Counter()  # by the words before a value: how often it was finite on these
         self._lost: dict[str, list[ProgressLine]] = {}  # its values since, that are NaN
         self._is_evaluation = False  # the line before is the title of one
 
@@ -109,8 +111,9 @@ class ProgressTracker:
 
     def add(self, number: int, line: LogLine, bar: StepLoss | None) -> bool:
         """Adds line `number` of the log and returns whether it reports progress; bar: the progress bar that was removed from it."""
-        text = in_english(line.text)
-        lowered = text.lower()
+        lowered = line.text.lower()
+        if (text := in_english(line.text, lowered)) is not line.text:
+            lowered = text.lower()
         if any(word in lowered for word in DONE_WORDS) and DONE.search(line.text):
             self._done_line = number
         self._is_dict = "'loss':" in text
@@ -127,9 +130,12 @@ class ProgressTracker:
         self._is_evaluation = len(text) < MAX_TITLE and EVALUATION_TITLE.match(text) is not None
         if progress is not None:
             self._add_progress(number, line.rank, progress)
-            if self._num_lines <= LABELLED_LINES or self._lost or "nan" in lowered:
+            if self._lost or "nan" in lowered:
                 self._add_labels(text, (number, line.rank, self._last_step))
-        if progress is not None and progress.step is not None and ("/s" in lowered or "per" in lowered):
+            elif len(self._finite_lines) < LABELLED_LINES:
+                self._finite_lines.append(text)
+        is_sampled = len(self._speeds) < MAX_SPEEDS or not self._num_lines % SPEED_EVERY
+        if is_sampled and progress is not None and progress.step is not None and ("/s" in lowered or "per" in lowered):
             self._add_speed(line)
         if any(word in lowered for word in MEMORY_WORDS):
             self._add_memory(line)
@@ -176,12 +182,14 @@ class ProgressTracker:
 
     def _add_labels(self, text: str, at: ProgressLine) -> None:
         """Notes which of the values on a line are NaN; a loss may have any name."""
+        if not self._labels:
+            lines = map(labelled_values, self._finite_lines)
+            self._labels.update(label for values in lines for label, value in values if math.isfinite(value))
         for label, value in labelled_values(text):
             if math.isfinite(value):
-                if label in self._labels or len(self._labels) < MAX_LABELS:
-                    self._labels[label] = self._labels.get(label, 0) + 1
+                self._labels[label] += 1
                 self._lost.pop(label, None)
-            elif math.isnan(value) and self._labels.get(label, 0) >= MIN_FINITE:
+            elif math.isnan(value) and self._labels[label] >= MIN_FINITE:
                 self._lost.setdefault(label, []).append(at)
 
     def _add_memory(self, line: LogLine) -> None:
@@ -276,7 +284,7 @@ class ProgressTracker:
 
 def reports_progress(text: str) -> bool:
     """Whether a line alone, without the header of a table before it, reports a step, an epoch or a loss."""
-    text, bar = strip_bars(in_english(text))
+    text, bar = strip_bars(in_english(text, text.lower()))
     return read_line(text, bar) is not None or EPOCH.search(text) is not None
 
 

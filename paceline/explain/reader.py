@@ -257,7 +257,7 @@ class LogParser:
         bounds = self._run.bounds
         bounds.is_shared = bounds.is_shared or bool(line.stream)
         if bounds.end is not None and bounds.resumes_behind_end(
-            number, line.text, read_step_and_loss(in_english(line.text)) or bar
+            number, line.text, read_step_and_loss(in_english(line.text, line.text.lower())) or bar
         ):
             self._begin_run(number)
         if self._run.progress.add(number, line, bar) and not self._tracebacks.is_open:  # an open error may be the end

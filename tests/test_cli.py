@@ -7,9 +7,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import paceline
 from paceline import options, run_options
 from paceline.cli import COMMANDS, run_command
 from paceline.command_line import parameters_of, parse
@@ -256,3 +258,14 @@ def test_the_configs_of_the_package_are_listed_and_printed(capsys):
     assert (facts["name"], facts["depth"], facts["total_batch_size"]) == ("balanced", 16, 49_152)
     assert run_command(["configs", "balancd"]) == 2
     assert capsys.readouterr().err == "error: no config balancd\n  fix: paceline configs balanced\n"
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "paceline.cli")
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=interrupt)])
+    with pytest.raises(SystemExit, match="130"):
+        paceline.main()
+    assert capsys.readouterr().err == "interrupted\n"

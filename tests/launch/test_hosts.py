@@ -1,16 +1,24 @@
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import namespaces
 import pytest
 from namespaces import add_cable, namespaced_hosts
 
-from paceline.errors import UsageError
+from paceline.check.ready import machine_of
+from paceline.config import Config
+from paceline.errors import PacelineError, UsageError
+from paceline.launch import host_facts
 from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts, ranks_of
 from paceline.launch.ssh import code_archive
+from paceline.options import TrainOptions
+from paceline.plan.planner import make_plan
+from paceline.rundir import RunDir
 
 needs_namespaces = pytest.mark.skipif(bool(namespaces.WHY_NOT), reason=namespaces.WHY_NOT)
 
@@ -81,6 +89,27 @@ def test_this_host_is_known_by_its_names_and_addresses():
     assert all(is_this_host(HostEntry(name)) for name in ("localhost", "127.0.0.1", "::1", socket.gethostname()))
     assert not is_this_host(HostEntry("localhost", user="somebody-else"))
     assert not is_this_host(HostEntry("198.51.100.7"))
+
+
+def test_a_driver_that_is_not_in_the_list_is_asked_for_its_folders_alone_and_its_disk_may_refuse_a_run(
+    tmp_path, monkeypatch, capsys
+):
+    host = json.loads((Path(__file__).parents[1] / "check/hosts/cpu_box.json").read_text())
+    (tmp_path / "file").write_text("")
+    config, run = Config(depth=2, hosts="ada.invalid"), RunDir(tmp_path / "file" / "run")
+
+    def ask(entries, config):
+        return lambda gather_here: [{**host, "connection": {"destination": "ada", "here": False}}]
+
+    monkeypatch.setattr(host_facts, "hosts_asker", ask)
+    plan = make_plan(config, machine_of(host), vocab_size=512, num_rows=0)
+    entries = parse_hosts(config.hosts)
+    with host_facts.start_check(config, run, TrainOptions(), command="train", trackers=(), entries=entries) as check:
+        [facts], driver = check.facts()
+        assert (facts["host"]["name"], driver["probes"].keys()) == (host["host"]["name"], {"storage", "text"})
+        with pytest.raises(PacelineError, match="this run would fail: folder-unwritable"):
+            check.judge(plan)
+    assert f"{socket.gethostname()}: the run folder {run.path}" in capsys.readouterr().out
 
 
 def test_the_code_that_is_sent_is_the_same_bytes_each_time():

@@ -327,9 +327,7 @@ def find_findings(hosts: Sequence[Facts], intent: Intent, driver: Facts | None =
         if verdict.subject == "hosts":
             findings += [make_finding(verdict, case, None) for case in verdict.rule(checked)] if len(hosts) > 1 else []
             continue
-        is_of_all = (
-            verdict.subject == "config" and len(hosts) > 1
-        )  # the hosts have one config: what it lacks is said once
+        is_of_all = verdict.subject == "config" and len(hosts) > 1  # the hosts have one config: one finding is enough
         for host in checked[:1] if is_of_all else with_driver if verdict.subject == "storage" else checked:
             facts = None if is_of_all else host.facts
             findings += [make_finding(verdict, case, facts) for case in verdict.rule(host)]

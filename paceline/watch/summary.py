@@ -104,9 +104,9 @@ def summarize(snapshot: Snapshot, *, now: float) -> Summary | None:
     if state in UNEXPLAINED:
         return Summary("error", sentence(str((snapshot.explanation or {}).get("summary") or UNEXPLAINED[state])))
     if state == "queued":
-        return Summary(
-            "info", sentence(f"Slurm has not started it yet: {snapshot.slurm or 'its queue is not known here'}")
-        )
+        job = snapshot.slurm or "its queue is not known here"
+        text = "its job has started, and its attempt has not" if " RUNNING" in job else "Slurm has not started it yet"
+        return Summary("info", sentence(f"{text}: {job}"))
     if state == "preparing":
         return Summary("info", sentence("no step is taken yet: " + format_preparing(snapshot)))
     if state == "recovering" or state == "starting":

@@ -442,6 +442,11 @@ def test_what_the_config_of_several_hosts_lacks_is_said_once():
     assert [finding.host for finding in findings_of("log-rare", pair[:1], rare)] == ["node1"]
 
 
+def test_a_job_that_slurm_starts_again_may_end_soon():
+    ending = {"tools.slurm": {**LOGIN, "job_id": 4711, "seconds_left": 300.0, "requeues": True}}
+    assert findings_of("slurm-ends-soon", [changed(HOSTS["workstation"], ending)], CUDA) == []
+
+
 def test_the_port_of_the_store_must_be_free_on_the_host_of_rank_0():
     busy = {**LINK, "own_store_port": None}
     pair = [

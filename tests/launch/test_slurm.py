@@ -569,6 +569,22 @@ def test_a_job_that_is_requeued_says_so_while_the_run_is_locked_and_one_that_is_
     assert decide_requeue(run, replace(STOPPED, state="finished"), signals) == (None, [])
 
 
+def test_a_job_that_slurm_itself_has_requeued_is_waited_for_and_not_requeued_again(tmp_path, monkeypatch, inside):
+    run, requeued = RunDir(tmp_path), WAITING.replace("PENDING", "COMPLETING").replace("Restarts=0", "Restarts=1")
+    scontrol(tmp_path, monkeypatch, requeued)
+    line = "requeued: job 4711 continues the run when Slurm starts it again (by Slurm)"
+    assert decide_requeue(run, STOPPED, StopSignals(first="SIGTERM")) == (None, [line])
+    assert end_state(read_json_lines(run.events)) == "queued"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # it was requeued before this start
+    assert decide_requeue(run, STOPPED, StopSignals(first="SIGTERM")) == (None, [])
+
+
+@pytest.mark.parametrize("exit_code, state", [("130:0", "stopped"), ("1:0", "broken")])
+def test_a_requeued_job_that_was_stopped_before_its_attempt_is_no_broken_run(exit_code, state):
+    events = [{"event": "requeued"}, {"event": "slurm_job", "state": "FAILED", "exit_code": exit_code}]
+    assert end_state(events) == state
+
+
 def test_a_warning_before_the_first_attempt_ends_with_a_reason():
     with pytest.raises(PacelineError, match="nearly over, and no attempt has begun"):
         end_early(10, None)

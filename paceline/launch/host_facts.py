@@ -29,6 +29,7 @@ from paceline.check.ready import (
 )
 from paceline.check.verdicts.rules import Facts, Intent, at, visible_gpus
 from paceline.config import Config, cache_dir
+from paceline.data.corpus import Progress
 from paceline.errors import PacelineError
 from paceline.launch.connect import open_module
 from paceline.launch.hosts import HostEntry, hosts_of, is_this_host, parse_ports
@@ -171,8 +172,8 @@ def measure_links(
 
 
 @contextmanager
-def start_asking(entries: Sequence[HostEntry], config: Config, **request: Any) -> Iterator[Callable[[], HostFacts]]:
-    """Starts to gather the facts of this host, or of all hosts; yields a function that waits for them.
+def start_asking(entries: Sequence[HostEntry], config: Config, **request: Any) -> Iterator[Future[HostFacts]]:
+    """Starts to gather the facts of this host, or of all hosts; yields them when they are there.
 
     request: arguments of gather_facts for this machine.
     """
@@ -184,14 +185,14 @@ def start_asking(entries: Sequence[HostEntry], config: Config, **request: Any) -
             hosts = hosts_asker(entries, config)(gathered.facts) if entries else [gathered.facts()]
             return hosts, None if is_listed else gathered.facts()
 
-        yield pool.submit(wait_for_all).result
+        yield pool.submit(wait_for_all)
 
 
 @dataclass(frozen=True)
 class StartCheck:
     """The facts of the hosts while they are gathered, and what follows from them."""
 
-    facts: Callable[[], HostFacts]  # waits for them
+    facts: Future[HostFacts] | None  # None: none are needed
     entries: Sequence[HostEntry]
     intent: Callable[[Plan], Intent]
     is_on: bool
@@ -201,11 +202,22 @@ class StartCheck:
         """Returns what the plan is for: this machine, or what the least of the hosts has. Raises PacelineError if none answered."""
         if not self.entries:
             return probe_machine()
-        machine = machine_of_hosts(self.facts()[0])
+        machine = machine_of_hosts(self.facts.result()[0]) if self.facts else None
         if machine is None:
             self._judge(Intent(num_hosts=len(self.entries)))
             raise PacelineError("no host could be asked", fix=f"paceline check --hosts {self.entries[0].text}")
         return machine
+
+    def with_refusal(self, progress: Progress) -> Progress:
+        """Returns `progress`, which now raises PacelineError once a host is known not to answer: a text may take hours."""
+
+        def report(label: str, done: float, total: float) -> None:
+            hosts = self.facts.result()[0] if self.is_on and self.facts and self.facts.done() else ()
+            if any(at(facts, "connection.error") for facts in hosts):
+                self._judge(Intent(num_hosts=len(self.entries)))
+            progress(label, done, total)
+
+        return report
 
     def judge(self, plan: Plan) -> CheckResult:
         """Prints what would hurt the run; raises PacelineError if it would surely fail. With --no-check it finds nothing."""
@@ -214,7 +226,7 @@ class StartCheck:
         return self._judge(intent_of_each(self.intent(plan), num_hosts=max(1, len(self.entries))))
 
     def _judge(self, intent: Intent) -> CheckResult:
-        hosts, driver = self.facts()
+        hosts, driver = self.facts.result() if self.facts else ((), None)
         checked = judge_facts(hosts, intent, driver)
         report_and_refuse(checked.findings, stopped="this run", several=bool(self.entries), stream=self.stream)
         return checked
@@ -273,7 +285,7 @@ def start_check(
         return replace(training, trackers=trackers)
 
     if not options.check and not entries:
-        yield StartCheck(lambda: ((), None), entries, intent, is_on=False)
+        yield StartCheck(None, entries, intent, is_on=False)
         return
     folders = {"run_dir": run.path, "cache_dir": cache_dir(config), "cached_torch": cache_dir(config) / "torch.json"}
     text: dict[str, Any] = {"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size}

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -85,12 +86,12 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = ()) -> int:
     files = find_script_files(argv, cwd=request.cwd, sync=options.sync) if entries else None
     run = choose_run(options.keys.get("name"), options.keys.get("runs_dir", Config.runs_dir), request)
     reaches = reach_early(entries, config.python, options)
-    facts = script_facts(entries, config, run) if entries or options.check else ((), None)
-    machine = StartCheck(lambda: facts, entries, lambda _: Intent(), is_on=options.check, stream=sys.stderr).machine()
+    facts = script_facts(entries, config, run) if entries or options.check else None
+    machine = StartCheck(facts, entries, lambda _: Intent(), is_on=options.check, stream=sys.stderr).machine()
     script = make_script(request, machine)
     checked = CheckResult((), ())
-    if options.check:
-        checked = check_script(script, run, facts, config=config, trackers=services.track)
+    if options.check and facts:
+        checked = check_script(script, run, facts.result(), config=config, trackers=services.track)
     launch = Launch(script.nproc, script.device, machine.cpu_cores, libuv=checked.libuv, for_script=True)
     env, rows = worker_env(os.environ, launch)
     with suppress(PacelineError) if options.show_env else nullcontext():
@@ -225,22 +226,22 @@ class ScriptJob(Job):
         return ["", *notes, f"done    in {format_duration(seconds)}", time_line, logs]
 
 
-def script_facts(entries: Sequence[HostEntry], config: Config, run: RunDir) -> HostFacts:
+def script_facts(entries: Sequence[HostEntry], config: Config, run: RunDir) -> Future[HostFacts]:
     """Returns the facts of all hosts, or of this one where the list is empty."""
     folders = {"run_dir": run.path, "cache_dir": None, "cached_torch": cache_dir(Config()) / "torch.json"}
     with start_asking(entries, config, **folders) as facts:
-        return facts()
+        facts.result()
+    return facts
 
 
 def check_script(
     script: Script, run: RunDir, facts: HostFacts, *, config: Config, trackers: tuple[str, ...]
 ) -> CheckResult:
     """Checks whether the script would fail, and what would hurt it."""
-    hosts, driver = facts
     keys = {key: getattr(config, key) for key in ("device", *HOST_KEYS)}
     intent = Intent(command="run", device=script.device, nproc=script.nproc, run_dir=str(run.path), config=keys)
-    intent = replace(intent, num_hosts=len(hosts), trackers=trackers)
-    return judge_facts(hosts, intent, driver)
+    intent = replace(intent, num_hosts=len(facts[0]), trackers=trackers)
+    return judge_facts(facts[0], intent, facts[1])
 
 
 def read_request(command: Sequence[str], keys: Mapping[str, Any]) -> Request:
@@ -265,8 +266,7 @@ def read_request(command: Sequence[str], keys: Mapping[str, Any]) -> Request:
 
 def make_script(request: Request, machine: Machine) -> Script:
     """Returns the script of a request; what is not set follows from the machine."""
-    config = request.config
-    device = choose_device(config, machine)
+    config, device = request.config, choose_device(request.config, machine)
     nproc = choose_world_size(config, machine, device=device) // machine.hosts
     hosts = {name: value for name in HOST_KEYS if (value := getattr(config, name)) is not None}
     return Script(request.command, nproc, device, request.cwd, hosts)

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import shutil
 import socket
@@ -72,6 +73,24 @@ def test_a_line_of_a_file_that_is_not_one_host_is_refused_as_it_stands_there(tmp
     assert "IPv6" not in (error.value.fix or "")
 
 
+def test_a_pipe_in_place_of_a_file_of_hosts_is_refused_with_or_without_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("hosts")
+    for text in ("hosts", "./hosts"):
+        with pytest.raises(UsageError, match=f"error: {text} is a pipe") as error:
+            parse_hosts(text)
+        assert error.value.fix == "write the hosts into a file, and --hosts FILE"
+
+
+def test_a_port_of_ssh_is_no_number_of_ranks_and_stands_in_its_config():
+    with pytest.raises(UsageError, match="2222 ranks on bob") as error:
+        parse_hosts("ada,bob:2222")
+    assert error.value.fix == "1 to 64 ranks on a host; a port of ssh is in ~/.ssh/config: Host bob, Port 2222"
+    with pytest.raises(UsageError, match="error: --hosts: 'ssh://bob:2222' is not a host") as error:
+        parse_hosts("ada,ssh://bob:2222")
+    assert "IPv6" not in error.value.fix
+
+
 def test_a_folder_in_place_of_a_file_of_hosts_is_called_what_it_is(tmp_path):
     with pytest.raises(UsageError, match="not a regular file"):
         parse_hosts(str(tmp_path))
@@ -105,11 +124,24 @@ def test_a_driver_that_is_not_in_the_list_is_asked_for_its_folders_alone_and_its
     plan = make_plan(config, machine_of(host), vocab_size=512, num_rows=0)
     entries = parse_hosts(config.hosts)
     with host_facts.start_check(config, run, TrainOptions(), command="train", trackers=(), entries=entries) as check:
-        [facts], driver = check.facts()
+        [facts], driver = check.facts.result()
         assert (facts["host"]["name"], driver["probes"].keys()) == (host["host"]["name"], {"storage", "text"})
         with pytest.raises(PacelineError, match="this run would fail: folder-unwritable"):
             check.judge(plan)
     assert f"{socket.gethostname()}: the run folder {run.path}" in capsys.readouterr().out
+
+
+def test_a_host_that_does_not_answer_refuses_a_run_while_its_text_is_prepared(tmp_path, monkeypatch, capsys):
+    connection = {"destination": "ada", "here": False, "error": "no such name", "fix": "check the name"}
+    monkeypatch.setattr(host_facts, "hosts_asker", lambda *_: lambda gather_here: [{"connection": connection}])
+    config, reports, entries = Config(hosts="ada.invalid"), [], parse_hosts("ada.invalid")
+    options, run = TrainOptions(), RunDir(tmp_path / "run")
+    with host_facts.start_check(config, run, options, command="train", trackers=(), entries=entries) as check:
+        report = check.with_refusal(lambda label, done, total: reports.append(label))
+        check.facts.result()
+        with pytest.raises(PacelineError, match="this run would fail: host-unreachable"):
+            report("tokenize", 1, 10)
+    assert reports == [] and "ada: no such name" in capsys.readouterr().out
 
 
 def test_the_code_that_is_sent_is_the_same_bytes_each_time():

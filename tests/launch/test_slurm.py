@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.check.ready import CheckResult
+from paceline.cli import run_command
 from paceline.config import Config
 from paceline.data.prepare import prepare
 from paceline.errors import PacelineError, UsageError
@@ -51,6 +52,7 @@ from paceline.launch.sbatch import (
     read_limit,
     split_args,
     submit,
+    submit_run,
 )
 from paceline.launch.supervisor import Outcome, StopSignals
 from paceline.launch.train import new_folder, run_training
@@ -703,6 +705,26 @@ def test_accounts_are_read_by_their_last_line():
     assert parse_accounted("NODE_FAIL\nPREEMPTED\nCANCELLED by 1000\n") == "CANCELLED"
     assert parse_accounted("OUT_OF_MEMORY\n") == "OUT_OF_MEMORY"
     assert parse_accounted("RUNNING\n") is None and parse_accounted("") is None
+
+
+def test_a_run_whose_job_was_cancelled_in_the_queue_is_listed_as_stopped(tmp_path, monkeypatch, capsys):
+    run = RunDir(tmp_path / "runs" / "books")
+    run.path.mkdir(parents=True)
+    run.submitted_toml.write_text("")
+    record_job(run, 4711)
+    scontrol(tmp_path, monkeypatch, WAITING)
+    assert run_command(["runs", str(run.path.parent)]) == 0 and "queued" in capsys.readouterr().out
+    scontrol(tmp_path, monkeypatch, WAITING.replace("PENDING", "CANCELLED"))
+    assert run_command(["runs", str(run.path.parent)]) == 0 and "stopped" in capsys.readouterr().out
+
+
+def test_a_new_run_in_place_of_one_that_has_ended_is_refused_with_the_command_that_continues_it(tmp_path):
+    run = RunDir(tmp_path / "books")
+    run.path.mkdir()
+    run.config_toml.write_text("")
+    with pytest.raises(PacelineError, match="already exists") as error:
+        submit_run(Config(), run, TrainOptions(slurm=True))
+    assert error.value.fix == f"paceline resume {run.path} --slurm continues a training, or another --name"
 
 
 def test_a_requeued_run_is_queued_until_its_job_is_known_to_have_ended():

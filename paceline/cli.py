@@ -155,7 +155,12 @@ def runs(args: run_options.RunsOptions) -> None:
     from paceline.watch.snapshot import finite
     from paceline.watch.status import RunList, format_runs
 
-    if not (statuses := RunList(Path(args.dir)).read()) and not args.json:
+    run_list = RunList(Path(args.dir))
+    statuses = run_list.read()
+    if queued := [status.path for status in statuses if status.state == "queued"]:  # a job may have ended in the queue
+        import_module("paceline.launch.queue").record_job_ends(queued, runs_dir=args.dir)
+        statuses = run_list.read()
+    if not statuses and not args.json:
         run = next((path for path in (args.dir, f"runs/{args.dir}") if Path(path, "config.toml").is_file()), None)
         if run:
             raise PacelineError(f"{run} is a run, not a folder of runs", fix=f"paceline runs show {shlex.quote(run)}")

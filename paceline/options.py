@@ -251,7 +251,12 @@ class CommOptions(JsonOption, ConfigOptions):
     $ paceline comm --hosts ada,bob
     """
 
-    max_bytes: int | None = option(None, "the largest message; auto: by the device", low=4, high=1 << 40)
+    max_bytes: int | None = option(
+        None,
+        "the largest message: less than 1 MiB shows no bandwidth; auto: by the device",
+        low=1 << 20,
+        high=1 << 40,
+    )
     deadline_s: float = option(10.0, "seconds of silence after which a rank is reported as stuck", low=1, high=1e6)
     tok_per_sec: float | None = option(None, "tokens per second of one process; auto: as planned", low=1e-3, high=1e12)
     out: Path | None = option(None, "where the results go; auto: under ~/.cache/paceline, for plans", value="FILE")

@@ -82,7 +82,7 @@ def find_training_run(name: str, *, runs_dir: str) -> RunDir:
     if is_queued(run):
         raise PacelineError(
             f"{run.name} was submitted to Slurm and has not begun",
-            fix=f"paceline watch {run.quoted} shows where it is; where its job has ended, the same command submits it again",
+            fix=f"paceline watch {run.quoted} shows where it is; where its job has ended, repeat the `paceline train`",
         )
     if is_script_run(run):
         raise PacelineError(

@@ -12,7 +12,7 @@ from paceline.check.verdicts.host_verdicts import memory_limit
 from paceline.check.verdicts.network_verdicts import VIRTUAL
 from paceline.check.verdicts.rules import Facts, at, count_names, short_name, visible_gpus
 from paceline.errors import Finding
-from paceline.units import format_bytes
+from paceline.units import format_bytes, format_number_of
 
 SHOWN_CHARS = 60  # of a fact
 CODES = {"stop": "1;31", "warn": "33", "note": "36"}  # the worst first; ANSI: bold red, yellow, cyan
@@ -45,7 +45,7 @@ def format_host(facts: Facts) -> str:
         return f"{host_name(facts)}: {error}"
     torch = facts.get("torch")
     cards = count_names(short_name(gpu.get("name")) for gpu in visible_gpus(facts)) or "no GPU"
-    memory, _ = memory_limit(facts)
+    (memory, _), cores = memory_limit(facts), at(facts, "host.cpu.cores")
     driver, cuda = at(facts, "driver.version"), at(facts, "driver.cuda")
     libraries = [f"{name} {version}" for name in ("CUDA", "NCCL") if (version := at(torch, name.lower()))]
     return ", ".join(
@@ -55,7 +55,7 @@ def format_host(facts: Facts) -> str:
             (f"torch {torch['version']}" if torch else "no torch")
             + (f" ({', '.join(libraries)})" if libraries else ""),
             cards + (f", driver {driver}" if driver else "") + (f" (CUDA {cuda})" if driver and cuda else ""),
-            f"{at(facts, 'host.cpu.cores') or 'n/a'} cores",
+            "n/a cores" if cores is None else format_number_of(cores, "core"),
             "n/a memory" if memory is None else format_bytes(memory),
         ]
     )

@@ -31,7 +31,7 @@ from paceline.check.format import (
     is_ready,
     short_value,
 )
-from paceline.check.probes.facts import MAX_ANSWER_BYTES, OnProbe, gather_facts
+from paceline.check.probes.facts import FOLDER_PROBES, MAX_ANSWER_BYTES, OnProbe, gather_facts
 from paceline.check.verdicts import (
     gpu_verdicts,
     host_verdicts,
@@ -40,16 +40,7 @@ from paceline.check.verdicts import (
     run_verdicts,
     torch_verdicts,
 )
-from paceline.check.verdicts.rules import (
-    Case,
-    Facts,
-    Host,
-    Intent,
-    Severity,
-    at,
-    fix_for,
-    visible_gpus,
-)
+from paceline.check.verdicts.rules import Case, Facts, Host, Intent, Severity, at, fix_for, visible_gpus
 from paceline.config import Config, cache_dir
 from paceline.errors import Finding, PacelineError, PlanError
 from paceline.plan.forecast import measured_here
@@ -190,8 +181,8 @@ class CheckResult:
         return all(at(facts, "torch.libuv") is not False for facts in self.facts)
 
 
-def judge_facts(hosts: Sequence[Facts], intent: Intent) -> CheckResult:
-    return CheckResult(hosts, find_findings(hosts, intent))
+def judge_facts(hosts: Sequence[Facts], intent: Intent, driver: Facts | None = None) -> CheckResult:
+    return CheckResult(hosts, find_findings(hosts, intent, driver))
 
 
 def check_config(
@@ -216,7 +207,8 @@ def check_config(
         on_probe=on_probe,
     )
     hosts = [gather_here()] if ask_hosts is None else ask_hosts(gather_here)
-    driver = gather_here() if ask_hosts and not any(at(facts, "connection.here") for facts in hosts) else None
+    is_listed = ask_hosts is None or any(at(facts, "connection.here") for facts in hosts)
+    driver = None if is_listed else gather_here(probes=FOLDER_PROBES)
     machine = machine if ask_hosts is None else machine_of_hosts(hosts) or replace(machine, hosts=len(hosts))
     try:
         measured = measured_here(cache_dir(config), machine=machine)
@@ -237,7 +229,7 @@ def check_config(
             refused=None if error is machine.driver_error else (error.message, error.fix),
         )
     intent = replace(intent_of_each(intent, num_hosts=len(hosts)), port=port)
-    return CheckResult(hosts, find_findings(hosts, intent, driver=driver))
+    return judge_facts(hosts, intent, driver)
 
 
 def intent_of_each(intent: Intent, *, num_hosts: int) -> Intent:
@@ -327,16 +319,18 @@ def save_check(run: RunDir, checked: CheckResult) -> None:
         write_atomic(path, json.dumps(facts, indent=1) + "\n")
 
 
-def find_findings(hosts: Sequence[Facts], intent: Intent, *, driver: Facts | None = None) -> list[Finding]:
-    """Returns the findings, stops first. Within a severity they have the order of the table: causes before consequences."""
+def find_findings(hosts: Sequence[Facts], intent: Intent, driver: Facts | None = None) -> list[Finding]:
+    """Returns the findings, stops first, then in the order of the table. driver: of this machine, where it is none of the hosts."""
     checked, findings = [Host(facts, intent) for facts in hosts], []
     with_driver = [*checked, Host(driver, intent)] if driver else checked  # it prepares the text and keeps the run
     for verdict in load_verdicts():
-        if verdict.subject != "hosts":
-            subjects = with_driver if verdict.subject == "storage" else checked
-            findings += [make_finding(verdict, case, host.facts) for host in subjects for case in verdict.rule(host)]
-        elif len(hosts) > 1:
-            findings += [make_finding(verdict, case, None) for case in verdict.rule(checked)]
+        if verdict.subject == "hosts":
+            findings += [make_finding(verdict, case, None) for case in verdict.rule(checked)] if len(hosts) > 1 else []
+            continue
+        is_of_all = verdict.subject == "config" and len(hosts) > 1  # the hosts have one config: one finding is enough
+        for host in checked[:1] if is_of_all else with_driver if verdict.subject == "storage" else checked:
+            facts = None if is_of_all else host.facts
+            findings += [make_finding(verdict, case, facts) for case in verdict.rule(host)]
     return sorted(findings, key=lambda finding: list(CODES).index(finding.severity))
 
 

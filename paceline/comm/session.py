@@ -36,7 +36,6 @@ from paceline.units import MIB
 
 WORKER = (sys.executable, "-m", "paceline.comm.rank_process")
 MAX_BYTES = {"cuda": 256 * MIB, "cpu": 16 * MIB}
-SMALLEST_BYTES = 4096
 SWEEP_S = 4.0  # approximately: slow operations run at least five times
 DEADLINE_S = 10.0
 SLOWEST_BYTES_PER_S = 100e6  # of 1 Gb Ethernet: the deadline leaves time for the largest message at this rate
@@ -72,10 +71,6 @@ def measure_comm(
     plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0)
     check_ranks(plan)
     max_bytes = max_bytes or MAX_BYTES[plan.device]
-    if max_bytes < SMALLEST_BYTES:
-        raise PacelineError(
-            f"max-bytes is {max_bytes:,}, too small to separate latency from bandwidth", fix=f"--max-bytes {MIB}"
-        )
     run = session_folder(cache_dir / "comm")
     sizes = ",".join(map(str, sweep_sizes(max_bytes)))
     command = [*worker, str(run.path), plan.device, sizes, str(sweep_s)]

@@ -19,7 +19,7 @@ RecordKind = Literal["exception", "line", "signal", "exit", "banner"]
 
 # only the supervisor observes them
 SUPERVISOR_CAUSES = frozenset({
-    "hang", "exited-early", "host-lost", "link-lost", "supervisor-lost", "hosts-unconnected", "hosts-path-mtu",
+    "hang", "exited-early", "host-lost", "link-lost", "supervisor-lost", "hosts-unconnected", "hosts-path-mtu", "job-over",
 })  # fmt: skip
 KERNEL_LOG = "kernel log"  # how the source of its lines begins
 MAX_LINES, MAX_WIDTH = 4, 200  # of one message on the screen

@@ -34,18 +34,14 @@ def apply_recorded_end(
         fields: dict[str, Any] = {name: verdict.get(name) for name in names}
         evidence = hang_evidence(run, attempt, fields["rank"]) if fields["cause"] == "hang" else ()
         return replace(explanation, **fields, also=(), evidence=(*evidence, *explanation.evidence))
-    ended, stopping = find_last(events, "attempt_ended"), find_last(events, "stopping")
-    if ended.get("state") == "interrupted" and (stopping.get("signal") == "SIGINT" or stopping.get("reason")):
-        cause, summary = STOPPED, "the run was stopped on request, with Ctrl-C or paceline stop (SIGINT)"
-        if reason := stopping.get("reason"):
-            cause, summary = PREEMPTED, f"the run was stopped because its time was over: {reason}"
-        fix = f"nothing is broken: {next_command(run)}"
+    if stop := find_stop(run, events):
+        cause, summary, fix = stop
         return Explanation(
             cause, confidence=1.0, step=explanation.progress.last_step, summary=summary, fix=fix,
             evidence=tuple(item for item in explanation.evidence if item.source == RECORDED),
             progress=explanation.progress, notes=explanation.notes,
         )  # fmt: skip
-    start = find_last(events, "attempt")
+    start, ended = find_last(events, "attempt"), find_last(events, "attempt_ended")
     shows_failure = explanation.shows_failure and explanation.cause not in AFTERMATH
     shows_end = ended or find_last(events, "finished") or shows_failure or explanation.progress.finished
     if start and not shows_end and run.lock.exists() and not is_locked(run):  # nobody runs it any more
@@ -57,6 +53,28 @@ def apply_recorded_end(
             explanation = replace(explanation, cause=SUPERVISOR_LOST, also=(), **facts)
         return explanation
     return explain_own_exit(explanation, run, events, attempt)
+
+
+def find_stop(run: RunDir, events: Sequence[Mapping[str, Any]]) -> tuple[str, str, str] | None:
+    """Returns cause, summary and fix of an attempt that was stopped for a reason that is recorded; None for another end."""
+    ended, stopping = find_last(events, "attempt_ended"), find_last(events, "stopping")
+    if ended.get("state") != "interrupted":
+        return None
+    next_events = [
+        event for event in events[events.index(ended) :] if event.get("event") in ("requeued", "launch", "slurm_job")
+    ]
+    fix, signal = f"nothing is broken: {next_command(run)}", stopping.get("signal")
+    if next_events and next_events[0]["event"] == "requeued":
+        if len(next_events) == 1:
+            fix = f"nothing is broken: job {next_events[0].get('job_id')} continues the run when Slurm starts it again"
+        return PREEMPTED, f"the run was stopped and its Slurm job requeued: {next_events[0].get('why')}", fix
+    if reason := stopping.get("reason"):
+        return PREEMPTED, f"the run was stopped because its time was over: {reason}", fix
+    if signal == "SIGUSR1":
+        return PREEMPTED, "the run was stopped by SIGUSR1, a batch system's warning that the time is nearly over", fix
+    if signal == "SIGINT":
+        return STOPPED, "the run was stopped on request, with Ctrl-C or paceline stop (SIGINT)", fix
+    return None
 
 
 def find_last(events: Sequence[Mapping[str, Any]], *kinds: str) -> Mapping[str, Any]:

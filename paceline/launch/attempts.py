@@ -21,16 +21,18 @@ from paceline.launch.failure import explain_end, read_log_tail
 from paceline.launch.notify import run_services
 from paceline.launch.policy import Abilities, AttemptEnd, Decision, Situation, decide
 from paceline.launch.preemption import short_notice, watch_preemption
-from paceline.launch.requeue import decide_requeue, job_watch, requeue_job
+from paceline.launch.requeue import current_job_end, decide_requeue, job_watch, requeue_job
 from paceline.launch.supervisor import Outcome, StopSignals, catch_signals
 from paceline.options import LaunchOptions, Recovery, Services
 from paceline.plan.host import oom_kills
 from paceline.rundir import NO_SPACE, RunDir, append_event, read_json_lines, resume_command
+from paceline.slurm import SlurmJob
 from paceline.watch.events import one_line
 from paceline.watch.run_reader import RunReader
 from paceline.watch.summary import goodput_line
 
 POLL_S = 0.05
+JOB_OVER = "job-over"
 TRACEBACK_LINES = 40
 LOG_LINES = 10  # shown of a rank that left no traceback
 MESSAGE_CHARS = 160
@@ -147,12 +149,17 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             if end is None or outcome.explanation is None:
                 return outcome
             history.append(end)
-            record_verdict(job, number, outcome.explanation)
+            job_end, explanation = current_job_end(), outcome.explanation
+            if job_end:
+                explanation = explain_job_end(job_end, explanation, job.run)
+                outcome = replace(outcome, explanation=explanation)
+            record_verdict(job, number, explanation)
             stops = (e for e in read_json_lines(job.run.events) if e.get("event") == "stopping")
             if signals.first or any(stop.get("attempt") == number for stop in stops):
                 return outcome
-            decision = decide(Situation(history, recovery, job.abilities(end)))
-            record_decision(job, end, decision, outcome.explanation, number)
+            abilities = replace(job.abilities(end), is_job_over=job_end is not None)
+            decision = decide(Situation(history, recovery, abilities))
+            record_decision(job, end, decision, explanation, number)
             if decision.action == "stop":
                 return outcome
             job.change(decision)
@@ -162,6 +169,13 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             if signals.first:
                 return Outcome("interrupted", Interrupted.exit_code, number, [], between_attempts=True)
             number += 1
+
+
+def explain_job_end(job: SlurmJob, explanation: Explanation, run: RunDir) -> Explanation:
+    """Returns the explanation of an attempt whose Slurm job has ended: what the ranks report follows from that."""
+    summary = f"job {job.job_id} of Slurm, which gave the nodes, was cancelled or has ended ({job.state})"
+    fix = f"nothing is broken: a new job, as by salloc, then {resume_command(run)}"
+    return Explanation(JOB_OVER, confidence=1.0, step=explanation.step, summary=summary, fix=fix)
 
 
 def note_problem(run: RunDir, text: str) -> None:

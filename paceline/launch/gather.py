@@ -148,9 +148,9 @@ def write_piece(path: Path, line: Line, data: bytes, *, part: Path | None = None
             if line["last"] and sync:
                 file.flush()
                 os.fsync(file.fileno())
-    except OSError:
+    except OSError as error:
         part.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     if line["last"]:
         part.replace(path)
 

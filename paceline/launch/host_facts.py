@@ -16,7 +16,7 @@ from functools import partial
 from itertools import combinations, repeat
 from typing import Any, TextIO
 
-from paceline.check.probes.facts import AUTO, gather_facts
+from paceline.check.probes.facts import AUTO, FOLDER_PROBES, gather_facts
 from paceline.check.probes.network_probe import route_to
 from paceline.check.ready import (
     CheckResult,
@@ -29,6 +29,7 @@ from paceline.check.ready import (
 )
 from paceline.check.verdicts.rules import Facts, Intent, at, visible_gpus
 from paceline.config import Config, cache_dir
+from paceline.data.corpus import Progress
 from paceline.errors import PacelineError
 from paceline.launch.connect import open_module
 from paceline.launch.hosts import HostEntry, hosts_of, is_this_host, parse_ports
@@ -40,6 +41,7 @@ from paceline.rundir import RunDir
 from paceline.terminal import progress_line
 
 FACTS, LINKS = "paceline.check.probes.facts", "paceline.check.probes.link_probe"
+HostFacts = tuple[Sequence[Facts], Facts | None]  # of the hosts, and of this machine's folders where it is none of them
 UNKNOWN_LINK: dict[str, Any] = {"port": 0, "tried": [], "error": "probe"}
 UNKNOWN_LINK |= dict.fromkeys(("address", "rtt_us", "bits_per_s", "back_bits_per_s", "mtu"))
 
@@ -169,11 +171,28 @@ def measure_links(
     return links
 
 
+@contextmanager
+def start_asking(entries: Sequence[HostEntry], config: Config, **request: Any) -> Iterator[Future[HostFacts]]:
+    """Starts to gather the facts of this host, or of all hosts; yields them when they are there.
+
+    request: arguments of gather_facts for this machine.
+    """
+    is_listed = not entries or any(map(is_this_host, entries))
+    probes = None if is_listed else FOLDER_PROBES
+    with ThreadPoolExecutor(1) as pool, start_gathering(**request, measure_disk=False, probes=probes) as gathered:
+
+        def wait_for_all() -> HostFacts:
+            hosts = hosts_asker(entries, config)(gathered.facts) if entries else [gathered.facts()]
+            return hosts, None if is_listed else gathered.facts()
+
+        yield pool.submit(wait_for_all)
+
+
 @dataclass(frozen=True)
 class StartCheck:
     """The facts of the hosts while they are gathered, and what follows from them."""
 
-    facts: Callable[[], Sequence[Facts]]  # waits for them
+    facts: Future[HostFacts] | None  # None: none are needed
     entries: Sequence[HostEntry]
     intent: Callable[[Plan], Intent]
     is_on: bool
@@ -183,11 +202,22 @@ class StartCheck:
         """Returns what the plan is for: this machine, or what the least of the hosts has. Raises PacelineError if none answered."""
         if not self.entries:
             return probe_machine()
-        machine = machine_of_hosts(self.facts())
+        machine = machine_of_hosts(self.facts.result()[0]) if self.facts else None
         if machine is None:
             self._judge(Intent(num_hosts=len(self.entries)))
             raise PacelineError("no host could be asked", fix=f"paceline check --hosts {self.entries[0].text}")
         return machine
+
+    def with_refusal(self, progress: Progress) -> Progress:
+        """Returns `progress`, which now raises PacelineError once a host is known not to answer: a text may take hours."""
+
+        def report(label: str, done: float, total: float) -> None:
+            hosts = self.facts.result()[0] if self.is_on and self.facts and self.facts.done() else ()
+            if any(at(facts, "connection.error") for facts in hosts):
+                self._judge(Intent(num_hosts=len(self.entries)))
+            progress(label, done, total)
+
+        return report
 
     def judge(self, plan: Plan) -> CheckResult:
         """Prints what would hurt the run; raises PacelineError if it would surely fail. With --no-check it finds nothing."""
@@ -196,7 +226,8 @@ class StartCheck:
         return self._judge(intent_of_each(self.intent(plan), num_hosts=max(1, len(self.entries))))
 
     def _judge(self, intent: Intent) -> CheckResult:
-        checked = judge_facts(self.facts(), intent)
+        hosts, driver = self.facts.result() if self.facts else ((), None)
+        checked = judge_facts(hosts, intent, driver)
         report_and_refuse(checked.findings, stopped="this run", several=bool(self.entries), stream=self.stream)
         return checked
 
@@ -254,15 +285,11 @@ def start_check(
         return replace(training, trackers=trackers)
 
     if not options.check and not entries:
-        yield StartCheck(tuple, entries, intent, is_on=False)
+        yield StartCheck(None, entries, intent, is_on=False)
         return
     folders = {"run_dir": run.path, "cache_dir": cache_dir(config), "cached_torch": cache_dir(config) / "torch.json"}
     text: dict[str, Any] = {"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size}
     if command == "resume":  # it trains on the shards that the run recorded: the text may be gone
         text = {}
-    with ThreadPoolExecutor(1) as pool, start_gathering(**folders, **text, measure_disk=False) as gathered:
-        if not entries:
-            facts: Callable[[], Sequence[Facts]] = lambda: [gathered.facts()]  # noqa: E731
-        else:
-            facts = pool.submit(hosts_asker(entries, config), gathered.facts).result
+    with start_asking(entries, config, **folders, **text) as facts:
         yield StartCheck(facts, entries, intent, is_on=options.check)

@@ -59,7 +59,11 @@ def parse_hosts(text: str) -> list[HostEntry]:
     if path.is_file():
         entries = [entry for number, line in host_lines(path) for entry in parse_line(line, f"{path}:{number}")]
         empty = f"{path} names no host"
-    elif "/" in text:
+    elif path.is_fifo():
+        raise UsageError(
+            f"{text} is a pipe, which can be read only once", fix="write the hosts into a file, and --hosts FILE"
+        )
+    elif "/" in text and "://" not in text:
         raise UsageError(f"{text}: {'not a regular file' if path.exists() else 'no such file'}", fix=EXAMPLE)
     else:
         words = [word.strip() for word in re.split(r",(?![^\[]*\])", text)]
@@ -166,7 +170,9 @@ def host_lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         text = path.read_text(encoding="utf-8-sig")  # editors of Windows write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}", fix="a text file with one host on each line") from error
+        raise UsageError(
+            f"{path} cannot be read: {error}", fix="a text file in UTF-8 with one host on each line"
+        ) from error
     for number, line in enumerate(text.splitlines(), 1):
         if words := line.partition("#")[0].strip():
             yield number, words
@@ -191,13 +197,18 @@ def parse_entry(word: str, place: str) -> list[HostEntry]:
         match = ENTRY.fullmatch(name)
         host = match and (match["ipv6"] or match["host"])
         if not match or not host or UNSAFE.search(host) or UNSAFE.search(match["user"] or ""):
-            ipv6 = f"an IPv6 address stands in brackets: [{word}]; " if word.count(":") > 1 and "[" not in word else ""
+            ipv6 = (
+                f"an IPv6 address stands in brackets: [{word}]; "
+                if word.count(":") > 1 and not set("[/") & set(word)
+                else ""
+            )
             raise UsageError(f"{place}: {word!r} is not a host", fix=ipv6 + EXAMPLE)
         if host.isdecimal():
             raise UsageError(f"{place}: {host} is a number, not a host", fix=EXAMPLE)
         nproc = int(match["nproc"]) if match["nproc"] else None
         if nproc is not None and not 1 <= nproc <= 64:
-            raise UsageError(f"{place}: {nproc} ranks on {host}", fix="1 to 64 ranks on a host")
+            ssh = f"; a port of ssh is in ~/.ssh/config: Host {host}, Port {nproc}" if nproc else ""
+            raise UsageError(f"{place}: {nproc} ranks on {host}", fix=f"1 to 64 ranks on a host{ssh}")
         entries.append(HostEntry(host, match["user"], nproc))
     return entries
 

@@ -53,6 +53,7 @@ class Abilities:
     ranks_left: int | None = None  # ranks that the remaining devices can run; None: no device is missing
     lost_hosts: tuple[str, ...] = ()  # that took part in the attempt
     hosts_left: tuple[str, ...] = ()  # with ranks_left ranks together
+    is_job_over: bool = False  # the Slurm job that this process is in, with its nodes
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,10 @@ RULES = (
     Rule(
         "no-recover", "`--no-recover` was given",
         lambda state: not state.recovery.recover, "stop", lambda state: "--no-recover was given",
+    ),
+    Rule(
+        "job-over", "the Slurm job that gave the nodes was cancelled or has ended",
+        lambda state: state.abilities.is_job_over, "stop", lambda state: "the Slurm job that gave the nodes is over",
     ),
     Rule(
         "mistake", "the cause stays until somebody fixes it (`retry` is `never` in `paceline explain --list`)",

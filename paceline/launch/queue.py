@@ -134,7 +134,7 @@ def record_job_end(run: RunDir) -> str | None:
 def record_job_ends(names: Sequence[str], *, runs_dir: str) -> None:
     """record_job_end for each of these that is a run: a path, or a name in runs_dir."""
     for name in names:
-        for run in (RunDir(Path(name)), RunDir(Path(runs_dir) / name)):
+        for run in {RunDir(Path(name)), RunDir(Path(runs_dir) / name)}:
             if run.slurm_json.is_file():
                 with suppress(PacelineError):  # somebody else's run, which this user cannot write
                     record_job_end(run)

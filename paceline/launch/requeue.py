@@ -97,9 +97,15 @@ def decide_requeue(run: RunDir, outcome: Outcome, signals: StopSignals) -> tuple
     if place is None or outcome.state == "finished":
         return None, []
     try:
-        reason = requeue_reason(outcome, signals.first, read_job(place.job_id))
+        job = read_job(place.job_id)
     except SlurmError as error:
         return None, not_requeued(run, place, error.message, error.fix)
+    if (
+        job and job.restarts > place.restarts
+    ):  # an administrator's `scontrol requeue`, or a preemption that gave no notice
+        append_event(run, "requeued", job_id=place.job_id, why="by Slurm")
+        return None, [format_requeued(place, "by Slurm")]
+    reason = requeue_reason(outcome, signals.first, job)
     if reason is None:
         return None, []
     if not has_progressed(list(read_json_lines(run.events))):
@@ -117,7 +123,11 @@ def requeue_job(run: RunDir, reason: str) -> list[str]:
         ask("scontrol", "requeue", str(place.job_id))
     except SlurmError as error:
         return not_requeued(run, place, error.message, error.fix)
-    return [f"requeued: job {place.job_id} continues the run when Slurm starts it again ({reason})"]
+    return [format_requeued(place, reason)]
+
+
+def format_requeued(place: Allocation, reason: str) -> str:
+    return f"requeued: job {place.job_id} continues the run when Slurm starts it again ({reason})"
 
 
 def not_requeued(run: RunDir, place: Allocation, why: str, fix: str) -> list[str]:
@@ -197,6 +207,12 @@ def current_job() -> SlurmJob | None:
     with suppress(SlurmError):
         return read_job(place.job_id) if place else None
     return None
+
+
+def current_job_end() -> SlurmJob | None:
+    """Returns the Slurm job that this process is in where it has ended, or is about to; else None."""
+    job = current_job()
+    return job if job and (job.is_over or job.state == "COMPLETING") else None
 
 
 def end_early(signum: int, frame: FrameType | None) -> None:

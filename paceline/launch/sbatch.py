@@ -92,9 +92,9 @@ class JobLength:
 def submit_run(config: Config, run: RunDir, options: TrainOptions) -> int:
     """Submits a new run to Slurm, and follows it unless it is detached; returns the exit code. Raises PacelineError."""
     check_free(run)
-    check_unused(run, fix="another --name", is_submitted=is_queued(run))  # by a job that has ended before it began
-    nodes, config = nodes_of(config)
-    config = replace(config, name=run.name)
+    fix = f"paceline resume {run.quoted} --slurm continues a training, or another --name"
+    check_unused(run, fix=fix, is_submitted=is_queued(run))  # by a job that has ended before it began
+    nodes, config = nodes_of(replace(config, name=run.name))
     command = ["train", str(run.submitted_toml.resolve()), *option_flags(options)]
     return submit(run, command, options, make_submission(config, nodes, options.slurm_args), config=config)
 

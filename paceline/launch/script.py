@@ -11,6 +11,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -18,8 +19,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from paceline.check.ready import CheckResult, judge_facts, report_and_refuse, save_check, start_gathering
-from paceline.check.verdicts.rules import Facts, Intent
+from paceline.check.ready import CheckResult, judge_facts, report_and_refuse, save_check
+from paceline.check.verdicts.rules import Intent
 from paceline.config import Config, cache_dir, check_config
 from paceline.config_file import checked_value, format_toml_value
 from paceline.errors import PacelineError, UsageError
@@ -29,7 +30,7 @@ from paceline.launch.background import detach
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import LogTail, NewRecords
 from paceline.launch.env import Launch, check_host_options, env_elsewhere, format_env, harm_lines, worker_env
-from paceline.launch.host_facts import StartCheck, hosts_asker
+from paceline.launch.host_facts import HostFacts, StartCheck, start_asking
 from paceline.launch.hosts import HOST_KEYS, HostEntry, hosts_of, is_this_host
 from paceline.launch.member import reach_early
 from paceline.launch.notify import checked_services
@@ -86,12 +87,12 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = ()) -> int:
     files = find_script_files(argv, cwd=request.cwd, sync=options.sync) if entries else None
     run = choose_run(options.keys.get("name"), options.keys.get("runs_dir", Config.runs_dir), request)
     reaches = reach_early(entries, config.python, options)
-    facts = hosts_facts(entries, config, run) if entries else ()
-    machine = StartCheck(lambda: facts, entries, lambda _: Intent(), is_on=options.check, stream=sys.stderr).machine()
+    facts = script_facts(entries, config, run) if entries or options.check else None
+    machine = StartCheck(facts, entries, lambda _: Intent(), is_on=options.check, stream=sys.stderr).machine()
     script = make_script(request, machine)
     checked = CheckResult((), ())
-    if options.check:
-        checked = check_script(script, run, facts, config=config, trackers=services.track)
+    if options.check and facts:
+        checked = check_script(script, run, facts.result(), config=config, trackers=services.track)
     launch = Launch(script.nproc, script.device, machine.cpu_cores, libuv=checked.libuv, for_script=True)
     env, rows = worker_env(os.environ, launch)
     with suppress(PacelineError) if options.show_env else nullcontext():
@@ -225,21 +226,22 @@ class ScriptJob(Job):
         return ["", *notes, f"done    in {format_duration(seconds)}", time_line, logs]
 
 
-def hosts_facts(entries: Sequence[HostEntry], config: Config, run: RunDir) -> list[Facts]:
+def script_facts(entries: Sequence[HostEntry], config: Config, run: RunDir) -> Future[HostFacts]:
     """Returns the facts of all hosts, or of this one where the list is empty."""
     folders = {"run_dir": run.path, "cache_dir": None, "cached_torch": cache_dir(Config()) / "torch.json"}
-    with start_gathering(**folders, measure_disk=False) as gathered:
-        return hosts_asker(entries, config)(gathered.facts) if entries else [gathered.facts()]
+    with start_asking(entries, config, **folders) as facts:
+        facts.result()
+    return facts
 
 
 def check_script(
-    script: Script, run: RunDir, facts: Sequence[Facts], *, config: Config, trackers: tuple[str, ...]
+    script: Script, run: RunDir, facts: HostFacts, *, config: Config, trackers: tuple[str, ...]
 ) -> CheckResult:
-    """Checks whether the script would fail, and what would hurt it. facts: of several hosts; empty for this one."""
+    """Checks whether the script would fail, and what would hurt it."""
     keys = {key: getattr(config, key) for key in ("device", *HOST_KEYS)}
     intent = Intent(command="run", device=script.device, nproc=script.nproc, run_dir=str(run.path), config=keys)
-    intent = replace(intent, num_hosts=max(1, len(facts)), trackers=trackers)
-    return judge_facts(facts or hosts_facts((), Config(), run), intent)
+    intent = replace(intent, num_hosts=len(facts[0]), trackers=trackers)
+    return judge_facts(facts[0], intent, facts[1])
 
 
 def read_request(command: Sequence[str], keys: Mapping[str, Any]) -> Request:
@@ -264,8 +266,7 @@ def read_request(command: Sequence[str], keys: Mapping[str, Any]) -> Request:
 
 def make_script(request: Request, machine: Machine) -> Script:
     """Returns the script of a request; what is not set follows from the machine."""
-    config = request.config
-    device = choose_device(config, machine)
+    config, device = request.config, choose_device(request.config, machine)
     nproc = choose_world_size(config, machine, device=device) // machine.hosts
     hosts = {name: value for name in HOST_KEYS if (value := getattr(config, name)) is not None}
     return Script(request.command, nproc, device, request.cwd, hosts)

@@ -235,9 +235,9 @@ class SshModule(FarModule):
 
 def disk_fix(destination: str, error: str) -> str:
     """Returns what helps where a file cannot be written in the cache of another host."""
-    to = shlex.quote(destination)
+    to, (_, _, path) = shlex.quote(destination), error.partition(": /")
     if re.search("No space|quota", error):
-        return f"ssh {to} df -h ~/.cache"
+        return f"ssh {to} df -h {shlex.quote(str(Path('/', path).parent)) if path else '~/.cache'}"
     return (
         f"see ssh {to} ls -ld ~ ~/.cache; another cache: export XDG_CACHE_HOME=DIR as the first line of ~/.bashrc there"
     )

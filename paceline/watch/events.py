@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from paceline.errors import Interrupted
 from paceline.explain.lines import strip_escapes
 from paceline.heartbeat import Heartbeat
 from paceline.units import format_bytes, format_list, format_ms, format_number_of, unix_time
@@ -38,6 +39,7 @@ STATELESS = {
     "checkpoint", "sample", "note", "memory", "step_time", "finding", "attempt_ended", "verdict", "decision", "save_failed",
     "stopping",
 }  # fmt: skip
+INTERRUPTED_JOB = f"{Interrupted.exit_code}:0"  # exit code and signal, as Slurm shows them
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
 ATTEMPT_FIELDS = {"attempt_ended": ("state",), "verdict": ("cause", "summary"), "decision": ("action", "why")}
 REQUIRED_FIELDS = {"attempt": ("attempt",), "resumed": ("step",), "checkpoint": ("step",), "sample": ("step",)}
@@ -245,7 +247,8 @@ def end_state(events: Iterable[Record], *, is_queued: bool = False) -> State:
             has_open_attempt = kind == "attempt"
         if kind == "slurm_job":
             if state == "queued":  # it will not run again
-                state = "stopped" if event.get("state") == "CANCELLED" else "broken"
+                is_stopped = event.get("state") == "CANCELLED" or event.get("exit_code") == INTERRUPTED_JOB
+                state = "stopped" if is_stopped else "broken"
             continue
         state = END_STATES.get(kind, state if kind in STATELESS else "broken")
         if state == "broken" and kind == "attempt_ended" and event.get("state") == "interrupted":

@@ -103,8 +103,9 @@ def summarize(snapshot: Snapshot, *, now: float) -> Summary | None:
     if state in UNEXPLAINED:
         return Summary("error", sentence(str((snapshot.explanation or {}).get("summary") or UNEXPLAINED[state])))
     if state == "queued":
-        text = f"Slurm has not started it yet: {snapshot.slurm or 'its queue is not known here'}"
-        return Summary("info", sentence(text))
+        job = snapshot.slurm or "its queue is not known here"
+        text = "its job has started, and its attempt has not" if " RUNNING" in job else "Slurm has not started it yet"
+        return Summary("info", sentence(f"{text}: {job}"))
     if state == "unknown" and not snapshot.notes:  # which tell why it cannot be read
         return Summary("info", "This log shows no known step, no known loss and no known error.")
     if state == "preparing":

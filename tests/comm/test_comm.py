@@ -15,9 +15,11 @@ import pytest
 
 from paceline.comm.analysis import LinkRate, format_comm, make_results
 from paceline.comm.session import CommFailed, check_ranks, links_between, measure_comm
+from paceline.command_line import parse
 from paceline.config import Config
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 from paceline.heartbeat import read_heartbeat
+from paceline.options import CommOptions
 from paceline.plan.machine import Gpu, Machine, with_spec
 from paceline.plan.planner import Plan, make_plan
 
@@ -176,11 +178,10 @@ def test_more_ranks_than_gpus_are_refused():
     assert error.value.fix == "--nproc 2"
 
 
-def test_sizes_too_small_for_a_bandwidth_are_refused_before_anything_starts(tmp_path):
-    with pytest.raises(PacelineError) as error:
-        measure_comm(cpu(2), cache_dir=tmp_path, max_bytes=100)
-    assert error.value.fix == "--max-bytes 1048576"
-    assert not any(tmp_path.iterdir())
+def test_sizes_too_small_for_a_bandwidth_are_refused_before_anything_starts():
+    with pytest.raises(UsageError) as error:
+        parse(["--max-bytes", "65536"], command="comm", options=CommOptions)
+    assert error.value.fix.startswith("an integer from 1,048,576")
 
 
 def test_links_of_gpus_come_from_the_facts_of_the_visible_gpus():

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(bool(namespaces.WHY_NOT), reason=namespaces.WHY_NOT),
     pytest.mark.skipif(shutil.which("nft") is None, reason="nft is missing"),
 ]
-COMM = ("comm", "--hosts", "h1,h2", "--device", "cpu", "--nproc", "1", "--max-bytes", "65536")
+COMM = ("comm", "--hosts", "h1,h2", "--device", "cpu", "--nproc", "1", "--max-bytes", "1048576")
 RANGE = "29400-29440"
 RULES = (
     "add table inet f; add chain inet f i { type filter hook input priority 0; };"

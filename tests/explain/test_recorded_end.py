@@ -105,6 +105,22 @@ def test_a_notice_that_the_time_is_over_is_told(run):
     assert explanation.cause == "preempted-sigterm" and "the notice file /run/notice" in explanation.summary
 
 
+@pytest.mark.parametrize("later, summary, fix", [
+    ([], "stopped by SIGUSR1, a batch system's warning", "`paceline resume"),
+    ([("requeued", {"why": "its time was nearly over"})], "its Slurm job requeued: its time was nearly over", "job 4711 continues"),
+    ([("requeued", {"why": "by Slurm"}), ("slurm_job", {"state": "CANCELLED"})], "requeued: by Slurm", "`paceline resume"),
+    ([("launch", {}), ("requeued", {"why": "of the next attempt"})], "stopped by SIGUSR1", "`paceline resume"),
+])  # fmt: skip
+def test_the_warning_of_a_batch_system_is_no_failure_and_says_whether_the_job_continues(run, later, summary, fix):
+    append_event(run, "stopping", attempt=1, signal="SIGUSR1")
+    append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
+    for kind, facts in later:
+        append_event(run, kind, job_id=4711, **facts)
+    explanation = explain_run(run)
+    assert (explanation.cause, explanation.confidence) == ("preempted-sigterm", 1.0)
+    assert summary in explanation.summary and fix in explanation.fix
+
+
 def test_a_finished_run_does_not_stop_without_a_message(run):
     append_event(run, "attempt_ended", attempt=1, state="finished", exit_code=0)
     append_event(run, "finished")

@@ -8,12 +8,14 @@ import threading
 from dataclasses import replace
 
 from paceline.explain.explanation import Explanation
+from paceline.explain.run_folder import explain_run
 from paceline.launch.attempts import format_explained, run_attempts
 from paceline.launch.failure import Failure, explain_end
 from paceline.launch.policy import Abilities
 from paceline.launch.supervisor import Outcome
 from paceline.options import Recovery
 from paceline.rundir import RECORDER_DUMP, RunDir, append_event, read_json_lines
+from paceline.slurm import SlurmJob
 
 
 def failure(rank=0, *, signal=None, message="boom", fix=None, traceback=None):
@@ -226,6 +228,17 @@ def test_the_report_of_a_lost_supervisor_of_several_hosts_names_its_host(tmp_pat
     [verdict] = job.events("verdict")
     assert (verdict["cause"], verdict["host"], verdict["rank"]) == ("supervisor-lost", "ada", None)
     assert "attempt 1 on ada ended without a report, or ada was lost" in job.lines[0]
+
+
+def test_in_a_slurm_job_that_was_cancelled_nothing_is_tried_again_and_the_job_is_the_cause(tmp_path, monkeypatch):
+    job = FakeJob(tmp_path, KILLED, None)
+    monkeypatch.setattr("paceline.launch.attempts.current_job_end", lambda: SlurmJob(4711, "COMPLETING"))
+    outcome = run_attempts(job, Recovery())
+    text = "job 4711 of Slurm, which gave the nodes, was cancelled or has ended (COMPLETING)"
+    assert (outcome.explanation.cause, outcome.explanation.summary) == ("job-over", text)
+    assert job.lines == ["no further attempt: the Slurm job that gave the nodes is over"]
+    explanation = explain_run(job.run)
+    assert explanation.summary == text and f"paceline resume {tmp_path}" in explanation.fix
 
 
 def test_the_fix_is_shown_where_the_run_goes_on_with_less(tmp_path):

@@ -361,7 +361,8 @@ ON_HOSTS = [
      "--python PATH"),
     ("a cache that is a file", cache_is_a_file, f"{PLAN} --hosts h2", 1, "could not keep the code: Not a directory",
      "ls -ld ~ ~/.cache"),
-    ("a full cache", cache_is_full, f"{PLAN} --hosts h2", 1, "could not keep the code: No space left", "ssh h2 df -h ~/.cache"),
+    ("a full cache", cache_is_full, f"{PLAN} --hosts h2", 1, "could not keep the code: No space left",
+     "ssh h2 df -h {folder}/h2/cache"),
     ("a read-only home", cache_is_read_only, f"{PLAN} --hosts h2", 1, "could not keep the code: Read-only file system",
      "export XDG_CACHE_HOME=DIR"),
     ("a login that runs nothing", no_login, f"{PLAN} --hosts h2", 1, "python3 cannot be run there", "ssh h2 python3 --version"),
@@ -379,8 +380,8 @@ LONGER = [
     ("the only port in use", port_in_use, f"{TRAIN} --hosts h1,h2 --ports 29400", 1,
      "none of the ports 29400 is free on h1", "other --ports"),
     ("a rank without a peer", as_it_is, "comm --device cpu --nproc 1 --hosts h2", 1, "one process has no peer", "--nproc 2"),
-    ("no room for the text", no_room_for_the_text, f"{TRAIN} --hosts h1,h2", 1, "host h2: No space left on device",
-     "ssh h2 df -h ~/.cache"),
+    ("no room for the text", no_room_for_the_text, f"{TRAIN} --hosts h1,h2", 1,
+     "host h2: No space left on device: {folder}/h2/cache/paceline/data/", "ssh h2 df -h {folder}/h2/cache/paceline/data/"),
     ("an unknown host of a training", as_it_is, f"{TRAIN} --hosts h1,h9", 1, "host-unreachable  h9: no host of this name",
      "~/.ssh/config"),
     ("a host that is off", as_it_is, f"{PLAN} --hosts dark", 1, "it cannot be reached", "ping 10.77.0.77"),
@@ -412,13 +413,14 @@ LONGER = [
     ("no packages there, unchecked", no_torch, f"{TRAIN} --hosts h1,h2 --no-check --python {{folder}}/empty/bin/python", 1,
      "No module named 'psutil'", "paceline check --hosts h1,h2 --python"),
     ("no room for a script", no_room_for_scripts, f"{RUN} --hosts h1,h2 --no-check -- {{private}}/desk/x.py", 1,
-     "host h2: No space left on device", "ssh h2 df -h ~/.cache"),
+     "host h2: No space left on device: {folder}/h2/cache/paceline/scripts/", "ssh h2 df -h {folder}/h2/cache/paceline/scripts/"),
 ]  # fmt: skip
 
 
 def check_case(hosts: Hosts, case: Sequence) -> None:
     """Types a command on h1, and checks what it prints and what it leaves."""
-    prepare, typed, code, said, fix = case
+    prepare, typed, code, *texts = case
+    said, fix = (text.replace("{folder}", str(hosts.folder)) for text in texts)
     with prepare(hosts) as variables:
         env = [f"{name}={value}" for name, value in (variables or {}).items()]
         command = ["/usr/bin/env", *env, sys.executable, "-m", "paceline.cli", *words(hosts, typed)]

@@ -22,6 +22,7 @@ from paceline.launch.gather import (
     sha256_of,
     write_piece,
 )
+from paceline.launch.ssh import disk_fix
 from paceline.rundir import RunDir, append_event, append_json_line, read_json_lines, write_atomic
 
 
@@ -195,6 +196,15 @@ def test_a_file_of_which_a_piece_did_not_fit_does_not_appear(tmp_path):
     path.with_name("text.part").unlink()  # as where the disk was full for the second piece
     write_piece(path, {"file": "text", "first": False, "last": True}, b"three")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_named_with_the_disk_to_look_at(tmp_path):
+    path = tmp_path / "data" / "train.bin"
+    with pytest.raises(OSError) as error:
+        write_piece(path, {"file": "text/train.bin", "first": True, "last": True}, b"one")
+    assert error.value.filename == str(path)
+    assert disk_fix("me@bob", f"No space left on device: {path}") == f"ssh me@bob df -h {tmp_path}/data"
+    assert disk_fix("bob", "No space left on device") == "ssh bob df -h ~/.cache"
 
 
 def test_a_checkpoint_part_comes_whole_and_before_the_json_that_says_so(tmp_path):

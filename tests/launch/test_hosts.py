@@ -1,16 +1,25 @@
 import json
+import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import namespaces
 import pytest
 from namespaces import add_cable, namespaced_hosts
 
-from paceline.errors import UsageError
+from paceline.check.ready import machine_of
+from paceline.config import Config
+from paceline.errors import PacelineError, UsageError
+from paceline.launch import host_facts
 from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts, ranks_of
 from paceline.launch.ssh import code_archive
+from paceline.options import TrainOptions
+from paceline.plan.planner import make_plan
+from paceline.rundir import RunDir
 
 needs_namespaces = pytest.mark.skipif(bool(namespaces.WHY_NOT), reason=namespaces.WHY_NOT)
 
@@ -64,6 +73,24 @@ def test_a_line_of_a_file_that_is_not_one_host_is_refused_as_it_stands_there(tmp
     assert "IPv6" not in (error.value.fix or "")
 
 
+def test_a_pipe_in_place_of_a_file_of_hosts_is_refused_with_or_without_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("hosts")
+    for text in ("hosts", "./hosts"):
+        with pytest.raises(UsageError, match=f"error: {text} is a pipe") as error:
+            parse_hosts(text)
+        assert error.value.fix == "write the hosts into a file, and --hosts FILE"
+
+
+def test_a_port_of_ssh_is_no_number_of_ranks_and_stands_in_its_config():
+    with pytest.raises(UsageError, match="2222 ranks on bob") as error:
+        parse_hosts("ada,bob:2222")
+    assert error.value.fix == "1 to 64 ranks on a host; a port of ssh is in ~/.ssh/config: Host bob, Port 2222"
+    with pytest.raises(UsageError, match="error: --hosts: 'ssh://bob:2222' is not a host") as error:
+        parse_hosts("ada,ssh://bob:2222")
+    assert "IPv6" not in error.value.fix
+
+
 def test_a_folder_in_place_of_a_file_of_hosts_is_called_what_it_is(tmp_path):
     with pytest.raises(UsageError, match="not a regular file"):
         parse_hosts(str(tmp_path))
@@ -81,6 +108,40 @@ def test_this_host_is_known_by_its_names_and_addresses():
     assert all(is_this_host(HostEntry(name)) for name in ("localhost", "127.0.0.1", "::1", socket.gethostname()))
     assert not is_this_host(HostEntry("localhost", user="somebody-else"))
     assert not is_this_host(HostEntry("198.51.100.7"))
+
+
+def test_a_driver_that_is_not_in_the_list_is_asked_for_its_folders_alone_and_its_disk_may_refuse_a_run(
+    tmp_path, monkeypatch, capsys
+):
+    host = json.loads((Path(__file__).parents[1] / "check/hosts/cpu_box.json").read_text())
+    (tmp_path / "file").write_text("")
+    config, run = Config(depth=2, hosts="ada.invalid"), RunDir(tmp_path / "file" / "run")
+
+    def ask(entries, config):
+        return lambda gather_here: [{**host, "connection": {"destination": "ada", "here": False}}]
+
+    monkeypatch.setattr(host_facts, "hosts_asker", ask)
+    plan = make_plan(config, machine_of(host), vocab_size=512, num_rows=0)
+    entries = parse_hosts(config.hosts)
+    with host_facts.start_check(config, run, TrainOptions(), command="train", trackers=(), entries=entries) as check:
+        [facts], driver = check.facts.result()
+        assert (facts["host"]["name"], driver["probes"].keys()) == (host["host"]["name"], {"storage", "text"})
+        with pytest.raises(PacelineError, match="this run would fail: folder-unwritable"):
+            check.judge(plan)
+    assert f"{socket.gethostname()}: the run folder {run.path}" in capsys.readouterr().out
+
+
+def test_a_host_that_does_not_answer_refuses_a_run_while_its_text_is_prepared(tmp_path, monkeypatch, capsys):
+    connection = {"destination": "ada", "here": False, "error": "no such name", "fix": "check the name"}
+    monkeypatch.setattr(host_facts, "hosts_asker", lambda *_: lambda gather_here: [{"connection": connection}])
+    config, reports, entries = Config(hosts="ada.invalid"), [], parse_hosts("ada.invalid")
+    options, run = TrainOptions(), RunDir(tmp_path / "run")
+    with host_facts.start_check(config, run, options, command="train", trackers=(), entries=entries) as check:
+        report = check.with_refusal(lambda label, done, total: reports.append(label))
+        check.facts.result()
+        with pytest.raises(PacelineError, match="this run would fail: host-unreachable"):
+            report("tokenize", 1, 10)
+    assert reports == [] and "ada: no such name" in capsys.readouterr().out
 
 
 def test_the_code_that_is_sent_is_the_same_bytes_each_time():

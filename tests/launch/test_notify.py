@@ -333,5 +333,5 @@ def test_what_a_training_is_checked_for_has_the_trackers_that_follow_it(run):
 def test_a_script_that_wandb_follows_is_checked_for_its_login(run, trackers, fixes):
     facts = {"host": {"name": "ada"}, "tools": {"wandb": {"installed": True, "logged_in": False, "mode": None}}}
     script = Script(("x.py",), 1, "cpu", run.path)
-    findings = check_script(script, run, [facts], config=Config(), trackers=trackers).findings
+    findings = check_script(script, run, ([facts], None), config=Config(), trackers=trackers).findings
     assert [finding.fix for finding in findings if finding.id == "wandb-silent"] == fixes

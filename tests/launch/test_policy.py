@@ -59,6 +59,10 @@ EXAMPLES = {
     "nothing-smaller": (
         [NO_MEMORY], replace(OURS, smaller=None), {}, Decision("stop", 0, "memory ran out, and no smaller configuration exists"),
     ),
+    "job-over": (
+        [KILLED], replace(OURS, is_job_over=True, lost_hosts=("bob",), hosts_left=("ada",), ranks_left=1), {},
+        Decision("stop", 0, "the Slurm job that gave the nodes is over"),
+    ),
     "same-error": (
         [CRASHED, SAVED, CRASHED], OURS, {},
         Decision("stop", 0, "the same error at step 7 as in an earlier attempt: it is not transient"),

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.check.ready import CheckResult
+from paceline.cli import run_command
 from paceline.config import Config
 from paceline.data.prepare import prepare
 from paceline.errors import PacelineError, UsageError
@@ -51,6 +52,7 @@ from paceline.launch.sbatch import (
     read_limit,
     split_args,
     submit,
+    submit_run,
 )
 from paceline.launch.supervisor import Outcome, StopSignals
 from paceline.launch.train import new_folder, run_training
@@ -569,6 +571,22 @@ def test_a_job_that_is_requeued_says_so_while_the_run_is_locked_and_one_that_is_
     assert decide_requeue(run, replace(STOPPED, state="finished"), signals) == (None, [])
 
 
+def test_a_job_that_slurm_itself_has_requeued_is_waited_for_and_not_requeued_again(tmp_path, monkeypatch, inside):
+    run, requeued = RunDir(tmp_path), WAITING.replace("PENDING", "COMPLETING").replace("Restarts=0", "Restarts=1")
+    scontrol(tmp_path, monkeypatch, requeued)
+    line = "requeued: job 4711 continues the run when Slurm starts it again (by Slurm)"
+    assert decide_requeue(run, STOPPED, StopSignals(first="SIGTERM")) == (None, [line])
+    assert end_state(read_json_lines(run.events)) == "queued"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # it was requeued before this start
+    assert decide_requeue(run, STOPPED, StopSignals(first="SIGTERM")) == (None, [])
+
+
+@pytest.mark.parametrize("exit_code, state", [("130:0", "stopped"), ("1:0", "broken")])
+def test_a_requeued_job_that_was_stopped_before_its_attempt_is_no_broken_run(exit_code, state):
+    events = [{"event": "requeued"}, {"event": "slurm_job", "state": "FAILED", "exit_code": exit_code}]
+    assert end_state(events) == state
+
+
 def test_a_warning_before_the_first_attempt_ends_with_a_reason():
     with pytest.raises(PacelineError, match="nearly over, and no attempt has begun"):
         end_early(10, None)
@@ -687,6 +705,26 @@ def test_accounts_are_read_by_their_last_line():
     assert parse_accounted("NODE_FAIL\nPREEMPTED\nCANCELLED by 1000\n") == "CANCELLED"
     assert parse_accounted("OUT_OF_MEMORY\n") == "OUT_OF_MEMORY"
     assert parse_accounted("RUNNING\n") is None and parse_accounted("") is None
+
+
+def test_a_run_whose_job_was_cancelled_in_the_queue_is_listed_as_stopped(tmp_path, monkeypatch, capsys):
+    run = RunDir(tmp_path / "runs" / "books")
+    run.path.mkdir(parents=True)
+    run.submitted_toml.write_text("")
+    record_job(run, 4711)
+    scontrol(tmp_path, monkeypatch, WAITING)
+    assert run_command(["runs", str(run.path.parent)]) == 0 and "queued" in capsys.readouterr().out
+    scontrol(tmp_path, monkeypatch, WAITING.replace("PENDING", "CANCELLED"))
+    assert run_command(["runs", str(run.path.parent)]) == 0 and "stopped" in capsys.readouterr().out
+
+
+def test_a_new_run_in_place_of_one_that_has_ended_is_refused_with_the_command_that_continues_it(tmp_path):
+    run = RunDir(tmp_path / "books")
+    run.path.mkdir()
+    run.config_toml.write_text("")
+    with pytest.raises(PacelineError, match="already exists") as error:
+        submit_run(Config(), run, TrainOptions(slurm=True))
+    assert error.value.fix == f"paceline resume {run.path} --slurm continues a training, or another --name"
 
 
 def test_a_requeued_run_is_queued_until_its_job_is_known_to_have_ended():

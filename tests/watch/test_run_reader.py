@@ -244,6 +244,16 @@ def test_a_script_that_prints_every_few_minutes_is_not_silent(script):
     )
 
 
+@pytest.mark.parametrize("job, text", [
+    ("job 10 PENDING (Priority)", "Slurm has not started it yet: job 10 PENDING (Priority)."),
+    ("job 10 RUNNING on n[1-2]", "Its job has started, and its attempt has not: job 10 RUNNING on n[1-2]."),
+    (None, "Slurm has not started it yet: its queue is not known here."),
+])  # fmt: skip
+def test_a_requeued_run_whose_job_runs_again_is_not_waiting_for_slurm(script, job, text):
+    script.begin_script()
+    assert summarize(replace(script.look(), state="queued", slurm=job), now=NOW) == Summary("info", text)
+
+
 def test_a_non_finite_loss_is_a_warning_and_null_in_json(script):
     script.begin_script()
     script.print("step 1/10 loss: 2.5\nstep 2/10 loss: nan\nstep 3/10 loss: nan\n")

@@ -76,8 +76,11 @@ PROBES = (
     _probe("text", module="storage"),
 )
 
+FOLDER_PROBES = ("storage", "text")  # of a machine that starts a run and takes no part in it
 DEFAULTS: Json = {
-    **dict.fromkeys(("run_dir", "data", "tokenizer", "cache_dir", "port", "vocab_size", "torch_path", "cached_torch")),
+    **dict.fromkeys(
+        ("run_dir", "data", "tokenizer", "cache_dir", "port", "vocab_size", "torch_path", "cached_torch", "probes")
+    ),
     "measure_disk": True,
 }
 
@@ -89,10 +92,12 @@ def gather_facts(*, on_probe: OnProbe | None = None, **request: Any) -> Json:
     """Returns the facts of this host. Takes as long as the slowest probe, at most its deadline; a failing probe raises nothing.
 
     request: keys of DEFAULTS. torch_path is another install or a source tree, probed instead. cached_torch is a file that keeps the
-    answer about torch from one launch to the next, until something changes.
+    answer about torch from one launch to the next, until something changes. probes: the names of those to run, None for all.
     """
     assert request.keys() <= DEFAULTS.keys(), request
-    return ask_probes(PROBES, {**DEFAULTS, **request}, on_probe=on_probe)
+    names = request.get("probes")
+    probes = [probe for probe in PROBES if names is None or probe.name in names]
+    return ask_probes(probes, {**DEFAULTS, **request}, on_probe=on_probe)
 
 
 def ask_probes(probes: Sequence[Probe], request: Mapping[str, Any], *, on_probe: OnProbe | None = None) -> Json:
@@ -248,7 +253,7 @@ def main() -> int:
         print(PacelineError(f"no request for facts: {error}", fix=fix), file=sys.stderr)
         return 2
     with suppress(KeyboardInterrupt):
-        print(json.dumps(ask_probes(PROBES, {**DEFAULTS, **request})))
+        print(json.dumps(gather_facts(**request)))
         return 0
     return 130
 

@@ -251,7 +251,8 @@ def probe_slurm() -> dict[str, Any] | None:
         job = read_job(place.job_id, timeout_s=DEADLINE_S)
         end = job.end if job and job.limit_s < math.inf else None
         left = None if end is None else max(0.0, end - time.time())
-        return {"job_id": place.job_id, "seconds_left": left, "gpu_partitions": []}
+        requeues = bool(job and job.is_batch and job.can_requeue)
+        return {"job_id": place.job_id, "seconds_left": left, "gpu_partitions": [], "requeues": requeues}
     return None
 
 

@@ -347,7 +347,7 @@ def slurm_outside(host: Host) -> Cases:
 
 def slurm_ends_soon(host: Host) -> Cases:
     job_id, left = host.at("tools.slurm.job_id"), host.at("tools.slurm.seconds_left")
-    if left is not None and left < JOB_SHORT_S:
+    if left is not None and left < JOB_SHORT_S and not host.at("tools.slurm.requeues"):
         yield Case(
             f"job {job_id} of Slurm ends in {format_duration(left)}",
             "salloc --time=8:00:00, or --slurm outside of a job",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.check.verdicts.host_verdicts import memory_limit
-from paceline.check.verdicts.network_verdicts import VIRTUAL, interfaces_up, network_of
+from paceline.check.verdicts.network_verdicts import VIRTUAL, interface_absent, interfaces_up, network_of
 from paceline.check.verdicts.rules import (
     Case,
     Cases,
@@ -124,6 +124,8 @@ def interfaces_of(host: Host, other: Host, link: dict[str, Any]) -> list[dict[st
 
 def hosts_unconnected(hosts: Sequence[Host]) -> Cases:
     for host, other, link in links(hosts):
+        if any(interface_absent(host)) or any(interface_absent(other)):
+            continue  # that is why the link was not measured, or only within a host
         name, peer = name_of(host), name_of(other)
         reason = link.get("reason") or "no answer"
         if link["error"] == "probe":

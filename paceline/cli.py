@@ -81,10 +81,8 @@ def check(args: options.CheckOptions) -> int:
             on_probe=on_probe,
             ask_hosts=host_facts.hosts_asker(entries, config, port=args.port, is_whole=True) if entries else None,
         )
-    if args.json:
-        print(json.dumps(to_json(checked.findings, checked.facts), indent=1))
-    else:
-        print(format_check(checked, verbose=args.verbose, coloured=shows_colours(sys.stdout)))
+    text = json.dumps(to_json(checked.findings, checked.facts), indent=1) if args.json else ""
+    print(text or format_check(checked, verbose=args.verbose, coloured=shows_colours(sys.stdout)))
     return 0 if is_ready(checked.findings) else 1
 
 
@@ -143,20 +141,19 @@ def explain(args: options.ExplainOptions) -> None:
     else:
         record_job_ends(args.logs, runs_dir=args.runs_dir)
         explanation = explain_logs(args.logs, runs_dir=args.runs_dir, stdin=sys.stdin.buffer)
-        text = format_markdown(redact(explanation)) if args.markdown else ""  # it is made to be pasted elsewhere
-        print(
-            to_json(explanation)
-            if args.json
-            else text or format_explanation(explanation, coloured=shows_colours(sys.stdout))
-        )
+        if args.json:
+            print(to_json(explanation))
+        elif args.markdown:
+            print(format_markdown(redact(explanation)))  # it is made to be pasted elsewhere
+        else:
+            print(format_explanation(explanation, coloured=shows_colours(sys.stdout)))
 
 
 def runs(args: run_options.RunsOptions) -> None:
     from paceline.watch.snapshot import finite
     from paceline.watch.status import RunList, format_runs
 
-    run_list = RunList(Path(args.dir))
-    statuses = run_list.read()
+    statuses = (run_list := RunList(Path(args.dir))).read()
     if queued := [status.path for status in statuses if status.state == "queued"]:  # a job may have ended in the queue
         import_module("paceline.launch.queue").record_job_ends(queued, runs_dir=args.dir)
         statuses = run_list.read()

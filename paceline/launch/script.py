@@ -240,8 +240,7 @@ def check_script(
     """Checks whether the script would fail, and what would hurt it."""
     keys = {key: getattr(config, key) for key in ("device", *HOST_KEYS)}
     intent = Intent(command="run", device=script.device, nproc=script.nproc, run_dir=str(run.path), config=keys)
-    intent = replace(intent, num_hosts=len(facts[0]), trackers=trackers)
-    return judge_facts(facts[0], intent, facts[1])
+    return judge_facts(facts[0], replace(intent, num_hosts=len(facts[0]), trackers=trackers), facts[1])
 
 
 def read_request(command: Sequence[str], keys: Mapping[str, Any]) -> Request:

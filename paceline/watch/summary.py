@@ -72,8 +72,7 @@ UNEXPLAINED: dict[str, str] = {  # by state
 }
 LEVEL_SIGNS = {"info": ("·", "faint"), "good": ("✓", "good"), "warning": ("!", "warning"), "error": ("✗", "error")}
 
-MAX_SILENCE_S = 60.0  # of a live run, unless SILENT_STEPS steps take longer
-SILENT_STEPS = 5
+MAX_SILENCE_S, SILENT_STEPS = 60.0, 5  # of a live run, unless so many steps take longer
 MAX_SILENCE_UNTIMED_S = 300.0  # of a script or a log that has shown neither a step's time nor a silence yet
 SILENCE_RATIO = 2  # times the longest silence that it came back from
 SILENT_SAMPLES = 5  # of a host, and at least MAX_SILENCE_S

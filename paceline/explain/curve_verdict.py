@@ -184,7 +184,7 @@ def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> I
         if finite.values and max(finite.values[-LEAP_POINTS:]) < -FAR_BELOW:
             if (at := leap([abs(value) for value in finite.values])) is not None:
                 yield finding_at(DIVERGED, series, finite.steps[at])
-        elif finite.values and min(finite.values) > 0:
+        elif finite.values and min(finite.values) >= 0 < min(finite.values[:LEAP_POINTS]):
             long_rises = (rise(finite.values, min_rise) for rise in (rise_to_end, rise_from_start))
             rises = (*long_rises, leap(finite.values), short_rise(finite.values))
             at = next((at for at in rises if at is not None), None)

@@ -93,6 +93,7 @@ YOLO_ROW = re.compile(r"^\s*\d+/\d+\s+[\d.]+[GM]?\s+(?P<losses>(?:(?:\d+\.\d+|0|
 COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost, a step and a value
     r"\| +total_timesteps +\| +(?P<step>\d+) +\||.{0,80}\[timer\.py:\d+:stop\] \d+/(?P<at>\d+), "
     r"|(?P<iteration>\d{1,9}):\s+learn: (?P<learn>\S+)(?:\s+test: (?P<test>\S+))?\s"
+    r"|.{0,60}?\b(?:Test|Valid(?:ation)?|Val|Eval|Train): ?\[ *(?P<place>\d{1,9})/\d+\]"
     r"|(?P<n>\d{1,9})[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)$"
 )
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
@@ -107,9 +108,9 @@ EVALUATION = re.compile(  # how a line of one begins
     r"(?:[:\[]|- |set\b|results?\b|error\b)|.{0,40}\((?:test|val|valid|validation|eval)\)"
 )
 EVALUATION_TITLE = re.compile(r"(?i)^\W*(?:test|validation|evaluation)(?: (?:error|results?|set))?:?\W*$")
-SCORE = re.compile(
-    r"(?i)(?<![a-z])(?:acc|accuracy|f1|top-?1|auc)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
-)  # higher is better
+SCORES = r"(?:acc|accuracy|f1|top-?1|au(?:ro)?c|dice|m?iou)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
+SCORE = re.compile(rf"(?i)(?<![a-z]){SCORES}")  # higher is better
+HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT}[ _/.-]*{SCORES}")
 SHORT_NAN = re.compile(r"(?<![\w.])(?:avg_)?L=nan\b")
 REWARD = re.compile(rf"(?i)(?<![\w/])(?:(?:train|critic)/)?(?:mean_)?rewards?(?:[/_]mean)?{VALUE}")
 RECORD_LOSS = re.compile(
@@ -212,7 +213,9 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     name = name_of(loss_match) if loss_match else "loss"
     name = "eval_loss" if EVALUATION.match(text) else name
     reward = read_value(REWARD.search(text)) if "reward" in lowered else None
-    score = read_value(SCORE.search(text)) if held_out is not None or name == "eval_loss" else None
+    score = None
+    if held_out is not None or name == "eval_loss":
+        score = read_score(text) or read_value(SCORE.search(text))
     return StepLoss(number, loss, is_last, grad_norm, name, held_out, reward, score)
 
 
@@ -280,6 +283,11 @@ def read_speed(text: str) -> float | None:
     return float(match["value"].replace(",", "")) if match else None
 
 
+def read_score(text: str) -> float | None:
+    """The score of an evaluation on a line without a loss."""
+    return read_value(HELD_OUT_SCORE.search(text))
+
+
 def read_value(match: re.Match[str] | None) -> float | None:
     return float(match["value"]) if match else None
 
@@ -327,7 +335,7 @@ def read_counter(text: str) -> StepLoss | None:
     match = COUNTED.match(text)
     if match is None:
         return None
-    step = parse_count(match["step"] or match["at"] or match["n"] or match["iteration"])
+    step = parse_count(match["step"] or match["at"] or match["n"] or match["iteration"] or match["place"])
     if match["learn"]:
         learn, test = (
             float(value) if value and NUMBER_CELL.fullmatch(value) else None for value in match.group("learn", "test")

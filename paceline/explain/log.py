@@ -35,6 +35,18 @@ class Log:
     earlier: "tuple[Log, ...]" = ()  # the runs before it in the same log, of many the last ones
     problem: str = ""  # why the log could not be read whole
 
+    @property
+    def last_progress_line(self) -> int:
+        return max((line for line, _, _ in self.last_progress), default=0)
+
+    def steps_after(self, record: Record) -> set[int]:
+        """The steps that the same rank reports after a record; a line without a step counts as one of its own."""
+        return {
+            -line if step is None else step
+            for line, rank, step in self.last_progress
+            if line > record.line and (record.rank is None or rank in (None, record.rank))
+        }
+
 
 class OpenRun:
     """What was read of a run so far."""

@@ -58,6 +58,7 @@ Z_FALL, MAX_FALL = 2.0, 0.05  # of a loss, in standard errors and as a share: le
 MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
 MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations
 MIN_SCORES, NEAR_BEST = 3, 0.02  # points of evaluations, and the share by which the last may miss the best
+MIN_SAME_SCORES = 20
 VANISHED = 0.02  # of its first points
 TRAIN_RISE = 0.1  # of the loss of training, as a share
 LEARNED = 0.5  # of its first value: a loss that is lower for good has fallen before the points where it is level
@@ -99,6 +100,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *find_growth(memories, LOG_GROWTH),
         *find_slowdown({THROUGHPUT: speeds}, LOG_SLOWER),
         *(() if is_best_at_end(points["scores"]) else find_turns(losses, evaluations)),
+        *find_stuck_score(points["scores"]),
     ]
     if not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None)):
         if len(flat.values) < MIN_STILL:
@@ -158,9 +160,16 @@ def find_chance(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]
             yield CurveFinding(STANDS_STILL, series, at, f"ln {number}, as of a guess between {number} classes")
 
 
+def find_stuck_score(scores: Sequence[LossPoint]) -> Iterator[CurveFinding]:
+    """The score of evaluations that is the same in each of them, and not perfect."""
+    values = {value for _, _, value in scores}
+    if len(scores) >= MIN_SAME_SCORES and len(values) == 1 and not values & {1.0, 100.0}:
+        yield CurveFinding(STANDS_STILL, line_series(scores, source="log", kind=LOSS)[0], 0, "in every evaluation")
+
+
 def find_turns(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
     """Validation losses that turn up; where the loss of training is higher at its end than at that time, it is no overfitting."""
-    for finding in find_overfitting(held_out):
+    for finding in find_overfitting([item for item in held_out if not is_learned(item)]):
         share = finding.at / len(finding.series.values)
         rises = (rise for item in losses if (rise := rise_since(item, int(share * len(item.values)))))
         yield next(rises, finding)

@@ -47,13 +47,14 @@ EXIT_ZERO = (
     r"|return code[ :=]+0\b|ExitCode 0:0"
 )
 NO_FAILURE = re.compile(rf"{EXIT_ZERO}|(?<!sigkill_)handler", re.IGNORECASE)
+CANNOT_START = re.compile(r"can't open file '[^']+': \[Errno 2\]")  # Python itself, before any program runs
 NOT_FOUND = re.compile(  # said by a script or a shell
     r"(?:^|: )(?:line )?\d+: [\w./-]+: (?:command )?not found|^(?:ba)?sh: [\w./-]+: command not found"
 )
 # a way back through NCCL's functions, also when its sockets are closed at the end
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
-WENT_ON = 40  # lines
+WENT_ON, MIN_REPEATS = 40, 5  # lines; such about an item that was left out
 RECOVERED = (  # what a program does in place of what failed
     r"\b(?:proceed|continu)ing (?:without|anyway)\b|\bbut continuing\b|\bfall(?:ing|s) ?back (?:to|on)\b"
     r"|\b(?:going to|using) \S+ instead\b|\btrying port \d|\bsome optimizations will not be enabled\b"
@@ -67,9 +68,7 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|slurm_load_jobs error: Invalid job id"  # of squeue, when the job is over
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
-IN_THREAD = re.compile(
-    r"threading\.py\", line \d+,? in _bootstrap"
-)  # the first frame of what ends a thread, not the program
+IN_THREAD = re.compile(r"threading\.py\", line \d+,? in _bootstrap")  # the first frame of what ends a thread alone
 NOT_LOADED = re.compile(r"(?i)could not|cannot|unable|fail|error")
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\]")
 PACKAGE_IMPORT = re.compile(r"(?:site|dist)-packages[/\\].* in <module>$")  # the first frame is the package's own
@@ -87,7 +86,6 @@ PYTHON_MESSAGE = re.compile(  # what Python itself says about a mistake in code,
     r"|(?:not enough|too many) values to unpack|invalid literal for|could not convert string|\S+\(\) (?:got|takes|missing)\b"
 )
 TRACKER = re.compile(r"(?:site|dist)-packages/(?:wandb|tensorboardX?|mlflow|comet_ml|neptune|trackio|clearml|swanlab)/")
-MIN_REPEATS = 5  # of a line about an item that was left out
 PROGRAM_ENDED = re.compile(
     r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"
 )
@@ -108,14 +106,16 @@ OWN_CALL = re.compile(
 )
 NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt|\w*Warning)(?:\w+\.)*[A-Z]\w+(?::|$)")
 OWN_CLASS_WEIGHT = 0.3
-CHILD_START = re.compile(r"\bsubprocess\.py\", line \d+, in _execute_child$")
-# torch looks for the end of the archive in front of the file's start where the file is cut
-CHECKPOINT_READER, READER_WEIGHT = re.compile(r"torch/serialization\.py\", line \d+, in __init__$"), 0.9
-NO_PROGRAM, TOOL_WEIGHT = re.compile(r"FileNotFoundError: \[Errno 2\] .*: '(?P<tool>[^']+)'"), 0.9
+BY_FRAME = (  # what one of the innermost frames says beside a message: the message, the frame, the cause, its weight
+    (r"FileNotFoundError: \[Errno 2\] .*: '(?P<tool>[^']+)'", r"\bin _execute_child$", "system-tool-missing", 0.9),
+    # torch looks for the end of the archive in front of the file's start where the file is cut
+    (r"OSError", r"torch/serialization\.py\", line \d+, in __init__$", "checkpoint-corrupt", 0.9),
+    (r"FileNotFoundError", r"\bin (?:mkdir|makedirs)\b", FALLBACK, 0.5),
+)  # fmt: skip
+SEVERAL_PROCESSES = re.compile(r"(?i)\brank\b|torchrun|torch\.distributed|srun|mpirun|deepspeed|world[_ ]size")
 NOT_OWN = {"version-mismatch", "config-error"}
-LOGGING = re.compile(
-    r"\blogging[/\\]__init__\.py\", line \d+, in emit$"
-)  # where logging prints what a wrong call raised
+# where logging prints what a wrong call raised
+LOGGING = re.compile(r"\blogging[/\\]__init__\.py\", line \d+, in emit$")
 LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
 USAGE = re.compile(r"error: (?:unrecognized arguments|argument |the following arguments|ambiguous option)")
 
@@ -152,53 +152,64 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=None)
     harmless = [record for record in log.records if left_program_running(record, log)]
     harmless_ids, announcements = {id(record) for record in harmless}, {record.line - 1 for record in harmless}
+    is_alone = not (log.ranks or any(SEVERAL_PROCESSES.search(record.text) for record in log.records))
     for record in log.records:
-        matches = load_catalogue().match(record.text, record.kind)
-        if record.text.startswith("OSError") and any(map(CHECKPOINT_READER.search, record.frames)):
-            matches = [(load_catalogue().causes["checkpoint-corrupt"], READER_WEIGHT, {})]
-        is_own = bool(OWN_CALL.match(record.text) and record.frames and not INSTALLED.search(record.frames[-1]))
-        if record.frames and CHILD_START.search(record.frames[-1]) and (missing := NO_PROGRAM.match(record.text)):
-            matches = [(load_catalogue().causes["system-tool-missing"], TOOL_WEIGHT, missing.groupdict())]
-        if is_own:
-            matches = [match for match in matches if match[0].id not in NOT_OWN]
-            matches = matches or [(load_catalogue().causes[FALLBACK], GUESS, {})]
-        if not matches and NAMED_EXCEPTION.match(record.text) and ended_program(record):  # a class of the user's own
-            matches = [(load_catalogue().causes[FALLBACK], OWN_CLASS_WEIGHT, {})]
-        if len(matches) > 1:
-            matches = [match for match in matches if match[0].id != FALLBACK]
-            matches = [match for match in matches if not is_vague(match)] or matches
-        is_vague_one = record.kind == "exception" and not CODE_ERROR.match(record.text) and all(map(is_vague, matches))
-        if is_vague_one and not is_own:
-            matches = guessed(record.text) or matches
-        if record.kind == "line" and matches and all(map(is_vague, matches)):
-            matches = matches_of_message(record.text) or matches
+        matches = matches_of(record, is_alone=is_alone)
         if ended is not None and record.line > ended and WARNING_LINE.search(record.text):
             matches = [match for match in matches if match[0].id != PEER_DIED]  # ranks leave one after the other
-        if record.kind == "line" and (
-            IGNORABLE.search(record.text) or (is_shut_down and NCCL_RETURN.search(record.text))
-        ):
+        is_line, is_return = record.kind == "line", is_shut_down and NCCL_RETURN.search(record.text)
+        if is_line and (IGNORABLE.search(record.text) or is_return or record.line in announcements):
             continue
-        if id(record) in harmless_ids or (record.kind == "line" and record.line in announcements):
+        if id(record) in harmless_ids:
             continue
         shape = shape_of(record.text)
         is_end = ended_program(record) or CANCELLED_STEP.search(record.text)
         continued = run_continued(record, log, continuation) or (survived[shape] >= 2 and not is_end)
         survived[shape] += continued
-        factor = WEIGHTS.get(record.kind, ERROR_LINE)
         # launchers write exits and signals as warnings too
-        if record.kind == "line" and WARNING_LINE.search(record.text):
-            factor = WARNING
+        factor = WARNING if is_line and WARNING_LINE.search(record.text) else WEIGHTS.get(record.kind, ERROR_LINE)
         pid = PID.search(record.text) if record.kind in ("exit", "signal") and STOP_SIGNAL.search(record.text) else None
         was_stopped = pid is not None and pid["pid"] in stopped
         was_cancelled = cancelled is not None and record.line > cancelled and bool(TASK_KILLED.search(record.text))
         is_banner = record.kind == "banner" or bool(STOPPED.search(record.text))
         from_launcher = is_banner or was_stopped or was_cancelled
-        place = (number, record.line)
         for cause, weight, values in matches:
             was_harmless = continued and not cause.silent
             score = weight * factor * (CONTINUED if was_harmless else 1.0)
-            events.append(Event(record, cause, values, score, was_harmless, place, from_launcher))
+            events.append(Event(record, cause, values, score, was_harmless, (number, record.line), from_launcher))
     return events if len(events) <= 2 * MAX_EVENTS else [*events[:MAX_EVENTS], *events[-MAX_EVENTS:]]
+
+
+def matches_of(record: Record, *, is_alone: bool) -> list[tuple[Cause, float, dict[str, str]]]:
+    """What a record shows, by its text and its frames. is_alone: nothing in the log tells of several processes."""
+    causes = load_catalogue().causes
+    matches = matches_by_frame(record) or load_catalogue().match(record.text, record.kind)
+    if is_alone and record.text.startswith("FileExistsError") and not any(map(PACKAGE.search, record.frames[-3:])):
+        matches = [(causes[FALLBACK], GUESS, {})]
+    is_own = bool(OWN_CALL.match(record.text) and record.frames and not INSTALLED.search(record.frames[-1]))
+    if is_own:
+        matches = [match for match in matches if match[0].id not in NOT_OWN]
+        matches = matches or [(causes[FALLBACK], GUESS, {})]
+    if not matches and NAMED_EXCEPTION.match(record.text) and ended_program(record):  # a class of the user's own
+        matches = [(causes[FALLBACK], OWN_CLASS_WEIGHT, {})]
+    if len(matches) > 1:
+        matches = [match for match in matches if match[0].id != FALLBACK]
+        matches = [match for match in matches if not is_vague(match)] or matches
+    is_vague_one = record.kind == "exception" and not CODE_ERROR.match(record.text) and all(map(is_vague, matches))
+    if is_vague_one and not is_own:
+        matches = guessed(record.text) or matches
+    if record.kind == "line" and matches and all(map(is_vague, matches)):
+        matches = matches_of_message(record.text) or matches
+    return matches
+
+
+def matches_by_frame(record: Record) -> list[tuple[Cause, float, dict[str, str]]]:
+    """What the innermost frames of an exception say beside its message."""
+    frames = "\n".join(record.frames[-4:])
+    for message, frame, cause, weight in BY_FRAME if frames else ():
+        if (match := re.match(message, record.text)) and re.search(frame, frames, re.MULTILINE):
+            return [(load_catalogue().causes[cause], weight, match.groupdict())]
+    return []
 
 
 def is_vague(match: tuple[Cause, float, dict[str, str]]) -> bool:
@@ -254,12 +265,14 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True
     if USAGE.search(record.text) and last_line > record.line + BUFFERED_LINES:
         return True  # argparse ends a program before it has done anything: another one wrote what follows
+    if CANNOT_START.search(record.text):
+        return any(other.line > record.line and other.frames for other in log.records)  # of another program
     if NOT_FOUND.search(record.text):
         behind = (other for other in log.records if other.line > record.line and other.frames)
         return last_line > record.line + WENT_ON or any(CODE_ERROR.match(other.text) for other in behind)
     if is_of_item(record) and shape_of(record.text) in continuation.repeated:
         return True
-    return len(steps_after(record, log)) >= STEPS_AFTER
+    return len(log.steps_after(record)) >= STEPS_AFTER
 
 
 def continuation_of(log: Log) -> Continuation:
@@ -317,16 +330,7 @@ def is_near_end(record: Record, log: Log) -> bool:
     if log.last_lines and log.last_lines[-1][0] - record.line > BUFFERED_LINES:
         return False
     is_over = log.progress.finished or record.kind == "banner"
-    return not (is_over and len(steps_after(record, log)) >= STEPS_AFTER)
-
-
-def steps_after(record: Record, log: Log) -> set[int]:
-    """The steps that the same rank reports after a record; a line without a step counts as one of its own."""
-    return {
-        -line if step is None else step
-        for line, rank, step in log.last_progress
-        if line > record.line and (record.rank is None or rank in (None, record.rank))
-    }
+    return not (is_over and len(log.steps_after(record)) >= STEPS_AFTER)
 
 
 def left_program_running(record: Record, log: Log) -> bool:
@@ -344,7 +348,7 @@ def left_program_running(record: Record, log: Log) -> bool:
         return all(map(INSTALLED.search, record.frames))
     if LOGGING.search(record.frames[0]) or LOGGED.match(record.text):
         return True
-    done_line = log.progress.done_line or (last_progress_line(log) if log.progress.finished else None)
+    done_line = log.progress.done_line or (log.last_progress_line if log.progress.finished else None)
     is_later = done_line is not None and record.line > done_line
     return is_later and is_thread
 
@@ -394,7 +398,3 @@ def is_failure(record: Record) -> bool:
     if record.kind == "banner":
         return bool(WRAPPED.search(text))
     return record.kind in ("exit", "signal") and not NO_FAILURE.search(text) and not WARNING_LINE.search(text)
-
-
-def last_progress_line(log: Log) -> int:
-    return max((line for line, _, _ in log.last_progress), default=0)

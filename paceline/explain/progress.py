@@ -12,6 +12,7 @@ from typing import TypeVar
 from paceline.explain.explanation import LogProgress
 from paceline.explain.line_measures import (
     EVALUATION_TITLE,
+    HELD_OUT_WORDS,
     MEMORY_WORDS,
     StepLoss,
     in_english,
@@ -20,6 +21,7 @@ from paceline.explain.line_measures import (
     read_counter,
     read_memory,
     read_row,
+    read_score,
     read_speed,
     read_step_and_loss,
     strip_bars,
@@ -128,6 +130,8 @@ class ProgressTracker:
         if progress is not None and progress.loss is not None and self._is_evaluation:
             progress = replace(progress, name="eval_loss")
         self._is_evaluation = len(text) < MAX_TITLE and EVALUATION_TITLE.match(text) is not None
+        if progress is None or progress.loss is None:
+            self._add_score(text, lowered)
         if progress is not None:
             self._add_progress(number, line.rank, progress)
             if self._lost or "nan" in lowered:
@@ -200,6 +204,12 @@ class ProgressTracker:
             key = name if line.rank is None else f"rank {line.rank} {name}"
             if key in self._memory or len(self._memory) < MAX_MEASURES:
                 store(self._memory.setdefault(key, []), (self._last_step, value))
+
+    def _add_score(self, text: str, lowered: str) -> None:
+        """Notes the score of an evaluation whose line has no loss."""
+        has_words = any(word in lowered for word in HELD_OUT_WORDS)
+        if has_words and (score := read_score(text)) is not None:
+            store(self._scores, (self._last_step, "score", score))
 
     def _add_speed(self, line: LogLine) -> None:
         """Notes the throughput of one rank."""

@@ -73,7 +73,8 @@ def frame_values(record: Record) -> dict[str, str | None]:
     function = f" in {name}" if name and name != "<module>" else ""
     package = PACKAGE.search(record.frames[-1])
     raised_by = package["name"] if package else None
-    return {"where": f"{inner}:{frames[-1]['line']}{function}", "script": outer, "raised_by": raised_by}
+    script = outer if outer.endswith(".py") else None  # no cell of a notebook
+    return {"where": f"{inner}:{frames[-1]['line']}{function}", "script": script, "raised_by": raised_by}
 
 
 def format_fix(cause: Cause, records: Sequence[Record], values: Mapping[str, str]) -> str:

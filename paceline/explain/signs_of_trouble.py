@@ -15,7 +15,6 @@ from paceline.explain.matches import (
     EXIT_ZERO,
     IGNORABLE,
     WARNING_LINE,
-    last_progress_line,
     left_program_running,
     matches_of_message,
 )
@@ -54,7 +53,7 @@ NO_TROUBLE = re.compile(
     # PowerShell's words around whatever a program writes to stderr, transformers' about a mask that it builds itself
     r"|RemoteException|FullyQualifiedError|NativeCommandErr|attention mask is not set and cannot be inferred"
     # what a program does about it, a line that is marked as good
-    r"|, attempting\b|[.,;:-] (?:but )?continu(?:e|es|ing)\b|^\W*[ℹ✅✓✔🏆🎉]"
+    r"|terminat\w+ condition\b|, attempting\b|[.,;:-] (?:but )?continu(?:e|es|ing)\b|^\W*[ℹ✅✓✔🏆🎉]"
     # terminals, locales, screens and sound that a server lacks, decoders of pictures, films and sound, what looks for a device
     r"|Inappropriate ioctl|\bset(?:ting )?locale\b|XDG_RUNTIME_DIR|^(?:ALSA|Xlib|libEGL|libpng|libva|MESA-LOADER|qt\.\w+)\b"
     r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` secret"
@@ -69,7 +68,7 @@ def last_errors(log: Log) -> list[Record]:
     """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived twice."""
     if any(SUCCESS.search(text) for _, text in log.last_lines[-LAST_CHECKED:]):
         return []
-    last_line = last_progress_line(log)
+    last_line = log.last_progress_line
     records = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
     survived = Counter(shape_of(record.text) for record in records if record.line <= last_line)
     return [
@@ -87,7 +86,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         threads += [number for number, text in log.last_lines if IGNORED.match(text)]
         lines = log.last_lines[-LAST_CHECKED:]
         results = [number for number, text in lines if is_result(text)]
-        last_good = max([last_progress_line(log), *results])
+        last_good = max([log.last_progress_line, *results])
         was_shut_down = any(SHUT_DOWN.search(text) for _, text in log.last_lines)
         trouble += [
             (number, text)

@@ -25,10 +25,13 @@ HEADER = re.compile(r"Traceback \(most recent call last\)|^Original Traceback|Ex
 MESSAGE_BEFORE = re.compile(r"\w: \S.*\w")
 FRAME = re.compile(
     r"^\s*(?P<frame>File \"[^\"]*\", line \d+(?:,? in .*)?)"
-    r"|^(?P<ipython>(?:[~/.]|[A-Za-z]:)\S*\.py[xc]? in \S+\(.*\))"
+    r"|^(?P<ipython>(?:[~/.]|[A-Za-z]:)\S*\.py[xc]? in (?:<cell line: \d+>|\S+)\(.*\))"
+    r"|^(?:File )?(?P<notebook>(?P<file>Cell In\s?\[\d+\]|(?<=File )\S[^:]*)"
+    r"(?:, line |:)(?P<line>\d+)(?:, in (?P<name>[\w.<>]+)\(.*)?)$"
     r"|^(?P<rich>(?:[~/.]|[A-Za-z]:)?[\w./\\~-]+\.py:\d+ in \S+)$"
     r"|^(?P<cell><ipython-input-\S+> in )"
 )
+NOTEBOOK_SOURCE = re.compile(r"^(?:-+> ?| +)\d+(?: |$)")  # a line of a cell or a file below its frame
 EXCEPTION = re.compile(
     r"^(?:uncaught exception: )?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt|ExceptionGroup|Exit"
     r"|Failure|Timeout|TimeoutExpired|Killed|Empty|Full|StopIteration|Warning|Abort))(?:\(\w+\))?(?:: |:$|$)"
@@ -126,9 +129,11 @@ class TracebackReader:
     def is_source(self, line: LogLine) -> bool:
         """Whether a line is the source of the frame above it."""
         error = self._open.get(line.stream)
-        if error is None or not error.frames or error.message or error.source:
+        if error is None or not error.frames or error.message:
             return False
-        return len(line.text) - len(line.text.lstrip()) > error.indent
+        if NOTEBOOK_SOURCE.match(line.text):
+            return True
+        return not error.source and len(line.text) - len(line.text.lstrip()) > error.indent
 
     def end_message(self, stream: str) -> list[Record]:
         """Completes a stream's error whose message has begun."""
@@ -169,7 +174,7 @@ class TracebackReader:
         elif key in self._open or key not in self._stacks:
             error = self._open.get(key) or self._start(number, line, step)
             error.indent = len(text) - len(text.lstrip())
-            error.frames = [*error.frames[-MAX_FRAMES:], frame[frame.lastgroup or 0].strip()]
+            error.frames = [*error.frames[-MAX_FRAMES:], frame_text(frame)]
             error.source = []
         return True
 
@@ -238,6 +243,14 @@ class TracebackReader:
         child = UNREADABLE.match(text) and any(map(SPAWN_CHILD.search, error.frames[-2:]))
         kind: RecordKind = "banner" if child or WRAPPER.search(text) else "exception"
         return [replace(error.record, kind=kind, text=text or CUT_OFF, frames=tuple(error.frames[-MAX_FRAMES:]))]
+
+
+def frame_text(frame: re.Match[str]) -> str:
+    """The frame in Python's own form."""
+    if frame["notebook"]:
+        name = f", in {frame['name'].rpartition('.')[2]}" if frame["name"] else ""
+        return f'File "{frame["file"]}", line {frame["line"]}{name}'
+    return next(frame[name] for name in ("frame", "ipython", "rich", "cell") if frame[name]).strip()
 
 
 def raised_text(source: Sequence[str]) -> str:

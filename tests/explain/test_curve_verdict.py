@@ -645,3 +645,45 @@ def test_losses_of_zero_beside_an_evaluation_that_is_nan_are_nan():
         explain([f"{zeros}{{'eval_loss': nan, 'eval_runtime': 23.1, 'epoch': 0.01}}\n{zeros}".encode()]).cause
         == "loss-nan"
     )
+
+
+def test_throughput_that_falls_to_a_fraction_on_the_lines_of_a_log_is_told():
+    line = "step {step}/400 loss {loss:.3f} samples/s {speed:.1f}\n"
+
+    def log(speed_at):
+        return "".join(line.format(step=n, loss=3 - n / 50, speed=speed_at(n)) for n in range(1, 41))
+
+    assert explain([log(lambda n: 9000 / (1 + max(0, n - 10) / 3)).encode()]).cause == "throughput-decays"
+    assert explain([log(lambda n: 9000 - 20 * n).encode()]).cause == "healthy"
+    assert explain([log(lambda n: 200 if n < 3 else 9000 + 900 * (n % 2)).encode()]).cause == "healthy"
+
+
+def test_a_loss_that_leaps_from_its_first_value_says_so_and_one_that_comes_down_again_does_not():
+    line = "iter {step}: loss {loss:.4f}\n"
+    leaps = [3.5, *(4000 + 900 * (n % 3) for n in range(20))]
+    explanation = explain(log_of(enumerate(leaps, 1), line))
+    assert explanation.cause == "loss-diverged" and "from its first value on" in explanation.summary
+    comes_down = [0.22, 0.3, 0.31, *(8 * 0.93**n for n in range(40))]
+    assert explain(log_of(enumerate(comes_down, 1), line)).cause != "loss-diverged"
+
+
+def test_a_loss_that_was_zero_for_long_and_rises_for_good_diverges():
+    line = "E{step}/500 | Loss:{loss:.4f} | TrA:99.0%\n"
+    losses = [1.4 * 0.9**n for n in range(120)] + [0.6 + 0.01 * n for n in range(30)]
+    assert explain(log_of(enumerate(losses, 1), line)).cause == "loss-diverged"
+    assert explain(log_of(enumerate([0.0] * 10 + [0.4] * 40, 1), line)).cause != "loss-diverged"
+
+
+def test_a_score_that_is_the_same_in_each_of_many_evaluations_is_told():
+    lines = "Epoch {n} - Average loss: {loss:.4f}\nValidation AUROC: {score}\n"
+    same = "".join(lines.format(n=n, loss=0.75 + 0.03 * (n % 3), score=0.29167) for n in range(1, 31))
+    explanation = explain([same.encode()])
+    assert explanation.cause == "loss-stands-still" and "every evaluation" in explanation.summary
+    other = "".join(lines.format(n=n, loss=0.75 + 0.03 * (n % 3), score=0.29 + n / 999) for n in range(1, 31))
+    assert explain([other.encode()]).cause == "healthy"
+
+
+def test_memory_that_grows_evenly_over_twenty_reports_is_told():
+    line = "step {step} loss {loss:.3f} rss {memory} MiB\n"
+    grown = "".join(line.format(step=50 * n, loss=3 - n / 50, memory=310 + 38 * n) for n in range(1, 25))
+    assert explain([grown.encode()]).cause == "memory-grows"

@@ -175,3 +175,10 @@ def test_a_message_longer_than_the_csv_module_takes_loses_nothing(tmp_path):
     path = tmp_path / "export.csv"
     path.write_text(f'time,message\n1,"{"x" * 300_000}"\n2,"{OOM}"\n')
     assert explain(path).cause == "cuda-oom"
+
+
+def test_an_array_of_output_with_one_object_a_line_is_read_as_its_text():
+    lines = ["step 1 loss 2.3", "step 2 loss 2.1", "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"]
+    objects = [json.dumps({"stream_name": "stderr", "time": 1.5, "data": f"{line}\n"}) for line in lines]
+    text = "[" + "\n,".join(objects) + "\n]\n"
+    assert explain([text.encode()]).cause == "cuda-oom"

@@ -200,3 +200,16 @@ def test_of_a_program_that_is_started_again_and_again_the_last_end_is_read():
     assert log.records[-1].line > len(ends.splitlines()) - 5
     assert verdict(ends).cause == "user-code-exception"
     assert verdict(ends + LAUNCH + STEPS + uncaught(OOM)).cause == "cuda-oom"
+
+
+def test_a_program_that_failed_behind_its_only_line_and_is_started_again_is_another_run():
+    first = "Successfully loaded all libraries\n" + uncaught(OOM)
+    steps = "step 1 loss 2.3\nstep 2 loss 2.1\nstep 3 loss 1.9\n"
+    assert verdict(first + first.splitlines()[0] + "\nseed 1\n" + steps).cause == "healthy"
+    assert verdict(first + steps).cause == "cuda-oom"
+
+
+def test_a_file_that_python_cannot_open_ends_no_program_that_ran_behind_it():
+    typo = "python: can't open file 'trian.py': [Errno 2] No such file or directory\n"
+    assert verdict(typo + STEPS + uncaught("KeyboardInterrupt")).cause == "keyboard-interrupt"
+    assert verdict(typo).cause != "healthy"

@@ -1012,3 +1012,52 @@ def test_what_is_said_of_the_last_step_does_not_undo_that_it_was_the_last():
     steps = "".join(f"step {step}/60 | loss {5 - step / 60:.3f}\n" for step in range(1, 61))
     assert verdict(steps + "checkpoint at step 60: 1.5 MiB in 0.2 s\n").progress.finished
     assert not verdict(steps + "step 70 | loss 3.9\nstep 80 | loss 3.9\n").progress.finished
+
+
+CELL = (
+    "KeyboardInterrupt                         Traceback (most recent call last)\n"
+    "Cell In[7], line 828\n    826 # all folds\n--> 828 pipeline.run()\n    830 print('Training complete')\n\n"
+    "File /opt/train/loop.py:359, in Loop.run(self, timeout)\n    357 else:\n--> 359     wait()\n    360 done = 1\n\n"
+)
+
+
+def test_a_cell_of_a_notebook_that_is_interrupted_is_not_done():
+    explanation = verdict(STEPS + CELL + "KeyboardInterrupt: \n")
+    assert explanation.cause == "keyboard-interrupt"
+    assert "Cell In" not in explanation.fix
+    raised_in_cell = CELL.replace("KeyboardInterrupt", "ValueError") + "ValueError: sample 3 has no label\n"
+    assert "loop.py:359 in run" in verdict(STEPS + raised_in_cell).summary
+
+
+def test_a_traceback_of_ray_train_has_the_rank_above_it():
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 16, in loop\n    x = net(y)\n' + BUG + "\n"
+    explanation = verdict(STEPS + "[Rank 1 Error Snippet]:\n" + trace)
+    assert (explanation.cause, explanation.rank) == ("user-code-exception", 1)
+
+
+def test_a_folder_that_is_there_already_is_no_race_of_ranks_in_a_program_of_one_process():
+    frames = '  File "train.py", line 362, in train\n  File "/usr/lib/python3/os.py", line 223, in makedirs\n'
+    trace = "Traceback (most recent call last):\n" + frames
+    error = "FileExistsError: [Errno 17] File exists: 'models/test'\n"
+    alone = verdict("loading\n" + trace + error)
+    assert alone.cause == "user-code-exception" and "another output folder" in alone.fix
+    assert verdict("[rank0]: loading\n" + trace + error).cause == "rank-file-race"
+    assert verdict("loading\n" + trace.replace("train.py", "/x/site-packages/y.py") + error).cause == "rank-file-race"
+
+
+def test_a_folder_without_its_parents_is_no_missing_checkpoint():
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 12, in main\n  File "pathlib.py", line 1311, in mkdir\n'
+    explanation = verdict(STEPS + trace + "FileNotFoundError: [Errno 2] No such file or directory: '/home/me/logs'\n")
+    assert explanation.cause == "user-code-exception" and "parents=True" in explanation.fix
+
+
+def test_a_checkpoint_that_is_cut_is_corrupt_although_a_file_system_reports_only_its_number():
+    trace = 'Traceback (most recent call last):\n  File "t.py", line 26, in <module>\n'
+    trace += '  File "/x/torch/serialization.py", line 807, in __init__\n'
+    seek = '  File "/x/site-packages/fsspec/implementations/local.py", line 486, in seek\n'
+    assert verdict(trace + seek + "OSError: [Errno 22] Invalid argument\n").cause == "checkpoint-corrupt"
+
+
+def test_a_line_of_progress_that_was_cut_out_of_a_log_shows_a_run_that_works():
+    assert verdict("step 04245/21400 (19.84%) | loss: 3.012123 | dt: 1377ms\n").cause == "healthy"
+    assert verdict("step 00000/21400 (0.00%) | loss: 11.012123 | dt: 1377ms\n").cause == "unknown"

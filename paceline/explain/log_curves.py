@@ -100,7 +100,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *find_growth(memories, LOG_GROWTH),
         *find_slowdown({THROUGHPUT: speeds}, LOG_SLOWER),
         *(() if is_best_at_end(points["scores"]) else find_turns(losses, evaluations)),
-        *find_stuck_score(points["scores"]),
+        *(() if any(map(falls, losses)) else find_stuck_score(points["scores"])),
     ]
     if not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None)):
         if len(flat.values) < MIN_STILL:

@@ -679,6 +679,8 @@ def test_a_score_that_is_the_same_in_each_of_many_evaluations_is_told():
     same = "".join(lines.format(n=n, loss=0.75 + 0.03 * (n % 3), score=0.29167) for n in range(1, 31))
     explanation = explain([same.encode()])
     assert explanation.cause == "loss-stands-still" and "every evaluation" in explanation.summary
+    falling_loss = "".join(lines.format(n=n, loss=3 - n / 20, score=0.29167) for n in range(1, 31))
+    assert explain([falling_loss.encode()]).cause == "healthy"
     other = "".join(lines.format(n=n, loss=0.75 + 0.03 * (n % 3), score=0.29 + n / 999) for n in range(1, 31))
     assert explain([other.encode()]).cause == "healthy"
 

@@ -50,9 +50,8 @@ LOSS = re.compile(
 ERROR = r"r?mse|mae|nll|xent|\w*cross[ _-]?entropy|perplexity|ppl|bp[bcd]"
 ERROR_WORDS = ("mse", "mae", "nll", "xent", "entropy", "perplex", "ppl", "bpb", "bpc", "bpd")
 ERROR_MEASURE = re.compile(rf"(?<![a-z])(?:{ERROR})(?:_tra?i?n)?(?![a-z]){VALUE}", re.IGNORECASE)
-OF_TRAINING = re.compile(
-    r"(?i)epoch|(?<![a-z])tra?i?n|^\W*\d+/\d+\]"
-)  # a line with such a measure that may be one of training
+WORDS = re.compile(r"[A-Za-z_ -]*[A-Za-z]")  # in front of the value
+OF_TRAINING = re.compile(r"(?i)epoch|(?<![a-z])tra?i?n|^\W*\d+/\d+\]")  # a line that may report one of training
 HELD_OUT = r"(?:vali?|eval|valid(?:_\d)?|validation|dev|test)"
 GAP = r"(?:'s)?(?:[_ /.:{'\"-]+(?:[a-z0-9]{2,8}_)?)?(?:log)?"  # from there to the measure
 HELD_OUT_LOSS = re.compile(
@@ -81,6 +80,7 @@ NOT_IN_USE = re.compile(
     r"(?i)free|avail|total|limit|capacity|cach|load|disk|file|param|fraction|(?:time|step|iter|iteration|epoch|batch|loss)\W*$"
 )
 NAME_START = re.compile(r"[\w./-]*$")  # of a measure's name, before the part that LOSS finds
+# a value with the words before it as its name; names whose values may be NaN in a healthy run
 LABELLED = re.compile(r"(?i)(?<![\w.])[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)(?!\w)")
 LABEL_EDGES = " \t:=|,;()[]{}'\"<>│┃-"
 UNCERTAIN = re.compile(
@@ -252,12 +252,10 @@ def name_of(match: re.Match[str]) -> str:
     """The name of a loss in the form of metrics: train/loss."""
     before = match.string[max(0, match.start() - 40) : match.start()]
     prefix = NAME_START.search(before)
-    measure = re.match(r"[A-Za-z_ -]*[A-Za-z]", match[0]) if match.re is ERROR_MEASURE else None
-    return (
-        "eval_loss"
-        if OTHER_LOSS.search(before)
-        else f"{prefix[0] if prefix else ''}{measure[0] if measure else 'loss'}"
-    )
+    if OTHER_LOSS.search(before):
+        return "eval_loss"
+    measure = WORDS.match(match[0]) if match.re is ERROR_MEASURE else None
+    return f"{prefix[0] if prefix else ''}{measure[0] if measure else 'loss'}"
 
 
 def read_memory(text: str) -> Iterator[tuple[str, float]]:

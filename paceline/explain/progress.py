@@ -34,7 +34,7 @@ MAX_SPEEDS, SPEED_EVERY = 500, 20  # of which each line has one, and later every
 MAX_TITLE = 40  # characters of the line above an evaluation
 MAX_MEASURES = 32  # of memory, by name and rank
 # values of any measure that was finite before it became NaN; lines on which measures are looked for before one is
-MIN_FINITE, LABELLED_LINES = 2, 200
+MIN_FINITE, LABELLED_LINES, MAX_LABELS = 2, 200, 500
 # a loss above this followed by exactly 0: transformers writes 0 for NaN (trainer.py, logging_nan_inf_filter)
 ABRUPT = 0.5
 SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are lost
@@ -191,10 +191,12 @@ class ProgressTracker:
             self._labels.update(label for values in lines for label, value in values if math.isfinite(value))
         for label, value in labelled_values(text):
             if math.isfinite(value):
-                self._labels[label] += 1
                 self._lost.pop(label, None)
+                if label in self._labels or len(self._labels) < MAX_LABELS:
+                    self._labels[label] += 1
             elif math.isnan(value) and self._labels[label] >= MIN_FINITE:
-                self._lost.setdefault(label, []).append(at)
+                places = self._lost.setdefault(label, [])
+                places.extend([at] if len(places) < SKIPPED_STEPS else [])
 
     def _add_memory(self, line: LogLine) -> None:
         """Notes the memory that a line of a run with steps reports."""

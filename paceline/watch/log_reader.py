@@ -344,7 +344,7 @@ def read_line(raw: str) -> LineValues | None:
         return None
     text, _ = strip_bars(line)
     mark, values, bar = read_step_and_loss(text), measures_of(line), bar_of(line)
-    if mark is not None and mark.loss is not None and "val_loss" not in values:
+    if mark is not None and mark.loss is not None and mark.name != "eval_loss" and "val_loss" not in values:
         values.setdefault("loss", mark.loss)
     step, num_steps = (mark.step if mark else None), None
     if bar is not None:

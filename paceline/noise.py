@@ -14,7 +14,8 @@ CLIP = 3.0  # standard deviations
 MAX_LIKENESS = 0.6  # of neighbouring values: their correlation, which makes a mean of them less certain
 MIN_NOISE = 0.001  # of the level: that of a curve that is printed with few digits
 GROWTH_BLOCKS, GROWTH_LATE, Z_GROWTH = 8, 0.38, 5.0  # the share of the growth in the later half; standard errors
-EVEN_RISES, MAX_EVEN_RISES = 5, 8 * 4 - 2  # in a row, of a short curve
+MIN_BLOCK = 4  # points
+EVEN_RISES, MAX_EVEN_RISES = 5, GROWTH_BLOCKS * MIN_BLOCK - 2  # in a row, of a curve too short for such blocks
 EVENNESS = 4  # times that one of them may be as large or small as their median
 
 
@@ -67,7 +68,7 @@ def lowest_stretch(values: Sequence[float], length: int) -> int:
 def grows(values: Sequence[float], min_growth: float) -> bool:
     """Whether a curve rises from block to block, to its end and without flattening."""
     size = len(values) // GROWTH_BLOCKS
-    if size < 4:
+    if size < MIN_BLOCK:
         return False
     blocks = [values[len(values) - (number + 1) * size :][:size] for number in reversed(range(GROWTH_BLOCKS))]
     medians = [median(block) for block in blocks]

@@ -118,12 +118,8 @@ class LineFilter:
         """
         first = self._read_start(lines, shapes)
         before, self._before = self._before, next(filter(None, reversed(shapes)), self._before)
-        if self._failed_at_start and len(self._start) == 1:
-            return {
-                at: True
-                for at, shape in enumerate(shapes)
-                if at >= first and shape == self._start[0] and is_title(shape)
-            }
+        if self._failed_at_start and len(self._start) == 1 and is_title(title := self._start[0]):
+            return {at: True for at, shape in enumerate(shapes) if at >= first and shape == title}
         pairs = {pair for at, pair in enumerate(pairwise(self._start)) if is_start(pair, is_first=at == 0)}
         if not any(last in all_shapes for _, last in pairs):
             return {}

@@ -47,15 +47,15 @@ LOSS = re.compile(
     re.IGNORECASE,
 )
 # measures that are lower when the model is better, in programs that print no loss under this name
-ERROR = r"r?mse|mae|nll|xent|\w*cross[ _-]?entropy|perplexity|ppl|bp[bcd]"
+ERROR_NAME = r"r?mse|mae|nll|xent|\w*cross[ _-]?entropy|perplexity|ppl|bp[bcd]"
 ERROR_WORDS = ("mse", "mae", "nll", "xent", "entropy", "perplex", "ppl", "bpb", "bpc", "bpd")
-ERROR_MEASURE = re.compile(rf"(?<![a-z])(?:{ERROR})(?:_tra?i?n)?(?![a-z]){VALUE}", re.IGNORECASE)
+ERROR_MEASURE = re.compile(rf"(?<![a-z])(?:{ERROR_NAME})(?:_tra?i?n)?(?![a-z]){VALUE}", re.IGNORECASE)
 WORDS = re.compile(r"[A-Za-z_ -]*[A-Za-z]")  # in front of the value
 OF_TRAINING = re.compile(r"(?i)epoch|(?<![a-z])tra?i?n|^\W*\d+/\d+\]")  # a line that may report one of training
-HELD_OUT = r"(?:vali?|eval|valid(?:_\d)?|validation|dev|test)"
+HELD_OUT_WORD = r"(?:vali?|eval|valid(?:_\d)?|validation|dev|test)"
 GAP = r"(?:'s)?(?:[_ /.:{'\"-]+(?:[a-z0-9]{2,8}_)?)?(?:log)?"  # from there to the measure
 HELD_OUT_LOSS = re.compile(
-    rf"(?<![a-z])(?:{HELD_OUT}{GAP}(?:loss|{ERROR})|loss[_ /]{HELD_OUT}){VALUE}",
+    rf"(?<![a-z])(?:{HELD_OUT_WORD}{GAP}(?:loss|{ERROR_NAME})|loss[_ /]{HELD_OUT_WORD}){VALUE}",
     re.IGNORECASE,
 )
 HELD_OUT_WORDS = ("val", "dev", "test")
@@ -84,11 +84,11 @@ NAME_START = re.compile(r"[\w./-]*$")  # of a measure's name, before the part th
 LABELLED = re.compile(r"(?i)(?<![\w.])[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)(?!\w)")
 LABEL_EDGES = " \t:=|,;()[]{}'\"<>│┃-"
 UNCERTAIN = re.compile(
-    rf"(?<![a-z]){HELD_OUT}(?![a-z])|norm|grad|time|eta\b|speed|fps|/s\b|mfu|avg|iou|std|var|cor|r2|acc|auc|\bm?ap|best"
+    rf"(?<![a-z]){HELD_OUT_WORD}(?![a-z])|norm|grad|time|eta\b|speed|fps|/s\b|mfu|avg|iou|std|var|cor|r2|acc|auc|\bm?ap|best"
 )
 COLUMN_GAP = re.compile(r"\s*[|│┃]\s*|\t+|\s{2,}")
 TABLE_EDGES = " \t|│┃#"
-LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR})(?:_tra?i?n| [A-Z0-9]+)?$")
+LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR_NAME})(?:_tra?i?n| [A-Z0-9]+)?$")
 YOLO_ROW = re.compile(r"^\s*\d+/\d+\s+[\d.]+[GM]?\s+(?P<losses>(?:(?:\d+\.\d+|0|nan|inf)\s+){2,5})")  # epoch, memory
 COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost, a step and a value
     r"\| +total_timesteps +\| +(?P<step>\d+) +\||.{0,80}\[timer\.py:\d+:stop\] \d+/(?P<at>\d+), "
@@ -99,7 +99,7 @@ COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost,
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
 ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
 NUMBER_CELL = re.compile(r"(?i)[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)")
-OTHER_LOSS = re.compile(rf"(?<![a-z])(?:{HELD_OUT}|best|min|prev){GAP}$", re.IGNORECASE)
+OTHER_LOSS = re.compile(rf"(?<![a-z])(?:{HELD_OUT_WORD}|best|min|prev){GAP}$", re.IGNORECASE)
 OF_POLICY = re.compile(r"(?i)(?:policy|actor|critic|value|pg)[_ /]$")
 # before the loss that others are a part of
 TOTAL_LOSS = re.compile(r"(?i)(?:^|[\s,;|({\['\"])(?:(?:total|train|training)[_ /])?$")
@@ -110,14 +110,16 @@ EVALUATION = re.compile(  # how a line of one begins
 EVALUATION_TITLE = re.compile(r"(?i)^\W*(?:test|validation|evaluation)(?: (?:error|results?|set))?:?\W*$")
 SCORES = r"(?:acc|accuracy|f1|top-?1|au(?:ro)?c|dice|m?iou)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
 SCORE = re.compile(rf"(?i)(?<![a-z]){SCORES}")  # higher is better
-HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT}[ _/.-]*{SCORES}")
+HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT_WORD}[ _/.-]*{SCORES}")
 SHORT_NAN = re.compile(r"(?<![\w.])(?:avg_)?L=nan\b")
 REWARD = re.compile(rf"(?i)(?<![\w/])(?:(?:train|critic)/)?(?:mean_)?rewards?(?:[/_]mean)?{VALUE}")
 RECORD_LOSS = re.compile(
     r"(?:best|min|prev|(?:keep\w*|the) last)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$", re.IGNORECASE
 )  # infinite at first
 # the words of losses, evaluations, trainings and epochs in other languages: each alternative becomes the English word
-FOREIGN_TRAIN = r"训练集?|訓練|学習|훈련|학습|entra[iî]n\w*|entrena\w*|treina\w*|treino|trainings?|обуч\w*|e[gğ]itim"
+FOREIGN_TRAIN = (
+    r"训练集?|訓練|学習|훈련|학습|entra[iî]n\w*|entrena\w*|treina\w*|treino|trainings?|обуч\w*|e[gğ]itim|addestra\w*"
+)
 FOREIGN_HELD_OUT = (
     r"验证集?|驗證|测试集?|測試|検証|テスト|검증|테스트|valid[ai]\w*|валидац\w*|тест\w*|do[gğ]rulama|prueba|teste?s?"
 )
@@ -215,7 +217,7 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     reward = read_value(REWARD.search(text)) if "reward" in lowered else None
     score = None
     if held_out is not None or name == "eval_loss":
-        score = read_score(text) or read_value(SCORE.search(text))
+        score = read_value(HELD_OUT_SCORE.search(text) or SCORE.search(text))
     return StepLoss(number, loss, is_last, grad_norm, name, held_out, reward, score)
 
 

@@ -1,5 +1,6 @@
 """What is known of a log when it has been read: its records and its progress, run by run."""
 
+import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from paceline.explain.progress import LossPoint, ProgressLine, ProgressTracker
 from paceline.explain.run_bounds import RunBounds
 
 FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a run with more errors
+SEVERAL_PROCESSES = re.compile(r"(?i)\brank\b|torchrun|torch\.distributed|srun|mpirun|deepspeed|world[_ ]size")
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -38,6 +40,11 @@ class Log:
     @property
     def last_progress_line(self) -> int:
         return max((line for line, _, _ in self.last_progress), default=0)
+
+    @property
+    def has_one_process(self) -> bool:
+        """Whether no line tells of several processes."""
+        return not (self.ranks or any(SEVERAL_PROCESSES.search(record.text) for record in self.records))
 
     def steps_after(self, record: Record) -> set[int]:
         """The steps that the same rank reports after a record; a line without a step counts as one of its own."""

@@ -106,13 +106,12 @@ OWN_CALL = re.compile(
 )
 NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt|\w*Warning)(?:\w+\.)*[A-Z]\w+(?::|$)")
 OWN_CLASS_WEIGHT = 0.3
-BY_FRAME = (  # what one of the innermost frames says beside a message: the message, the frame, the cause, its weight
-    (r"FileNotFoundError: \[Errno 2\] .*: '(?P<tool>[^']+)'", r"\bin _execute_child$", "system-tool-missing", 0.9),
+BY_FRAME = (  # what one of the innermost frames says beside a message: the cause, its weight, the message, the frame
+    ("system-tool-missing", 0.9, r"FileNotFoundError: \[Errno 2\] .*: '(?P<tool>[^']+)'", r"\bin _execute_child\b"),
     # torch looks for the end of the archive in front of the file's start where the file is cut
-    (r"OSError", r"torch/serialization\.py\", line \d+, in __init__$", "checkpoint-corrupt", 0.9),
-    (r"FileNotFoundError", r"\bin (?:mkdir|makedirs)\b", FALLBACK, 0.5),
-)  # fmt: skip
-SEVERAL_PROCESSES = re.compile(r"(?i)\brank\b|torchrun|torch\.distributed|srun|mpirun|deepspeed|world[_ ]size")
+    ("checkpoint-corrupt", 0.9, "OSError", r"torch/serialization\.py\", line \d+, in __init__\b"),
+    (FALLBACK, 0.5, "FileNotFoundError", r"\bin (?:mkdir|makedirs)\b"),
+)
 NOT_OWN = {"version-mismatch", "config-error"}
 # where logging prints what a wrong call raised
 LOGGING = re.compile(r"\blogging[/\\]__init__\.py\", line \d+, in emit$")
@@ -152,9 +151,8 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=None)
     harmless = [record for record in log.records if left_program_running(record, log)]
     harmless_ids, announcements = {id(record) for record in harmless}, {record.line - 1 for record in harmless}
-    is_alone = not (log.ranks or any(SEVERAL_PROCESSES.search(record.text) for record in log.records))
     for record in log.records:
-        matches = matches_of(record, is_alone=is_alone)
+        matches = matches_of(record, log)
         if ended is not None and record.line > ended and WARNING_LINE.search(record.text):
             matches = [match for match in matches if match[0].id != PEER_DIED]  # ranks leave one after the other
         is_line, is_return = record.kind == "line", is_shut_down and NCCL_RETURN.search(record.text)
@@ -180,11 +178,12 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     return events if len(events) <= 2 * MAX_EVENTS else [*events[:MAX_EVENTS], *events[-MAX_EVENTS:]]
 
 
-def matches_of(record: Record, *, is_alone: bool) -> list[tuple[Cause, float, dict[str, str]]]:
-    """What a record shows, by its text and its frames. is_alone: nothing in the log tells of several processes."""
+def matches_of(record: Record, log: Log) -> list[tuple[Cause, float, dict[str, str]]]:
+    """What a record shows, by its text and its frames."""
     causes = load_catalogue().causes
     matches = matches_by_frame(record) or load_catalogue().match(record.text, record.kind)
-    if is_alone and record.text.startswith("FileExistsError") and not any(map(PACKAGE.search, record.frames[-3:])):
+    is_of_package = any(map(PACKAGE.search, record.frames[-3:]))
+    if record.text.startswith("FileExistsError") and not is_of_package and log.has_one_process:  # an earlier run's
         matches = [(causes[FALLBACK], GUESS, {})]
     is_own = bool(OWN_CALL.match(record.text) and record.frames and not INSTALLED.search(record.frames[-1]))
     if is_own:
@@ -206,8 +205,8 @@ def matches_of(record: Record, *, is_alone: bool) -> list[tuple[Cause, float, di
 def matches_by_frame(record: Record) -> list[tuple[Cause, float, dict[str, str]]]:
     """What the innermost frames of an exception say beside its message."""
     frames = "\n".join(record.frames[-4:])
-    for message, frame, cause, weight in BY_FRAME if frames else ():
-        if (match := re.match(message, record.text)) and re.search(frame, frames, re.MULTILINE):
+    for cause, weight, message, frame in BY_FRAME if frames else ():
+        if (match := re.match(message, record.text)) and re.search(frame, frames):
             return [(load_catalogue().causes[cause], weight, match.groupdict())]
     return []
 

@@ -121,7 +121,7 @@ class ProgressTracker:
         self._is_dict = "'loss':" in text
         self._is_policy = self._is_policy or "reward" in lowered
         self._columns = read_columns(text) or self._columns
-        match = EPOCH.search(text) if "ep" in lowered else None
+        match = EPOCH.search(text) if "epoch" in lowered or lowered.startswith("ep") or " ep" in lowered else None
         if match is not None:
             self._begin_epoch(int(match["epoch"]))
         progress = read_row(text, self._columns) or read_line(text, bar)

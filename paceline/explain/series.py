@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from paceline.errors import PacelineError
 from paceline.explain.event_files import Report, read_event_file, read_wandb_file
 from paceline.explain.explanation import CurveEvidence
+from paceline.explain.line_measures import ERROR_NAME, HELD_OUT_WORD
 from paceline.explain.lines import START_BYTES, message_column
 from paceline.noise import median
 from paceline.rundir import RunDir, open_file, read_json_lines
@@ -30,15 +31,14 @@ from paceline.units import format_number_of, unix_time
 
 LOSS, VALIDATION, GRADIENT, RATE = "loss", "validation loss", "gradient norm", "learning rate"
 MEMORY, THROUGHPUT, STEP_TIME, REWARD = "memory", "throughput", "step time", "reward"
-HELD_OUT = "(?:e?val|vali|valid|valid_\\d|validation|validation_metrics|dev|test)"
-ERROR = "logloss|bp[bcd]|nll|r?mse|mae|xent|perplexity|ppl|\\w*cross_?entropy"  # lower is better
+HELD_OUT, ERROR = rf"(?:{HELD_OUT_WORD}|validation_metrics)", f"(?:logloss|{ERROR_NAME})"
 KINDS = (  # a kind, and the names that mean it, in lower case with _ between words: the first that matches counts
     (VALIDATION, rf"(?:.+_)?{HELD_OUT}(?:_.+)?_(?:loss|{ERROR})(?:_epoch|_step)?|loss_{HELD_OUT}|lm_loss_validation"),
     (
         LOSS,
         r"(?:(?:train|training|trainer|metrics|samples|loss_metrics|losses|loss)_)*"
         r"(?:(?:lm|per|global_avg|reduced_train|total|ce|nll|cross_entropy|running|step|batch|epoch|mean|avg)_)*"
-        rf"(?:(?:\w*log|\w*cross_?entropy_?)?loss(?:_step|_epoch|_avg|_tra?i?n|_training)?|(?:{ERROR})(?:_tra?i?n)?)",
+        rf"(?:(?:\w*log|\w*cross_?entropy_?)?loss(?:_step|_epoch|_avg|_tra?i?n|_training)?|{ERROR}(?:_tra?i?n)?)",
     ),
     (GRADIENT, r"(?:.+_)?grad(?:ient)?s?(?:_[\d_]+)?_?norm(?:_total|_step)?"),
     (RATE, r"(?:.+_)?(?:lr|learning_rate|lr_mult|lrm)(?:_\w+)?"),

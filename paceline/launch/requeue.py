@@ -100,9 +100,8 @@ def decide_requeue(run: RunDir, outcome: Outcome, signals: StopSignals) -> tuple
         job = read_job(place.job_id)
     except SlurmError as error:
         return None, not_requeued(run, place, error.message, error.fix)
-    if (
-        job and job.restarts > place.restarts
-    ):  # an administrator's `scontrol requeue`, or a preemption that gave no notice
+    # an administrator's `scontrol requeue`, or a preemption that gave no notice
+    if job and job.restarts > place.restarts:
         append_event(run, "requeued", job_id=place.job_id, why="by Slurm")
         return None, [format_requeued(place, "by Slurm")]
     reason = requeue_reason(outcome, signals.first, job)

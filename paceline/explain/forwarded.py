@@ -32,7 +32,7 @@ MAX_LINES, MAX_PREFIXES, MAX_PREFIX = 60, 8, 120  # of them looked at in a block
 MAX_SAMPLE = 500  # lines of which the common start is looked for
 MIN_COMMON, MIN_SHARED = 3, 4  # lines that begin alike; that begin alike but for their digits
 TAG = re.compile(rb"\s*(?:[^\s|][^\n]{0,60}[\]|>] |> |)")  # but not the edge of a table
-RUNS = re.compile(r"(\d+)|\s+")
+AS_ZERO, ZEROS, SPACES = str.maketrans("123456789", "0" * 9), re.compile("00+"), re.compile(r"\s+")
 EDGE = re.compile(r"^\+|[\])}>|](?!:) ?|:(?![0:]) ?| (?:- )?")  # where a prefix may end
 HAS_WORD = re.compile(r"[A-Za-z]{3}")
 FORWARDER = re.compile(  # digits as 0: a time or a number alone, a level with names around it, the name of a pod or a stream
@@ -161,7 +161,7 @@ def shared_shape(lines: Sequence[str]) -> str:
     """What all lines begin with, digits as 0 and spaces as one, up to where a logger's prefix may end; empty if it is none."""
     if len(lines) < MIN_SHARED:
         return ""
-    shapes = [RUNS.sub(lambda match: "0" if match[1] else " ", line[: 2 * MAX_PREFIX]) for line in lines]
+    shapes = [ZEROS.sub("0", SPACES.sub(" ", line[: 2 * MAX_PREFIX].translate(AS_ZERO))) for line in lines]
     first, last = min(shapes), max(shapes)
     length = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
     if ERROR_LEVEL.search(first[:length]):  # it says that all lines are errors

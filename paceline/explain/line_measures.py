@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from paceline.explain.lines import has_word
+
 MAX_DIGITS = 15
 BAR = re.compile(
     r"(?:[^\s|%][^|%]{0,80}?: +)? {0,3}(?P<percent>\d{1,3})%\|[^|]*"
@@ -116,6 +118,7 @@ REWARD = re.compile(rf"(?i)(?<![\w/])(?:(?:train|critic)/)?(?:mean_)?rewards?(?:
 RECORD_LOSS = re.compile(
     r"(?:best|min|prev|(?:keep\w*|the) last)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$", re.IGNORECASE
 )  # infinite at first
+OTHER_WORDS = (*HELD_OUT_WORDS, "best", "min", "prev", "keep", "last")  # one is before a loss of these two kinds
 # the words of losses, evaluations, trainings and epochs in other languages: each alternative becomes the English word
 FOREIGN_TRAIN = (
     r"训练集?|訓練|学習|훈련|학습|entra[iî]n\w*|entrena\w*|treina\w*|treino|trainings?|обуч\w*|e[gğ]itim|addestra\w*"
@@ -150,7 +153,7 @@ class StepLoss:
 
 def in_english(text: str, lowered: str) -> str:
     """The line with the words of losses and epochs in English."""
-    if text.isascii() and not any(word in lowered for word in FOREIGN_WORDS):
+    if text.isascii() and not has_word(lowered, FOREIGN_WORDS):
         return text
     return FOREIGN.sub(english_word, text).replace("：", ": ")
 
@@ -192,12 +195,12 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     lowered = text.lower()
     step = STEP.search(text)
     loss_match = find_measure(LOSS, text) if "loss" in lowered else None
-    if loss_match is None and any(word in lowered for word in ERROR_WORDS) and (step or OF_TRAINING.search(text)):
+    if loss_match is None and has_word(lowered, ERROR_WORDS) and (step or OF_TRAINING.search(text)):
         loss_match = find_measure(ERROR_MEASURE, text)
     loss = read_value(loss_match)
     if loss is not None and math.isfinite(loss) and OF_WHOLE_RUN.search(text):
         return None
-    has_held_out = loss is not None and any(word in lowered for word in HELD_OUT_WORDS)
+    has_held_out = loss is not None and has_word(lowered, HELD_OUT_WORDS)
     held_out = read_value(HELD_OUT_LOSS.search(text)) if has_held_out else None
     grad_norm = read_value(find_measure(GRAD_NORM, text)) if "norm" in lowered else None
     if step is None and loss is None:
@@ -223,8 +226,10 @@ def read_step_and_loss(text: str) -> StepLoss | None:
 
 def find_measure(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     """The measure's first value of training, or its first one that is not finite; of validation if there is no other; no record."""
-    matches = [match for match in pattern.finditer(text) if not RECORD_LOSS.search(before(match))]
-    training = [match for match in matches if not OTHER_LOSS.search(before(match))]
+    matches = training = list(pattern.finditer(text))
+    if has_word(text.lower(), OTHER_WORDS):
+        matches = [match for match in matches if not RECORD_LOSS.search(before(match))]
+        training = [match for match in matches if not OTHER_LOSS.search(before(match))]
     broken = (match for match in (*training, *matches) if not math.isfinite(float(match["value"])))
     if (measure := next(broken, None)) is not None or len(training) < 2:
         return measure or next(iter(training or matches), None)
@@ -262,7 +267,9 @@ def name_of(match: re.Match[str]) -> str:
 
 def read_memory(text: str) -> Iterator[tuple[str, float]]:
     """The amounts of memory in use that a line reports, by name: in bytes where they have a unit."""
-    for part in filter(MEMORY_WORD.search, PART_END.split(text)):
+    for part in PART_END.split(text):
+        if not has_word(part.lower(), MEMORY_WORDS):
+            continue
         amounts = (AMOUNT.search(part, word.end()) for word in MEMORY_WORD.finditer(part))
         for match in {match.start(): match for match in amounts if match}.values():
             name = part[: match.start()]
@@ -295,8 +302,9 @@ def read_value(match: re.Match[str] | None) -> float | None:
 def read_columns(text: str) -> tuple[str, ...]:
     """The names of a table's columns; none if no column is a loss."""
     lowered = text.lower()
-    names = split_cells(text) if "loss" in lowered or any(word in lowered for word in ERROR_WORDS) else ()
-    is_header = len(names) > 1 and all(name[:1].isalpha() and not set(name) & set(":={(*") for name in names)
+    is_row = has_word(text, ":={(*") or not ("loss" in lowered or has_word(lowered, ERROR_WORDS))
+    names = () if is_row else split_cells(text)
+    is_header = len(names) > 1 and all(name[:1].isalpha() for name in names)
     return names if is_header and any(map(LOSS_COLUMN.search, names)) else ()
 
 

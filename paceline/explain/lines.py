@@ -16,11 +16,11 @@ import io
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
-from typing import Any
+from typing import Any, AnyStr
 
 from paceline.terminal import STEERING
 
@@ -260,9 +260,12 @@ def first_text(fields: Fields, names: tuple[str, ...]) -> str:
     return next((value for name in names if isinstance(value := fields.get(name), str) and value.strip()), "")
 
 
-def has_word(text: bytes, words: Sequence[bytes]) -> bool:
-    """Whether one of the words is in a text; a pattern with the same words takes five times as long."""
-    return any(word in text for word in words)
+def has_word(text: AnyStr, words: Iterable[AnyStr]) -> bool:
+    """Whether one of the words is in a text; a pattern with the same words takes five times as long, `any` twice as long."""
+    for word in words:  # noqa: SIM110
+        if word in text:
+            return True
+    return False
 
 
 def split_start(chunks: Iterable[bytes]) -> tuple[bytes, Iterator[bytes]]:

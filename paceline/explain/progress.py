@@ -26,7 +26,7 @@ from paceline.explain.line_measures import (
     read_step_and_loss,
     strip_bars,
 )
-from paceline.explain.lines import MAX_RANKS, LogLine
+from paceline.explain.lines import MAX_RANKS, LogLine, has_word
 
 MAX_PROGRESS_LINES = 64  # stored; what came before them has not ended the run
 MAX_LOSSES = 2000  # stored; with more every second one is dropped
@@ -116,7 +116,7 @@ class ProgressTracker:
         lowered = line.text.lower()
         if (text := in_english(line.text, lowered)) is not line.text:
             lowered = text.lower()
-        if any(word in lowered for word in DONE_WORDS) and DONE.search(line.text):
+        if has_word(lowered, DONE_WORDS) and DONE.search(line.text):
             self._done_line = number
         self._is_dict = "'loss':" in text
         self._is_policy = self._is_policy or "reward" in lowered
@@ -141,7 +141,7 @@ class ProgressTracker:
         is_sampled = len(self._speeds) < MAX_SPEEDS or not self._num_lines % SPEED_EVERY
         if is_sampled and progress is not None and progress.step is not None and ("/s" in lowered or "per" in lowered):
             self._add_speed(line)
-        if any(word in lowered for word in MEMORY_WORDS):
+        if has_word(lowered, MEMORY_WORDS):
             self._add_memory(line)
         return progress is not None
 
@@ -209,7 +209,7 @@ class ProgressTracker:
 
     def _add_score(self, text: str, lowered: str) -> None:
         """Notes the score of an evaluation whose line has no loss."""
-        has_words = any(word in lowered for word in HELD_OUT_WORDS)
+        has_words = has_word(lowered, HELD_OUT_WORDS)
         if has_words and (score := read_score(text)) is not None:
             store(self._scores, (self._last_step, "score", score))
 

@@ -59,6 +59,7 @@ PROGRESS_WORD = re.compile(
     + FOREIGN_PROGRESS
     + rb"|^(?:[\s|]|\xe2\x94[\x82\x83])*\d[\d./]*(?:[\s|,]|\xe2\x94[\x82\x83])+-?\d"
 )
+USUAL_PROGRESS = (b"step", b"loss", b"poch")  # found sooner
 MARKS = ((b"val", b"Val", b"VAL"), (b"poch", b"POCH"))  # words of evaluations, and of where another training begins
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
@@ -248,7 +249,7 @@ class LogParser:
 
     def _read_progress(self, number: int, raw: bytes) -> None:
         self._num_progress += 1
-        for part in unwrap_json(raw) if PROGRESS_WORD.search(raw) else ():
+        for part in unwrap_json(raw) if has_word(raw, USUAL_PROGRESS) or PROGRESS_WORD.search(raw) else ():
             text, bar = strip_bars(strip_escapes(part[:MAX_LINE_CHARS].decode("utf-8", "replace")))
             self._add_progress(number, split_prefix(text), bar)
 

@@ -31,8 +31,10 @@ OPTIMIZER = KEYS["optimizer"].default
 def load_config(file: str | Path | None, flags: Mapping[str, Any]) -> tuple[Config, list[str]]:
     """The checked config of defaults < file < flags, and notes for the user about what of the file is not used."""
     from_file, notes = read_config_file(Path(file), flags) if file is not None else ({}, [])
-    values = override(from_file, flags)
-    config = Config(**values)
+    if flags.get("depth", from_file.get("depth")) != from_file.get("depth") and "n_embd" not in flags:
+        width = from_file.get("n_embd")
+        notes += [f"{Path(file or '').name}: n_embd stays {width}; with --n-embd auto depth sets it"] if width else []
+    config = Config(**override(from_file, flags))
     check_config(config)
     return config, notes
 

@@ -315,6 +315,16 @@ def test_a_file_s_rate_of_matrices_is_for_its_own_optimizer(tmp_path, name, quot
     assert load_config(file, {"optimizer": "muon"})[0].matrix_lr is None
 
 
+def test_a_file_s_width_stays_where_a_flag_sets_the_depth_and_a_note_says_so(tmp_path):
+    file = write(tmp_path / "a.toml", "depth = 4\nn_embd = 128\n")
+    config, notes = load_config(file, {"depth": 8})
+    assert (config.depth, config.n_embd) == (8, 128)
+    assert notes == ["a.toml: n_embd stays 128; with --n-embd auto depth sets it"]
+    for flags in ({"depth": 4}, {"depth": 8, "n_embd": None}, {"depth": 8, "n_embd": 256}):
+        assert load_config(file, flags)[1] == []
+    assert load_config(write(tmp_path / "b.toml", "depth = 4\n"), {"depth": 8})[1] == []
+
+
 @pytest.mark.parametrize("value", ["1e18 ** 64", "0 ** -1", "1 / 0", "1 // 0", "2 ** 65"])
 def test_arithmetic_without_a_result_in_a_python_file_is_refused_as_code_is(tmp_path, value):
     _, notes = load_config(write(tmp_path / "a.py", f"x = {value}\n"), {})

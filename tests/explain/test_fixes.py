@@ -175,3 +175,15 @@ def test_memory_that_the_optimizer_lacks_is_no_matter_of_the_batch():
         f"Traceback (most recent call last):\n{frames}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
     ).fix
     assert fix.startswith("shard the optimizer's state")
+
+
+@pytest.mark.parametrize(
+    ("line", "job"),
+    [
+        ("slurmstepd: error: *** JOB 4711 ON n1 CANCELLED AT 2026-11-01T10:00:00 ***", "4711"),
+        ("slurmstepd: error: Detected 1 oom-kill event(s) in StepId=4712.batch. Some processes were killed.", "4712"),
+        ("slurmstepd: error: Exceeded job memory limit", "JOB"),
+    ],
+)
+def test_slurm_is_asked_about_the_job_that_the_log_names(line, job):
+    assert f"`sacct -j {job} -o " in explain_text(f"step 1 loss 3.0\n{line}\n").fix

@@ -139,7 +139,7 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
     if len(digests) < 2:
         name = files[0].path if len(files) == 1 else f"the text of {len(files)} files ({files[0].path}, ...)"
         raise PacelineError(
-            f"{name} is too small to train on: {num_bytes:,} bytes of text in {len(digests)} distinct"
+            f"{name} is too small: {num_bytes:,} bytes of text in {len(digests)} distinct"
             " documents, and one must be held out",
             fix=f"add text: two different documents, or one of more than {2 * MIN_PART_BYTES:,} bytes",
         )

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import os
+import shlex
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -122,15 +123,17 @@ def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, floa
             except (ValueError, RecursionError) as error:  # json stops at about 1,000 levels
                 check_utf8(file.path, line, offset=offset)
                 cut = "" if line.endswith(b"\n") else ", and the file ends within the line: it may be cut short"
+                is_spread = number == 1 and line.strip() in {b"{", b"["}  # over several lines
                 raise UnreadableFile(
                     f"{where} is not JSON: {_first_line(error)}{cut}",
-                    fix="fix or delete that line, or get the file again",
+                    fix=_one_line_fix(file.path, line)
+                    if is_spread
+                    else "fix or delete that line, or get the file again",
                 ) from error
             if not isinstance(record, dict):
-                raise UnreadableFile(
-                    f"{where} is a JSON {type(record).__name__}, not an object",
-                    fix='write each line as {"text": "..."}',
-                )
+                is_array = number == 1 and isinstance(record, list)
+                fix = _one_line_fix(file.path, line) if is_array else 'write each line as {"text": "..."}'
+                raise UnreadableFile(f"{where} is a JSON {type(record).__name__}, not an object", fix=fix)
             field = field or _field_of_record(where, record)
             if field is None:
                 continue
@@ -141,6 +144,13 @@ def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, floa
                 )
             for part in _cut_value(where, record[field], part_bytes):
                 yield part, min(1.0, raw.tell() / file.num_bytes)
+
+
+def _one_line_fix(path: str, first: bytes) -> str:
+    """The command that writes each object of a file of JSON on a line of its own."""
+    new = Path(path).with_name(f"lines_{Path(path).name.removesuffix('.gz')}")
+    objects = "'.[]'" if first.lstrip().startswith(b"[") else "."
+    return f"zcat -f {shlex.quote(path)} | jq -c {objects} > {shlex.quote(str(new))}"
 
 
 def _read_parquet(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 
@@ -138,6 +139,16 @@ def test_a_broken_line_of_jsonl_is_named_by_its_number(tmp_path, content, messag
     error = refused(path)
     assert error.message.startswith(f"{path}:")
     assert message in error.message
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+@pytest.mark.parametrize(
+    ("value", "indent"), [([{"text": "a"}, {"text": "b"}], None), ([{"text": "a"}], 1), ({"text": "a"}, 1)]
+)
+def test_json_in_an_array_or_over_several_lines_comes_with_the_command_that_makes_lines_of_it(tmp_path, value, indent):
+    path = write(tmp_path / "a b.jsonl", json.dumps(value, indent=indent))
+    subprocess.run(["bash", "-c", refused(path).fix], check=True)
+    assert len(texts(tmp_path / "lines_a b.jsonl")) == len(value)
 
 
 @pytest.fixture

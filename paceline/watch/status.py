@@ -38,6 +38,7 @@ FRESH_S = 0.8  # a snapshot is read at most this often, however many pages are o
 MAX_OPEN = 16  # readers; the least recently used one is closed
 PART_BYTES = 256 << 10  # of a log, at once
 MAX_HITS = 200
+MAX_COLUMN = 40  # characters that the cells of a column share
 
 
 class Reader(Protocol):
@@ -213,10 +214,15 @@ def format_runs(runs: list[RunStatus]) -> str:
         for status in runs
     ]
     columns = [
-        [pad(cell, max(map(cells, column)), right=column[0] not in ("run", "state", "tags")) for cell in column]
+        [pad(cell, width_of(column), right=column[0] not in ("run", "state", "tags")) for cell in column]
         for column in zip(head, *rows, strict=True)
     ]
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+
+
+def width_of(column: Sequence[str]) -> int:
+    """The width of a column; a longer cell moves its own row alone."""
+    return max(width for width in map(cells, column) if width <= MAX_COLUMN)
 
 
 def format_steps(status: RunStatus | Snapshot) -> str:

@@ -125,6 +125,15 @@ def test_the_table_is_aligned_and_shows_unknown_values(tmp_path):
     assert lines[2].split() == ["long-name", "broken", "0", "n/a", "n/a", "n/a", "n/a"]
 
 
+def test_one_long_name_moves_its_own_row_alone(tmp_path):
+    make_run(tmp_path)
+    alone = format_runs(RunList(tmp_path).read()).splitlines()
+    make_run(tmp_path, name := "x" * 90)
+    lines = format_runs(RunList(tmp_path).read()).splitlines()
+    assert sorted(map(len, lines))[:2] == list(map(len, alone))
+    assert any(line.startswith(f"{name}  ") for line in lines)
+
+
 def test_the_table_shows_tags_where_a_run_has_some(tmp_path):
     make_run(tmp_path)
     tagged = make_run(tmp_path, "b")

@@ -36,7 +36,8 @@ OTHER_LAUNCHERS = {  # a hint at our own option -> the options of torchrun, acce
     "leave it out: --nproc 2, or the default of one process for each GPU": "multi-gpu",
     "leave it out: --nproc and --device replace it": "config-file",
     "leave it out: every rank's output is shown and kept": "tee redirects",
-    "leave it out: paceline run starts the processes of this host": "nnodes node-rank num-machines machine-rank",
+    "leave it out: paceline run starts the processes of all --hosts": "nnodes node-rank num-machines machine-rank",
+    "start it inside a job, whose nodes it takes: after salloc, or as the last line of a script for sbatch": "slurm slurm-args",
     "leave it out: a script's lost host does not come back": "rejoin no-rejoin",
     "paceline finds a free port on this host by itself: leave it out": "standalone rdzv-backend rdzv-endpoint rdzv-id"
     " master-addr master-port main-process-ip main-process-port",

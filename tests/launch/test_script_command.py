@@ -45,6 +45,7 @@ def test_our_options_end_where_the_command_begins(args, own, command):
     ("--num_processes 2 train.py", "paceline run --nproc 2"),
     ("--cpu train.py", "paceline run --device cpu"),
     ("--standalone train.py", "paceline finds a free port on this host by itself: leave it out"),
+    ("--slurm train.py", "start it inside a job, whose nodes it takes: after salloc, or as the last line of a script for sbatch"),
     ("--master-port 29500 train.py", "paceline finds a free port on this host by itself: leave it out"),
 ])  # fmt: skip
 def test_an_option_of_another_launcher_is_answered_with_ours(args, fix):

@@ -187,6 +187,7 @@ def test_a_folder_has_the_size_that_the_data_layer_counts(corpus):
         sum(file.num_bytes for file in list_files(str(corpus))),
         None,
     )
+    assert (text["num_others"], text["others"]) == (1, ["picture.png"])
 
 
 def test_the_file_types_are_those_of_the_data_layer(tmp_path):

@@ -175,6 +175,8 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("vocabulary-differs", "cpu_box", {"text.tokenizer": TOKENIZER},
      {**CPU, "config": {"vocab_size": 4096}, "set_keys": frozenset({"vocab_size"})}, "warn"),
     ("text-not-prepared", "cpu_box", {"text.prepared": False, "text.data": "books"}, {"command": "check"}, "note"),
+    ("text-of-other-types", "cpu_box",
+     {"text.data": "books", "text.bytes": 9, "text.num_others": 1, "text.others": ["a.log"]}, {"command": "check"}, "note"),
     ("host-unreachable", "cpu_box", {"connection": {"destination": "ada", "error": "no key", "fix": "ssh ada"}}, CPU, "stop"),
     ("name-unknown", "cpu_box", {"network.resolve_error": "Name or service not known"}, {"command": "run"}, "warn"),
     ("name-unknown", "server", {"network.resolve_error": "Name or service not known"}, TWO_HOSTS, "note"),

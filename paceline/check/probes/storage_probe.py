@@ -43,6 +43,7 @@ NETWORK_FILESYSTEMS = {
     "fuse.juicefs", "fuse.rclone", "fuse.goofys", "fuse.mount-s3", "fuse.blobfuse2", "fuse.alluxio-fuse", "fuse.seaweedfs",
 }  # fmt: skip
 LISTING_S = 1.0  # a folder of a million files is not counted to the end
+SHOWN_FILES = 3
 BUILTIN, HUB = "builtin", "hf:"
 
 
@@ -285,10 +286,14 @@ def nearest_neighbour(name: str) -> str | None:
 def measure_folder(folder: Path, *, types: tuple[str, ...], skip: set[str]) -> dict[str, Any]:
     """types: suffixes of the files that count, () for all. bytes is None where there are too many files to read in time."""
     num_files, num_bytes, deadline = 0, 0, time.monotonic() + LISTING_S
+    others: list[str] = []
     for here, subfolders, names in os.walk(folder):
         subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
         for name in names:
-            if name.startswith(".") or (types and not name.lower().endswith(types)):
+            if name.startswith("."):
+                continue
+            if types and not name.lower().endswith(types):
+                others.append(os.path.relpath(os.path.join(here, name), folder))  # noqa: PTH118
                 continue
             try:
                 num_files += 1
@@ -301,7 +306,13 @@ def measure_folder(folder: Path, *, types: tuple[str, ...], skip: set[str]) -> d
     if not num_bytes:
         error = "no text in it: no file of " + " ".join(types) if types else "an empty folder"
         error = "all its text files are empty" if types and num_files else error
-    return {"exists": True, "bytes": num_bytes, "error": error}
+    return {
+        "exists": True,
+        "bytes": num_bytes,
+        "num_others": len(others),
+        "others": sorted(others)[:SHOWN_FILES],
+        "error": error,
+    }
 
 
 def probe_hub(data: str) -> dict[str, Any]:

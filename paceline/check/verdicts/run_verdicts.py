@@ -11,7 +11,7 @@ from paceline.errors import PlanError
 from paceline.hub import reach_fix
 from paceline.plan.algorithms import ALGORITHMS
 from paceline.plan.planner import grad_accum_steps
-from paceline.units import MIB, format_bytes, format_list
+from paceline.units import MIB, format_bytes, format_list, format_number_of
 
 SLOW_BYTES_PER_S = 50e6
 FEW_INODES = 1000
@@ -249,6 +249,17 @@ def text_unreadable(host: Host) -> Cases:
 def text_empty(host: Host) -> Cases:
     if host.at("text.exists") and host.at("text.bytes") == 0 and not host.at("text.error"):
         yield Case(f"{host.at('text.data')} holds 0 bytes of text", "--data builtin")
+
+
+def text_of_other_types(host: Host) -> Cases:
+    data, count, others = (host.at(f"text.{name}") for name in ("data", "num_others", "others"))
+    if (
+        count and host.at("text.bytes") and data != Config.data and host.intent.command == "check"
+    ):  # others say so themselves
+        left_out = f"{data}: left out {format_number_of(count, 'file')} of other types: "
+        yield Case(
+            left_out + format_list(others) + (", ..." if count > len(others) else ""), "rename plain text to *.txt"
+        )
 
 
 def tokenizer_missing(host: Host) -> Cases:

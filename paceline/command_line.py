@@ -26,12 +26,12 @@ HELP_FLAGS = {"-h", "--help"}
 VALUE_NAMES = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 NOT_A_VALUE = re.compile(r"-(?!$|\.?\d|.* )")  # an option; "-", a negative number and a text with spaces are values
 
-OTHER_LAUNCHERS = {  # a hint at our own option -> the options of torchrun, accelerate launch and deepspeed that it replaces
-    "--nproc {value}": "nproc-per-node num-processes num-gpus",
-    "--runs-dir {value}": "log-dir",
-    "--device cpu": "cpu use-cpu",
-    "-m MODULE, as for python": "module",
-    "--max-attempts, which counts the first attempt too": "max-restarts",
+OTHER_LAUNCHERS = {  # our own option -> the options of torchrun, accelerate launch and deepspeed that it replaces
+    "paceline run --nproc {value}": "nproc-per-node num-processes num-gpus",
+    "paceline run --runs-dir {value}": "log-dir",
+    "paceline run --device cpu": "cpu use-cpu",
+    "paceline run -m MODULE, as for python": "module",
+    "paceline run --max-attempts, which counts the first attempt too": "max-restarts",
     "leave it out: any executable works": "no-python",
     "leave it out: --nproc 2, or the default of one process for each GPU": "multi-gpu",
     "leave it out: --nproc and --device replace it": "config-file",
@@ -379,8 +379,7 @@ def unknown_option(argument: str, following: str, *, command: str, options: type
     for hint, names in OTHER_LAUNCHERS.items() if command == "run" else ():
         if name in names.split():
             hint = hint.format(value=text or (following if following[:1] not in ("", "-") else "2"))
-            fix = f"paceline run {hint}" if hint.startswith("-") else hint
-            return UsageError(f"{flag} is not an option of paceline run", fix=fix)
+            return UsageError(f"{flag} is not an option of paceline run", fix=hint)
     own = [parameter for parameter in parameters_of(options).values() if not parameter.positional]
     if not argument.startswith("--"):
         fix = f"options have two dashes, such as {own[0].usage if own else '--help'}"

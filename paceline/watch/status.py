@@ -37,8 +37,7 @@ MAX_END_BYTES = 4 << 20
 FRESH_S = 0.8  # a snapshot is read at most this often, however many pages are open
 MAX_OPEN = 16  # readers; the least recently used one is closed
 PART_BYTES = 256 << 10  # of a log, at once
-MAX_HITS = 200
-MAX_COLUMN = 40  # characters that the cells of a column share
+MAX_HITS, MAX_COLUMN = 200, 40  # of a search; characters that the cells of a column share
 
 
 class Reader(Protocol):
@@ -197,7 +196,7 @@ def file_stamp(path: Path) -> tuple[int, int] | None:
 
 
 def format_runs(runs: list[RunStatus]) -> str:
-    """Returns the list of runs as a table."""
+    """Returns the list of runs as a table; a long name moves its own row alone."""
     has_tags = any(status.tags for status in runs)
     head = ["run", "state", "step", "loss", "val_bpb", "tok/s", "last activity (UTC)", *(["tags"] if has_tags else [])]
     rows = [
@@ -213,16 +212,11 @@ def format_runs(runs: list[RunStatus]) -> str:
         )
         for status in runs
     ]
-    columns = [
-        [pad(cell, width_of(column), right=column[0] not in ("run", "state", "tags")) for cell in column]
-        for column in zip(head, *rows, strict=True)
-    ]
+    columns = []
+    for column in zip(head, *rows, strict=True):
+        width = max(width for width in map(cells, column) if width <= MAX_COLUMN)
+        columns.append([pad(cell, width, right=column[0] not in ("run", "state", "tags")) for cell in column])
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
-
-
-def width_of(column: Sequence[str]) -> int:
-    """The width of a column; a longer cell moves its own row alone."""
-    return max(width for width in map(cells, column) if width <= MAX_COLUMN)
 
 
 def format_steps(status: RunStatus | Snapshot) -> str:

@@ -32,6 +32,11 @@ MAX_TEXT = 8000  # characters of a text that are searched
 MAX_MATCHES = 2_000  # texts that are remembered with their causes: many ranks report the same
 MAX_SHAPES = 20_000  # texts without digits that are remembered
 DIGITS = str.maketrans("", "", "0123456789")
+CUDA_CALL = re.compile(  # how programs other than torch report what CUDA says of a call that failed
+    r"(?i)(?<!NCCL WARN )\bcuda (?:failure|error)\b[^'\n]{0,80}'([^'\n]+)'|\bGPUassert: (.+?) \S+\.(?:cuh?|cpp|h)\b"
+    r"|\bcuda (?:runtime error|failure|error(?: at)? \S+:\d+): ([^\n]+)|\bcuda (?:failure|error) \d+:? \(?([^()\n]+)"
+    r"|\b(?:cudaError[A-Z]\w+|CUDA_ERROR_\w+): ([^\n]+)|\bcuda[A-Z]\w+(?:\([^\n]*\))? (?:failed|returned)[^\n:]{0,40}: ([^\n]+)"
+)
 # where a translated word stands: a signal behind bash's `line 2: 4711`, behind an open progress bar, or alone
 SIGNAL_FORM = (
     r"(?P<colon>)(?:^[^\n]{{0,80}}\d[ 行列\xa0]{{0,3}}[:：,] {{0,6}}\d+ +{word}(?=\s|[(（]|$)"
@@ -217,7 +222,10 @@ class Catalogue:
         if (matches := self._matches.get(key)) is None:
             if len(self._matches) > MAX_MATCHES:
                 self._matches.clear()
-            matches = self._matches[key] = self._search(self.in_english(text[:MAX_TEXT]), kind)
+            text = self.in_english(text[:MAX_TEXT])
+            call = CUDA_CALL.search(text)
+            as_torch_says = f"\nCUDA error: {call[call.lastindex or 0]}" if call else ""
+            matches = self._matches[key] = self._search(text + as_torch_says, kind)
         return matches
 
     def guess(self, text: str) -> Cause | None:

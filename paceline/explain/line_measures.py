@@ -33,7 +33,7 @@ SETTINGS = (
 )  # fmt: skip
 STEP = re.compile(
     "".join(f"(?<!{word}.)" for word in SETTINGS)
-    + r"(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|updates?|num_updates|batch"
+    + r"(?<!\bn_)(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|updates?|num_updates|batch"
     r"|(?<!\d)it)['\"]?\s*[:=# \[(]{0,3}\s*(?P<step>\d[\d,]*)(?P<of>\s*/\s*\d[\d,]*)?(?![\w.]|\s*[A-Za-z]+/"
     r"| tokens = \d+ rows?\b)",  # the size of a step, as `paceline train` says it
     re.IGNORECASE,

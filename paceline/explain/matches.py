@@ -51,6 +51,7 @@ CANNOT_START = re.compile(r"can't open file '[^']+': \[Errno 2\]")  # Python its
 NOT_FOUND = re.compile(  # said by a script or a shell
     r"(?:^|: )(?:line )?\d+: [\w./-]+: (?:command )?not found|^(?:ba)?sh: [\w./-]+: command not found"
 )
+TYPED = re.compile(r"(?:-?(?:ba)?sh: )?[\w./-]+: command not found|zsh: command not found: \S+$")  # at a prompt
 # a way back through NCCL's functions, also when its sockets are closed at the end
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
@@ -66,6 +67,7 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     # of what a launcher looks at, and of the libraries that DeepSpeed tries to link
     rf"|{RECOVERED}|_is_a_lwp: open|select_algorithm\.py\b|^MESA-LOADER|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
     r"|slurm_load_jobs error: Invalid job id"  # of squeue, when the job is over
+    r"|NCCL WARN NET/OFI (?:Failed to initialize \w+ protocol|aws-ofi-nccl initialization failed|Initializing plugin)"  # others do
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
 IN_THREAD = re.compile(r"threading\.py\", line \d+,? in _bootstrap")  # the first frame of what ends a thread alone
@@ -266,6 +268,8 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True  # argparse ends a program before it has done anything: another one wrote what follows
     if CANNOT_START.search(record.text):
         return any(other.line > record.line and other.frames for other in log.records)  # of another program
+    if TYPED.match(record.text) and log.progress.done_line and log.progress.done_line < record.line:
+        return True
     if NOT_FOUND.search(record.text):
         behind = (other for other in log.records if other.line > record.line and other.frames)
         return last_line > record.line + WENT_ON or any(CODE_ERROR.match(other.text) for other in behind)
@@ -285,10 +289,7 @@ def continuation_of(log: Log) -> Continuation:
         for shape, alike in lines.items()
         if len(alike) >= MIN_REPEATS and alike[-1] - alike[0] > BUFFERED_LINES and last_line - alike[-1] >= LAST_LINES
     }
-    return Continuation(
-        done=lines_before_done(log),
-        repeated=frozenset(repeated),
-    )
+    return Continuation(done=lines_before_done(log), repeated=frozenset(repeated))
 
 
 def is_of_item(record: Record) -> bool:

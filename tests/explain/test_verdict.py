@@ -1061,3 +1061,53 @@ def test_a_checkpoint_that_is_cut_is_corrupt_although_a_file_system_reports_only
 def test_a_line_of_progress_that_was_cut_out_of_a_log_shows_a_run_that_works():
     assert verdict("step 04245/21400 (19.84%) | loss: 3.012123 | dt: 1377ms\n").cause == "healthy"
     assert verdict("step 00000/21400 (0.00%) | loss: 11.012123 | dt: 1377ms\n").cause == "unknown"
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["gpu: Test CUDA failure common.cu:1030 '{}'", "GPUassert: {} main.cu 42", "CUDA error at /src/a.cu:12: {}",
+     "CUDA Runtime Error: {}", "Cuda failure kernel.cu:88: '{}'", "CUDA failure 802 '{}'", "CUDA error 701 ({}) at kernel.cu:20",
+     "terminate called after throwing an instance of 'thrust::system::system_error'\n  what():  sort: cudaErrorUnknown: {}",
+     "alloc_buffer: allocating 360757.13 MiB on device 0: cudaMalloc failed: {}"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("says", "cause"),
+    [
+        ("out of memory", "cuda-oom"),
+        ("system not yet initialized", "cuda-driver-broken"),
+        ("an illegal memory access was encountered", "illegal-memory-access"),
+        ("no kernel image is available for execution on the device", "cuda-arch-unsupported"),
+        ("operation not supported", "cuda-error"),
+        ("too many resources requested for launch", "cuda-error"),
+        ("uncorrectable ECC error encountered", "gpu-hardware-error"),
+    ],
+)
+def test_what_cuda_says_is_known_in_the_forms_of_any_program(form, says, cause):
+    assert verdict(f"loading\n{form.format(says)}\n").cause == cause
+
+
+def test_an_allocator_that_fails_after_memory_ran_out_only_reports_the_end():
+    text = (
+        "n_batch = 2048\nbuffer: allocating 36 GiB: cudaMalloc failed: out of memory\nerror: failed to create context\n"
+    )
+    explanation = verdict(text + "free(): invalid pointer\nAborted\n")
+    assert (explanation.cause, explanation.step) == ("cuda-oom", None)
+
+
+def test_a_missing_attribute_of_a_configuration_is_a_version_where_the_class_is_a_library_s():
+    error = "AttributeError: '{}' object has no attribute 'draft_size'\n"
+    assert verdict(error.format("LlamaConfig")).cause == "version-mismatch"
+    assert verdict(error.format("EConfig")).cause == "config-error"
+
+
+def test_a_command_that_is_mistyped_behind_a_run_is_no_failure_of_it():
+    typed = "$ ls\nrun1\n$ a\na: command not found\n$ \n"
+    assert verdict(STEPS + "Training complete.\n" + typed).cause == "healthy"
+    assert verdict(STEPS + typed).cause == "system-tool-missing"
+
+
+def test_a_plugin_of_nccl_that_cannot_start_is_replaced_by_another_network():
+    line = "n1:35115:35469 [2] NCCL WARN NET/OFI {}\n"
+    plugin = "".join(map(line.format, ("Failed to initialize sendrecv protocol", "aws-ofi-nccl initialization failed")))
+    assert verdict(plugin + "n1:35115:35469 [2] NCCL INFO Init COMPLETE\n" + STEPS).cause == "healthy"
+    assert verdict(line.format("Request 0x7f completed with error")).cause == "nccl-ib-failure"

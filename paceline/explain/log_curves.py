@@ -58,7 +58,7 @@ Z_FALL, MAX_FALL = 2.0, 0.05  # of a loss, in standard errors and as a share: le
 MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
 MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations
 MIN_SCORES, NEAR_BEST = 3, 0.02  # points of evaluations, and the share by which the last may miss the best
-MIN_SAME_SCORES = 20
+MIN_SAME_SCORES = 20  # evaluations
 VANISHED = 0.02  # of its first points
 TRAIN_RISE = 0.1  # of the loss of training, as a share
 LEARNED = 0.5  # of its first value: a loss that is lower for good has fallen before the points where it is level
@@ -100,7 +100,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *find_growth(memories, LOG_GROWTH),
         *find_slowdown({THROUGHPUT: speeds}, LOG_SLOWER),
         *(() if is_best_at_end(points["scores"]) else find_turns(losses, evaluations)),
-        *(() if any(map(falls, losses)) else find_stuck_score(points["scores"])),
+        *(() if any(map(falls, losses)) else find_same(points["scores"], points["held_out"])),
     ]
     if not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None)):
         if len(flat.values) < MIN_STILL:
@@ -160,11 +160,12 @@ def find_chance(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]
             yield CurveFinding(STANDS_STILL, series, at, f"ln {number}, as of a guess between {number} classes")
 
 
-def find_stuck_score(scores: Sequence[LossPoint]) -> Iterator[CurveFinding]:
-    """The score of evaluations that is the same in each of them, and not perfect."""
-    values = {value for _, _, value in scores}
-    if len(scores) >= MIN_SAME_SCORES and len(values) == 1 and not values & {1.0, 100.0}:
-        yield CurveFinding(STANDS_STILL, line_series(scores, source="log", kind=LOSS)[0], 0, "in every evaluation")
+def find_same(*evaluations: Sequence[LossPoint]) -> Iterator[CurveFinding]:
+    """The score or loss of evaluations that is the same in each of them, and not perfect."""
+    for points in evaluations:
+        values = {value for _, _, value in points}
+        if len(points) >= MIN_SAME_SCORES and len(values) == 1 and not values & {0.0, 1.0, 100.0}:
+            yield CurveFinding(STANDS_STILL, line_series(points, source="log", kind=LOSS)[0], 0, "in every evaluation")
 
 
 def find_turns(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
@@ -189,7 +190,8 @@ def falls(series: MetricSeries) -> bool:
     if len(values) < MIN_POINTS or not is_whole(series):
         return True
     first, last = values[:third], values[-third:]
-    return standard_errors_below(last, first) > Z_FALL or median(last) < (1 - MAX_FALL) * median(first)
+    fell = median(first) - median(last)
+    return standard_errors_below(last, first) > Z_FALL or fell > MAX_FALL * abs(median(first))
 
 
 def least_rise(series: MetricSeries) -> float:

@@ -63,6 +63,7 @@ RECOVERED = (  # what a program does in place of what failed
 )
 IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b|\(ignor(?:ed|ing)\)|^\W*skip(?:ping|ped)?\b"
+    r"|\bignor(?:e|ed|ing) (?:\w+ ){0,2}(?:errors?|exceptions?|failures?)\b|NCCL INFO dlvsym failed"
     r"|\b(?:is|are|be) expected (?:if|when|as|since|because)\b"
     # of what a launcher looks at, and of the libraries that DeepSpeed tries to link
     rf"|{RECOVERED}|_is_a_lwp: open|select_algorithm\.py\b|^MESA-LOADER|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
@@ -346,11 +347,10 @@ def left_program_running(record: Record, log: Log) -> bool:
     # threads that print at once mix their frames
     if TRACKER.search(record.frames[-1]) or (is_thread and any(map(TRACKER.search, record.frames))):
         return all(map(INSTALLED.search, record.frames))
-    if LOGGING.search(record.frames[0]) or LOGGED.match(record.text):
-        return True
     done_line = log.progress.done_line or (log.last_progress_line if log.progress.finished else None)
     is_later = done_line is not None and record.line > done_line
-    return is_later and is_thread
+    is_logged = LOGGING.search(record.frames[0]) or LOGGED.match(record.text)
+    return bool(is_logged) or (is_later and is_thread)
 
 
 def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:

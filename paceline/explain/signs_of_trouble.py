@@ -15,6 +15,7 @@ from paceline.explain.matches import (
     EXIT_ZERO,
     IGNORABLE,
     WARNING_LINE,
+    WENT_ON,
     left_program_running,
     matches_of_message,
 )
@@ -52,6 +53,7 @@ NO_TROUBLE = re.compile(
     r"|error during autotuning|\berrors?:$|\bfailures?:(?: \d+)?$"
     # PowerShell's words around whatever a program writes to stderr, transformers' about a mask that it builds itself
     r"|RemoteException|FullyQualifiedError|NativeCommandErr|attention mask is not set and cannot be inferred"
+    r"|not supported for all configurations of models|\btimeout(?: is| was)? ?(?:set to|[:=] ?\d)"
     # what a program does about it, a line that is marked as good
     r"|terminat\w+ condition\b|, attempting\b|[.,;:-] (?:but )?continu(?:e|es|ing)\b|^\W*[ℹ✅✓✔🏆🎉]"
     # terminals, locales, screens and sound that a server lacks, decoders of pictures, films and sound, what looks for a device
@@ -98,12 +100,13 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
 
 
 def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
-    """The records of which a word tells of trouble."""
+    """The records of which a word tells of trouble, in a log that ends well those near its end."""
     return [
         (record.line, record.text)
         for log in logs
+        for first_line in [log.last_lines[-1][0] - WENT_ON if ends_well(log) else 0]
         for record in log.records
-        if is_trouble(record.text) and not left_program_running(record, log)
+        if record.line >= first_line and is_trouble(record.text) and not left_program_running(record, log)
     ]
 
 

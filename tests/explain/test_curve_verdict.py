@@ -689,3 +689,9 @@ def test_memory_that_grows_evenly_over_twenty_reports_is_told():
     line = "step {step} loss {loss:.3f} rss {memory} MiB\n"
     grown = "".join(line.format(step=50 * n, loss=3 - n / 50, memory=310 + 38 * n) for n in range(1, 25))
     assert explain([grown.encode()]).cause == "memory-grows"
+
+
+def test_an_evaluation_that_gives_the_same_loss_each_time_shows_that_nothing_is_learned():
+    lines = "".join(f"STEP {n * 10} training loss: -0.0{31 + n % 7} - eval loss: {{}}\n" for n in range(30))
+    assert explain([lines.format(*["-0.035561230"] * 30).encode()]).cause == "loss-stands-still"
+    assert explain([lines.format(*[f"-0.0355612{n}" for n in range(30)]).encode()]).cause == "healthy"

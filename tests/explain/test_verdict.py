@@ -1111,3 +1111,49 @@ def test_a_plugin_of_nccl_that_cannot_start_is_replaced_by_another_network():
     plugin = "".join(map(line.format, ("Failed to initialize sendrecv protocol", "aws-ofi-nccl initialization failed")))
     assert verdict(plugin + "n1:35115:35469 [2] NCCL INFO Init COMPLETE\n" + STEPS).cause == "healthy"
     assert verdict(line.format("Request 0x7f completed with error")).cause == "nccl-ib-failure"
+
+
+def test_a_suspicious_line_long_before_a_good_end_is_no_failure():
+    end = "".join(f"request {number} answered\n" for number in range(80)) + "Monitoring completed successfully.\n"
+    line = "the double type is not supported now\n"
+    assert verdict("start\n" + line + end).cause == "healthy"
+    assert verdict("start\n" + line + end.partition("Monitoring")[0]).cause == "unknown"
+    assert verdict(end.partition("Monitoring")[0] + line + "Monitoring completed successfully.\n").cause == "unknown"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Ignore import error when loading sglang.srt.models.midashenglm: No module named 'torchaudio'",
+        "n1:64904:64921 [1] NCCL INFO dlvsym failed on mlx5dv_reg_dmabuf_mr - libmlx5.so: undefined symbol: mlx5dv_reg_dmabuf_mr",
+        "You are using a model of type llama to instantiate one of type . This is not supported for all configurations of models",
+        "Timeout set to: 10800 seconds",
+    ],
+)
+def test_what_says_of_itself_that_it_does_no_harm_is_no_failure_of_a_server(line):
+    requests = "".join(f'INFO: 127.0.0.1:{n} - "POST /v1/completions HTTP/1.1" 200 OK\n' for n in range(50_000, 50_080))
+    assert verdict(line + "\n" + requests).cause == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("RuntimeError: Not compiled with CUDA support\n", "extension-not-built"),
+        (
+            "RuntimeError: Tried to instantiate class '_core_C.ScalarType', but it does not exist!\n",
+            "extension-not-built",
+        ),
+        (
+            STEPS
+            + "wandb: Ctrl + C detected. Stopping sweep.\n"
+            + 'Traceback (most recent call last):\n  File "t.py", line 2, in f\nException\n',
+            "keyboard-interrupt",
+        ),
+        (
+            "n1:8:9 [0] NCCL INFO Init COMPLETE\n# Avg bus bandwidth    : 178.1\n# Collective test concluded: all_reduce_perf\n",
+            "healthy",
+        ),
+    ],
+)
+def test_what_extensions_interrupts_and_the_tests_of_nccl_say(text, cause):
+    assert verdict(text).cause == cause

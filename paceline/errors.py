@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 NEAR = 0.75  # of the letters: a suggestion that is further off leads astray
+MAX_MESSAGE = 2000  # characters that are printed: a value that is quoted may have any length
 Change = Mapping[str, Any]  # config keys and their new values
 
 
@@ -22,7 +23,8 @@ class PacelineError(Exception):
         self.fix = fix
 
     def __str__(self) -> str:
-        return f"error: {self.message}\n  fix: {self.fix}"
+        message = self.message if len(self.message) <= MAX_MESSAGE else f"{self.message[:MAX_MESSAGE]}…"
+        return f"error: {message}\n  fix: {self.fix}"
 
 
 def check_new_file(path: Path, *, force: bool) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import run_command
+from paceline.errors import PacelineError
 
 BROKEN_GZIP = gzip.compress(b'{"text": "a"}\n' * 999)[:-9]
 TINY = ["--vocab-size", "300", "--sequence-len", "32", "--total-batch-size", "64", "--num-steps", "1"]
@@ -213,3 +214,9 @@ def test_bad_input_ends_in_two_lines_that_say_what_and_how_to_mend_it(
     assert fix_line.startswith("  fix: ")
     assert fix in fix_line
     assert "Traceback" not in out + err
+
+
+def test_a_quoted_value_of_any_length_leaves_the_error_readable():
+    error = str(PacelineError(f"{'x' * 3_000_000} is no host", fix="HOST:2"))
+    assert len(error) < 2100
+    assert error.endswith("…\n  fix: HOST:2")

@@ -32,7 +32,8 @@ SETTINGS = (
     "print", "of",
 )  # fmt: skip
 STEP = re.compile(
-    "".join(f"(?<!{word}.)" for word in SETTINGS)
+    "(?=[gsiub]|num)"
+    + "".join(f"(?<!{word}.)" for word in SETTINGS)
     + r"(?<!\bn_)(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|updates?|num_updates|batch"
     r"|(?<!\d)it)['\"]?\s*[:=# \[(]{0,3}\s*(?P<step>\d[\d,]*)(?P<of>\s*/\s*\d[\d,]*)?(?![\w.]|\s*[A-Za-z]+/"
     r"| tokens = \d+ rows?\b)",  # the size of a step, as `paceline train` says it
@@ -75,7 +76,7 @@ PER_SECOND = (
 )
 COUNT = r"(?P<value>\d[\d,]*(?:\.\d+)?)"
 SPEEDS = (re.compile(rf"(?i){PER_SECOND}['\"]?\s*[:=]?\s*{COUNT}"), re.compile(rf"(?i){COUNT} ?{PER_SECOND}"))
-MAX_NAME = 60  # characters of a measure's name
+MAX_NAME, MAX_BEFORE = 60, 30  # characters of a measure's name; of what tells before it what is measured
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 COUNTERS = re.compile(r"(?i)((?:gpu|cuda|device|rank)[ :#]{0,2}\d+)|[ :]?\d+")  # all but a device's number
 NOT_IN_USE = re.compile(
@@ -194,7 +195,7 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     """The step or the loss that a line reports; None if it reports neither."""
     lowered = text.lower()
     step = STEP.search(text)
-    loss_match = find_measure(LOSS, text) if "loss" in lowered else None
+    loss_match = find_measure(LOSS, text, lowered.index("loss")) if "loss" in lowered else None
     if loss_match is None and has_word(lowered, ERROR_WORDS) and (step or OF_TRAINING.search(text)):
         loss_match = find_measure(ERROR_MEASURE, text)
     loss = read_value(loss_match)
@@ -202,7 +203,8 @@ def read_step_and_loss(text: str) -> StepLoss | None:
         return None
     has_held_out = loss is not None and has_word(lowered, HELD_OUT_WORDS)
     held_out = read_value(HELD_OUT_LOSS.search(text)) if has_held_out else None
-    grad_norm = read_value(find_measure(GRAD_NORM, text)) if "norm" in lowered else None
+    has_norm = "norm" in lowered
+    grad_norm = read_value(find_measure(GRAD_NORM, text, lowered.index("norm") - MAX_BEFORE)) if has_norm else None
     if step is None and loss is None:
         return None if grad_norm is None or math.isfinite(grad_norm) else StepLoss(None, None, grad_norm=grad_norm)
     if loss is None and step is not None and not (step["of"] or ":" in text or "=" in text or len(text) < 40):
@@ -224,9 +226,9 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     return StepLoss(number, loss, is_last, grad_norm, name, held_out, reward, score)
 
 
-def find_measure(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+def find_measure(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Match[str] | None:
     """The measure's first value of training, or its first one that is not finite; of validation if there is no other; no record."""
-    matches = training = list(pattern.finditer(text))
+    matches = training = list(pattern.finditer(text, max(0, start)))
     if has_word(text.lower(), OTHER_WORDS):
         matches = [match for match in matches if not RECORD_LOSS.search(before(match))]
         training = [match for match in matches if not OTHER_LOSS.search(before(match))]
@@ -252,7 +254,7 @@ def labelled_values(text: str) -> Iterator[tuple[str, float]]:
 
 def before(match: re.Match[str]) -> str:
     """The words before a match that tell what is measured."""
-    return match.string[max(0, match.start() - 30) : match.start()]
+    return match.string[max(0, match.start() - MAX_BEFORE) : match.start()]
 
 
 def name_of(match: re.Match[str]) -> str:

@@ -22,7 +22,8 @@ from paceline import __version__, options, run_options
 from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError, check_new_file
-from paceline.terminal import plain_output, problem_of, shows_colours, tolerant_output
+from paceline.terminal import format_facts, plain_output, problem_of, show_progress, shows_colours, tolerant_output
+from paceline.typed_fields import find_training_run
 
 
 @tolerant_output()
@@ -36,7 +37,6 @@ def train(args: options.TrainOptions) -> int:
 @tolerant_output()
 def resume(args: options.ResumeOptions) -> int:
     from paceline.launch import connect, train
-    from paceline.typed_fields import find_training_run
 
     find = partial(find_training_run, args.run, runs_dir=args.keys.get("runs_dir", "runs"))  # other nodes may lack it
     return connect.run_at_place(args, lambda nodes: train.resume_run(find(), args, nodes), ports=args.keys.get("ports"))
@@ -92,7 +92,6 @@ def comm(args: options.CommOptions) -> int:
     from paceline.config import cache_dir
     from paceline.launch.host_facts import facts_of_ranks
     from paceline.launch.hosts import hosts_of
-    from paceline.terminal import show_progress
 
     entries, config = hosts_of(resolve_config(args.config, args.keys, default={"depth": 12}))
     hosts = facts_of_ranks(entries, config)
@@ -229,8 +228,6 @@ def accelerate_config(args: options.AccelerateOptions) -> None:
 
 
 def evaluate(args: run_options.EvalOptions) -> None:
-    from paceline.typed_fields import find_training_run
-
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
     from paceline.launch.run_text import run_data
     from paceline.train.evaluate import evaluate_run, format_evaluation
@@ -240,8 +237,6 @@ def evaluate(args: run_options.EvalOptions) -> None:
 
 
 def sample(args: run_options.SampleOptions) -> None:
-    from paceline.typed_fields import find_training_run
-
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
     from paceline.train.evaluate import sample_run
 
@@ -252,10 +247,18 @@ def sample(args: run_options.SampleOptions) -> None:
         print(json.dumps({"prompt": prompt, "samples": texts}, ensure_ascii=False))
 
 
+def export(args: run_options.ExportOptions) -> None:
+    folder = find_training_run(args.run, runs_dir=args.runs_dir)
+    from paceline.train.export import export_run
+
+    result = export_run(folder, args, report=(lambda _: None) if args.json else print)
+    if args.json:
+        print(json.dumps(result))
+
+
 def data(args: options.DataOptions) -> None:
     from paceline.data.prepare import data_info, format_prepared, verify
     from paceline.launch.run_text import prepare_data
-    from paceline.terminal import show_progress
 
     dataset = prepare_data(config := resolve_config(args.config, args.keys))
     if args.verify:
@@ -272,7 +275,6 @@ def data(args: options.DataOptions) -> None:
 def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
     from paceline.data.corpus import list_files
     from paceline.data.tokenizer import SAMPLE_TEXT, tokenizer_info, train_tokenizer_on
-    from paceline.terminal import show_progress
 
     if args.out is None:
         raise UsageError("tokenizer train needs --out FILE", fix="add --out tokenizer.json")
@@ -306,8 +308,6 @@ def completion(args: options.CompletionOptions) -> None:
 
 
 def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
-    from paceline.terminal import format_facts
-
     print(json.dumps(facts, ensure_ascii=False) if as_json else format_facts(facts))
 
 
@@ -339,6 +339,7 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "accelerate-config": (accelerate_config, options.AccelerateOptions),
     "eval": (evaluate, run_options.EvalOptions),
     "sample": (sample, run_options.SampleOptions),
+    "export": (export, run_options.ExportOptions),
     "data prepare": (data, options.DataOptions),
     "data info": (data, options.DataInfoOptions),
     "tokenizer train": (tokenizer_train, options.TokenizerTrainOptions),

@@ -111,14 +111,19 @@ class WatchOptions(JsonOption, RunsOption):
 
 
 class CheckpointOptions(JsonOption, RunsOption):
-    """Which checkpoint, and where it is loaded."""
+    """Which checkpoint."""
 
     run: str = positional("RUN", RUN)
     step: int | None = option(None, "the checkpoint's step; auto: the newest good one", low=0, high=10**12)
+
+
+class DeviceOptions(CheckpointOptions):
+    """Where the checkpoint is loaded."""
+
     device: str | None = option(None, "auto: cuda where there is one", choices=("cuda", "cpu"))
 
 
-class EvalOptions(CheckpointOptions):
+class EvalOptions(DeviceOptions):
     """Measure bits per byte of a run's model on all held-out text, or on all of another text.
 
     $ paceline eval books --data builtin
@@ -130,7 +135,7 @@ class EvalOptions(CheckpointOptions):
     )
 
 
-class SampleOptions(CheckpointOptions):
+class SampleOptions(DeviceOptions):
     """Write text with a run's model, as it comes.
 
     $ paceline sample books --prompt "Once upon" --num 3
@@ -142,6 +147,18 @@ class SampleOptions(CheckpointOptions):
     temperature: float = option(0.8, "0 always takes the likeliest token", low=0, high=1e3)
     top_k: int = option(50, "choose among this many of the likeliest tokens; 0: among all", low=0, high=10**6)
     seed: int = option(42, "seed of the random choices", low=0, high=2**63 - 1)
+
+
+class ExportOptions(CheckpointOptions):
+    """Write a run's model as a folder that Hugging Face transformers loads without paceline.
+
+    It holds the weights in fp32, the tokenizer, and the model's code as one file. Where transformers is installed, its logits are
+    compared with those of paceline first. docs/checkpoint.md.
+
+    $ paceline export books --out books-hf
+    """
+
+    out: Path | None = option(None, "the folder to write; auto: export/NAME_STEP in the run's folder", value="DIR")
 
 
 class EmitOptions(ConfigOptions):

@@ -54,6 +54,7 @@ class RunDir:
     metrics = Entry("metrics.jsonl")  # one line for each logged step
     checkpoints = Entry("checkpoints")  # a folder for each checkpoint
     samples = Entry("samples")  # text that the model wrote during the run
+    exports = Entry("export")  # folders that `paceline export` made: the model as Hugging Face files
     skipped_json = Entry("skipped.json")  # the batches that the run skips after a rollback
     tokenizer_json = Entry("tokenizer/tokenizer.json")  # the tokenizer that the run's text was tokenized with
     notes = Entry("notes.json")  # {tags, note}: what its user wrote about the run
@@ -157,10 +158,9 @@ def append_json_line(path: Path, record: dict[str, Any], *, quiet: bool = False)
             raise unwritable_file(path, error) from error
         _pending[path] = lines
         if not quiet:
+            text = f"{path}: no space left, writing this later: {line.decode().rstrip()}"
             with suppress(OSError):  # stderr may be a log on the same disk
-                print(
-                    f"{path}: no space left, writing this later: {line.decode().rstrip()}", file=sys.stderr, flush=True
-                )
+                print(text, file=sys.stderr, flush=True)
 
 
 def append_sample(path: Path, record: dict[str, Any]) -> bool:

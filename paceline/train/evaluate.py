@@ -14,6 +14,7 @@ back as its window did in training.
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from paceline.model.attention import KVCache, attention_problem
 from paceline.model.checkpoint import CheckpointReader
 from paceline.model.gpt import DTYPES, GPT
 from paceline.model.layers import fused_loss_problem
-from paceline.model.manifest import newest_good, step_folder_name, step_folders
+from paceline.model.manifest import newest_good, step_folder_name, step_folders, verify
 from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
 from paceline.run_options import EvalOptions, SampleOptions
@@ -151,7 +152,7 @@ def load_model(run: RunDir, *, step: int | None, device: str | None) -> tuple[GP
     if step is None:
         path, notes = newest_good(run.checkpoints, set_aside=False)
         for note in notes:
-            print(note)
+            print(note, file=sys.stderr)
     else:
         path = run.checkpoints / step_folder_name(step)
         if not path.is_dir():
@@ -160,6 +161,7 @@ def load_model(run: RunDir, *, step: int | None, device: str | None) -> tuple[GP
                 f"{run.name} has no checkpoint at step {step}",
                 fix="--step " + (" or ".join(steps) or "after a save; none yet"),
             )
+        verify(path)
     reader = CheckpointReader(path)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):

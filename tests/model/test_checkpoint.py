@@ -230,7 +230,7 @@ def test_the_example_in_the_docs_reads_a_tensor_without_paceline(tmp_path: Path,
     pieces_of = [[piece] for piece in split("model.wte.weight", table, [0, 7, 10])]
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     save_as_ranks(tmp_path / "runs" / "tiny" / "checkpoints", pieces_of)
-    [example] = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
+    example, _ = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(example, names)

@@ -3,8 +3,10 @@
 import io
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -152,3 +154,16 @@ def test_sample_reports_the_prompt_that_it_read_from_standard_input(unbroken, ca
     monkeypatch.setattr(sys, "stdin", io.StringIO("def "))
     answer = json_of(capsys, "sample", str(unbroken), "--prompt=-", "--tokens=2", "--device=cpu")
     assert answer["prompt"] == "def "
+
+
+def test_a_damaged_checkpoint_is_refused_by_step_and_otherwise_noted_beside_the_json(unbroken, capsys, tmp_path):
+    run = Path(shutil.copytree(unbroken, tmp_path / "books"))
+    newest = max((run / "checkpoints").iterdir())
+    shard = next(newest.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    words = ["sample", str(run), "--tokens=2", "--device=cpu"]
+    assert run_command([*words, f"--step={int(newest.name[5:])}"]) == 1
+    assert f"checkpoint {newest.name} is damaged" in capsys.readouterr().err
+    assert run_command([*words, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["samples"] and "going on from step_000030" in err

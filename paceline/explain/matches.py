@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER
 from paceline.explain.explanation import Record
+from paceline.explain.frames import PACKAGE, is_own, left_program_running, match_frames
 from paceline.explain.log import LAST_LINES, Log
 from paceline.explain.run_bounds import BUFFERED_LINES, ended_program, shape_of
 
@@ -55,6 +56,7 @@ TYPED = re.compile(r"(?:-?(?:ba)?sh: )?[\w./-]+: command not found|zsh: command 
 # a way back through NCCL's functions, also when its sockets are closed at the end
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
+SERVED, MIN_SERVED = re.compile(r'HTTP/\d(?:\.\d)?" 20\d\b'), 3  # a request that was answered, in a log's last lines
 WENT_ON, MIN_REPEATS = 40, 5  # lines; such about an item that was left out
 RECOVERED = (  # what a program does in place of what failed
     r"\b(?:proceed|continu)ing (?:without|anyway)\b|\bbut continuing\b|\bfall(?:ing|s) ?back (?:to|on)\b"
@@ -68,13 +70,13 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     # of what a launcher looks at, and of the libraries that DeepSpeed tries to link
     rf"|{RECOVERED}|_is_a_lwp: open|select_algorithm\.py\b|^MESA-LOADER|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
     r"|slurm_load_jobs error: Invalid job id"  # of squeue, when the job is over
+    r"|_cgroup_procs_check: |Cannot write to cgroup\.procs|TensorDispatcher: dlopen failed|\bexits with return code = [1-9]"
+    r"|failed call to cuInit|Ignore above cudart dlerror"  # TensorFlow and XLA go on with the CPU
     r"|NCCL WARN NET/OFI (?:Failed to initialize \w+ protocol|aws-ofi-nccl initialization failed|Initializing plugin)"  # others do
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
-IN_THREAD = re.compile(r"threading\.py\", line \d+,? in _bootstrap")  # the first frame of what ends a thread alone
-NOT_LOADED = re.compile(r"(?i)could not|cannot|unable|fail|error")
-PACKAGE = re.compile(r"(?:site|dist)-packages[/\\]")
-PACKAGE_IMPORT = re.compile(r"(?:site|dist)-packages[/\\].* in <module>$")  # the first frame is the package's own
+WARNED = re.compile(r"\bWARN(?:ING)?\b")
+NO_IMPORT = re.compile(r"(?i)\bfailed to import\b|\bcould not (?:be )?import")
 REPORTED = re.compile(  # what a program says before an error that it caught
     r"^.{0,100}?(?:\b(?:ERROR|FATAL)\b[\]) |-]+(?=\S)"
     r"|(?i:\b(?:error|exception|fail(?:ed|ure)?|crashed|aborted)\b)[^:\n]{0,60}: ?)"
@@ -88,7 +90,6 @@ PYTHON_MESSAGE = re.compile(  # what Python itself says about a mistake in code,
     r"|unsupported operand|(?:name|local variable|cannot access local variable) '\w+' |'[\w.-]+'$|module '[\w.]+' has no attribute"
     r"|(?:not enough|too many) values to unpack|invalid literal for|could not convert string|\S+\(\) (?:got|takes|missing)\b"
 )
-TRACKER = re.compile(r"(?:site|dist)-packages/(?:wandb|tensorboardX?|mlflow|comet_ml|neptune|trackio|clearml|swanlab)/")
 PROGRAM_ENDED = re.compile(
     r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"
 )
@@ -100,25 +101,9 @@ FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog
     r"|Watchdog caught collective operation timeout|taking the entire process down"
 )
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
-INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")  # a file that is not the user's
-# what the user's file calls is more often their own than a package's: a function, or something private of an object
-OWN_CALL = re.compile(
-    r"TypeError: [a-z_]\w*\(\) got an unexpected keyword argument|AttributeError: '\w+' object has no attribute '_[a-z]"
-    r"|ImportError: cannot import name '[^']+' from '[^']+' "
-    r"\((?!unknown location|.*(?:site-packages|dist-packages|/lib/python))[^)\n]+\)$"
-)
-NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt|\w*Warning)(?:\w+\.)*[A-Z]\w+(?::|$)")
+NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt|\w*Warning)(?:\w+\.)*(?:[A-Z]\w+|error)(?::|$)")
 OWN_CLASS_WEIGHT = 0.3
-BY_FRAME = (  # what one of the innermost frames says beside a message: the cause, its weight, the message, the frame
-    ("system-tool-missing", 0.9, r"FileNotFoundError: \[Errno 2\] .*: '(?P<tool>[^']+)'", r"\bin _execute_child\b"),
-    # torch looks for the end of the archive in front of the file's start where the file is cut
-    ("checkpoint-corrupt", 0.9, "OSError", r"torch/serialization\.py\", line \d+, in __init__\b"),
-    (FALLBACK, 0.5, "FileNotFoundError", r"\bin (?:mkdir|makedirs)\b"),
-)
 NOT_OWN = {"version-mismatch", "config-error"}
-# where logging prints what a wrong call raised
-LOGGING = re.compile(r"\blogging[/\\]__init__\.py\", line \d+, in emit$")
-LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
 USAGE = re.compile(r"error: (?:unrecognized arguments|argument |the following arguments|ambiguous option)")
 
 
@@ -153,13 +138,17 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     is_shut_down = any(COMM_ENDED.search(record.text) for record in log.records)
     cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=None)
     harmless = [record for record in log.records if left_program_running(record, log)]
+    # the lines behind a warning that a package could not be imported
+    warned = {
+        record.line + 1 for record in log.records if NO_IMPORT.search(record.text) and WARNING_LINE.search(record.text)
+    }
     harmless_ids, announcements = {id(record) for record in harmless}, {record.line - 1 for record in harmless}
     for record in log.records:
         matches = matches_of(record, log)
         if ended is not None and record.line > ended and WARNING_LINE.search(record.text):
             matches = [match for match in matches if match[0].id != PEER_DIED]  # ranks leave one after the other
         is_line, is_return = record.kind == "line", is_shut_down and NCCL_RETURN.search(record.text)
-        if is_line and (IGNORABLE.search(record.text) or is_return or record.line in announcements):
+        if is_line and (IGNORABLE.search(record.text) or is_return or record.line in announcements | warned):
             continue
         if id(record) in harmless_ids:
             continue
@@ -184,12 +173,12 @@ def find_events(log: Log, *, number: int) -> list[Event]:
 def matches_of(record: Record, log: Log) -> list[tuple[Cause, float, dict[str, str]]]:
     """What a record shows, by its text and its frames."""
     causes = load_catalogue().causes
-    matches = matches_by_frame(record) or load_catalogue().match(record.text, record.kind)
+    by_frame = match_frames(record)
+    matches = [(causes[by_frame[0]], *by_frame[1:])] if by_frame else load_catalogue().match(record.text, record.kind)
     is_of_package = any(map(PACKAGE.search, record.frames[-3:]))
     if record.text.startswith("FileExistsError") and not is_of_package and log.has_one_process:  # an earlier run's
         matches = [(causes[FALLBACK], GUESS, {})]
-    is_own = bool(OWN_CALL.match(record.text) and record.frames and not INSTALLED.search(record.frames[-1]))
-    if is_own:
+    if is_own(record):
         matches = [match for match in matches if match[0].id not in NOT_OWN]
         matches = matches or [(causes[FALLBACK], GUESS, {})]
     if not matches and NAMED_EXCEPTION.match(record.text) and ended_program(record):  # a class of the user's own
@@ -198,20 +187,11 @@ def matches_of(record: Record, log: Log) -> list[tuple[Cause, float, dict[str, s
         matches = [match for match in matches if match[0].id != FALLBACK]
         matches = [match for match in matches if not is_vague(match)] or matches
     is_vague_one = record.kind == "exception" and not CODE_ERROR.match(record.text) and all(map(is_vague, matches))
-    if is_vague_one and not is_own:
+    if is_vague_one and not is_own(record):
         matches = guessed(record.text) or matches
     if record.kind == "line" and matches and all(map(is_vague, matches)):
         matches = matches_of_message(record.text) or matches
     return matches
-
-
-def matches_by_frame(record: Record) -> list[tuple[Cause, float, dict[str, str]]]:
-    """What the innermost frames of an exception say beside its message."""
-    frames = "\n".join(record.frames[-4:])
-    for cause, weight, message, frame in BY_FRAME if frames else ():
-        if (match := re.match(message, record.text)) and re.search(frame, frames):
-            return [(load_catalogue().causes[cause], weight, match.groupdict())]
-    return []
 
 
 def is_vague(match: tuple[Cause, float, dict[str, str]]) -> bool:
@@ -269,6 +249,8 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True  # argparse ends a program before it has done anything: another one wrote what follows
     if CANNOT_START.search(record.text):
         return any(other.line > record.line and other.frames for other in log.records)  # of another program
+    if last_line > record.line + WENT_ON and (is_serving(log) or is_warned_of(record, log)):
+        return True
     if TYPED.match(record.text) and log.progress.done_line and log.progress.done_line < record.line:
         return True
     if NOT_FOUND.search(record.text):
@@ -277,6 +259,17 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     if is_of_item(record) and shape_of(record.text) in continuation.repeated:
         return True
     return len(log.steps_after(record)) >= STEPS_AFTER
+
+
+def is_serving(log: Log) -> bool:
+    """Whether a log ends with requests that a server has answered."""
+    return sum(SERVED.search(text) is not None for _, text in log.last_lines) >= MIN_SERVED
+
+
+def is_warned_of(record: Record, log: Log) -> bool:
+    """Whether a logger wrote an exception behind a warning of its own."""
+    before = [other for other in log.records if other.kind == "line" and 0 < record.line - other.line <= 2]
+    return record.kind == "exception" and bool(before) and WARNED.search(before[-1].text) is not None
 
 
 def continuation_of(log: Log) -> Continuation:
@@ -332,36 +325,6 @@ def is_near_end(record: Record, log: Log) -> bool:
         return False
     is_over = log.progress.finished or record.kind == "banner"
     return not (is_over and len(log.steps_after(record)) >= STEPS_AFTER)
-
-
-def left_program_running(record: Record, log: Log) -> bool:
-    """Whether an exception ended no more than a thread, a tracker's or one of a program whose work was done, or a logging call."""
-    if record.text.startswith("KeyboardInterrupt"):  # Python raises it in the main thread alone
-        return False
-    if not record.frames:  # of one that threads have printed at once
-        twins = (other for other in log.records if other.frames and other.text.startswith(record.text))
-        return record.kind == "exception" and any(left_program_running(twin, log) for twin in twins)
-    is_thread = IN_THREAD.search(record.frames[0]) is not None
-    if outlived(record, log, is_thread=is_thread):
-        return True
-    # threads that print at once mix their frames
-    if TRACKER.search(record.frames[-1]) or (is_thread and any(map(TRACKER.search, record.frames))):
-        return all(map(INSTALLED.search, record.frames))
-    done_line = log.progress.done_line or (log.last_progress_line if log.progress.finished else None)
-    is_later = done_line is not None and record.line > done_line
-    is_logged = LOGGING.search(record.frames[0]) or LOGGED.match(record.text)
-    return bool(is_logged) or (is_later and is_thread)
-
-
-def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:
-    """Whether another exception ended the program, before this thread, or after this failed import that was logged."""
-    is_import = PACKAGE_IMPORT.search(record.frames[0]) is not None
-    logged = is_import and any(
-        other.kind == "line" and other.line == record.line - 1 and NOT_LOADED.search(other.text)
-        for other in log.records
-    )
-    ends = [other.line for other in log.records if ended_program(other) and not PACKAGE.search(other.frames[0])]
-    return bool(ends) and ((is_thread and ends[0] < record.line) or (logged and ends[-1] > record.line))
 
 
 def ended_programs(logs: Sequence[Log], events: Sequence[Event]) -> list[Record]:

@@ -47,7 +47,8 @@ DONE = re.compile(
     r"|(?:finished|done) training|train_runtime|saved (?:the )?final"
     r"|(?:max_steps|max_epochs)=?\d*`? reached|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed"
     r"|training has finished|\ball stages complete|run finished|finished successfully|^done\.?$|^training time \d+:\d\d:\d\d$"
-    r"|collective test concluded|avg bus bandwidth +:|terminated of its own accord .*with exit-code 0"
+    r"|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:"
+    r"|terminated of its own accord .*with exit-code 0"
     r"|(?:treinamento|entrenamiento) (?:conclu|complet|finaliz|termin)[a-zí]+|training (?:ist )?(?:abgeschlossen|beendet)"
     r"|entra[iî]nement termin[eé]|обучение (?:завершено|закончено)"
     r"|训练(?:已)?(?:完成|结束)|学習(?:が)?(?:完了|終了)|학습 ?(?:완료|종료)",

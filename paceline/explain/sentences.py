@@ -11,7 +11,8 @@ from itertools import cycle
 
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.explanation import LogProgress, Record
-from paceline.explain.matches import INSTALLED, Event
+from paceline.explain.frames import INSTALLED
+from paceline.explain.matches import Event
 from paceline.units import format_bytes, format_duration
 
 MAX_VALUE_CHARS = 300

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from paceline.explain.explanation import Record
+from paceline.explain.frames import left_program_running
 from paceline.explain.lines import split_prefix
 from paceline.explain.log import Log
 from paceline.explain.matches import (
@@ -16,7 +17,7 @@ from paceline.explain.matches import (
     IGNORABLE,
     WARNING_LINE,
     WENT_ON,
-    left_program_running,
+    is_serving,
     matches_of_message,
 )
 from paceline.explain.run_bounds import shape_of
@@ -26,10 +27,17 @@ LAST_CHECKED = 3  # lines at the end of a log
 MAX_WORDS = 200  # characters in which a line tells of trouble; in a long one such a word can be in the data
 TROUBLE = re.compile(
     r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
-    r"|no such|not found|not supported|timed? ?out|out of memory|panic|crash|\bXid\b|\bNVRM: (?!loading)"
+    r"|no such|not found|not supported|timed? ?out|out of memory|\bpanic|crash|\bXid\b|\bNVRM: (?!loading)"
 )
+NAME = re.compile(  # of an argument or a test, with such a word in it
+    r"\b[\w-]*(?:error|exception|fail|timeout|abort|kill|invalid|crash)[a-z]*_\w+"
+    r"|\b[\w-]+[_-](?:errors?|exceptions?|timeout|invalid)\b\s*[=<>]+"
+)
+WEAK, MAX_WEAK = re.compile(r"(?i)cannot|can't|unable"), 80  # where a sentence begins so; further on it is prose
+MIN_REPEATED = 3  # suspicious lines that are alike, far from the end: the program went on each time
 RESULT = re.compile(  # of work that ended
-    r"(?i)(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
+    r"(?i).*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)[!.。！]*$"
+    r"|(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
     r"(?! (?:before|until|so far))"
 )
 SUCCESS = re.compile(r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b")
@@ -37,8 +45,8 @@ SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in 
 # a launcher says it as a warning, and Python in place of processes that were killed
 ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
-    r"(?i)terminat|usage:|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
-    r"|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^[ ~]*\^{3,}[ ~^]*$"
+    r"(?i)terminat|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
+    r"|^\W*usage: \w|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^[ ~]*\^{3,}[ ~^]*$"
 )
 STACK_FRAME = re.compile(  # of C++ in several forms, of Java
     r"^ *(?:\[bt\] |frame #\d+: |@ +0x[0-9a-f]{6,}|at [\w.$<>]+\([\w.]+:\d+\)|\d+# )|\[0x[0-9a-f]{8,}\]$|^=+ Memory map: =+$"
@@ -53,7 +61,8 @@ NO_TROUBLE = re.compile(
     r"|error during autotuning|\berrors?:$|\bfailures?:(?: \d+)?$"
     # PowerShell's words around whatever a program writes to stderr, transformers' about a mask that it builds itself
     r"|RemoteException|FullyQualifiedError|NativeCommandErr|attention mask is not set and cannot be inferred"
-    r"|not supported for all configurations of models|\btimeout(?: is| was)? ?(?:set to|[:=] ?\d)"
+    r"|\bpassed$|may contain errors|^\[['\"]|conditions not met|not supported for all configurations of models"
+    r"|\btimeout(?: is| was)? ?(?:set to|[:=] ?\d)"
     # what a program does about it, a line that is marked as good
     r"|terminat\w+ condition\b|, attempting\b|[.,;:-] (?:but )?continu(?:e|es|ing)\b|^\W*[ℹ✅✓✔🏆🎉]"
     # terminals, locales, screens and sound that a server lacks, decoders of pictures, films and sound, what looks for a device
@@ -100,14 +109,23 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
 
 
 def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
-    """The records of which a word tells of trouble, in a log that ends well those near its end."""
+    """The records of which a word tells of trouble, but for those that a log shows to have passed."""
     return [
         (record.line, record.text)
         for log in logs
-        for first_line in [log.last_lines[-1][0] - WENT_ON if ends_well(log) else 0]
+        for passed in [passed_shapes(log)]
         for record in log.records
-        if record.line >= first_line and is_trouble(record.text) and not left_program_running(record, log)
+        if record.line > log.last_lines[-1][0] - WENT_ON or not (passed is None or shape_of(record.text) in passed)
+        if is_trouble(record.text) and not left_program_running(record, log)
     ]
+
+
+def passed_shapes(log: Log) -> set[str] | None:
+    """Shapes of lines that came often, as the program went on each time; None for all, in a log that ends well."""
+    if ends_well(log):
+        return None
+    texts = (record.text for record in log.records if not ERROR_PREFIX.search(record.text))
+    return {shape for shape, count in Counter(map(shape_of, texts)).items() if count >= MIN_REPEATED}
 
 
 def is_trouble(text: str, *, at_end: bool = False) -> bool:
@@ -116,7 +134,11 @@ def is_trouble(text: str, *, at_end: bool = False) -> bool:
     text = split_prefix(text).text[:MAX_WORDS]
     if at_end and STACK_FRAME.search(text):
         return True
-    has_word = TROUBLE.search(text) or (at_end and (TROUBLE_AT_END.search(text) or matches_of_message(text)))
+    text = NAME.sub("", text)
+    word = TROUBLE.search(text)
+    if word is not None and word.start() > MAX_WEAK and WEAK.match(word[0]):
+        word = None
+    has_word = word or (at_end and (TROUBLE_AT_END.search(text) or matches_of_message(text)))
     return bool(has_word) and not is_harmless(text) and not WARNING_LINE.search(text)
 
 
@@ -131,5 +153,5 @@ def is_result(text: str) -> bool:
 
 
 def ends_well(log: Log) -> bool:
-    """Whether one of the last lines tells that the work is done."""
-    return any(is_result(text) for _, text in log.last_lines[-LAST_CHECKED:])
+    """Whether one of the last lines tells that the work is done, or a server has answered to the end."""
+    return any(is_result(text) for _, text in log.last_lines[-LAST_CHECKED:]) or is_serving(log)

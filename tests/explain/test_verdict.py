@@ -1157,3 +1157,97 @@ def test_what_says_of_itself_that_it_does_no_harm_is_no_failure_of_a_server(line
 )
 def test_what_extensions_interrupts_and_the_tests_of_nccl_say(text, cause):
     assert verdict(text).cause == cause
+
+
+USER_FRAME = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in <module>\n    run()\n'
+PACKAGE_FRAME = USER_FRAME + '  File "/x/site-packages/pkg/core.py", line 3, in run\n    go()\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (USER_FRAME + "AttributeError: module 'config' has no attribute 'FREEZE'\n", "user-code-exception"),
+        (USER_FRAME + "AttributeError: module 'numpy' has no attribute 'float'\n", "version-mismatch"),
+        (PACKAGE_FRAME + "AttributeError: module 'core' has no attribute 'go'\n", "version-mismatch"),
+        (USER_FRAME + "TypeError: HardMiner.__init__() got an unexpected keyword argument 'ratio'\n", "user-code-exception"),
+        (USER_FRAME + "TypeError: GRPOTrainer.__init__() got an unexpected keyword argument 'ratio'\n", "version-mismatch"),
+        (PACKAGE_FRAME + "TypeError: Net.forward.<locals>.inner() got an unexpected keyword argument 'x'\n", "user-code-exception"),
+        (PACKAGE_FRAME + "ImportError: cannot import name 'A' from 'b' (/home/me/b.py). Did you mean: 'B'?\n", "import-error"),
+        (USER_FRAME + "cv2.error: OpenCV(4.6.0) :-1: error: (-5:Bad argument) in function 'rectangle'\n", "user-code-exception"),
+    ],
+)  # fmt: skip
+def test_names_that_no_package_has_are_the_user_s_own(text, cause):
+    assert verdict(text).cause == cause
+
+
+def test_a_folder_for_an_output_that_is_missing_is_no_missing_checkpoint():
+    trace = USER_FRAME + '  File "/x/site-packages/matplotlib/figure.py", line 3, in savefig\n    self.print()\n'
+    assert (
+        verdict(trace + "FileNotFoundError: [Errno 2] No such file or directory: 'svg/a.svg'\n").cause
+        == "user-code-exception"
+    )
+    trace = USER_FRAME + '  File "/x/site-packages/torch/serialization.py", line 870, in _save\n    zip_file.write()\n'
+    assert verdict(trace + "RuntimeError: Unknown error -1\n").cause == "disk-full"
+
+
+def test_errors_of_single_requests_end_no_server():
+    ok = "".join(f'INFO: 127.0.0.1:{n} - "POST /v1/completions HTTP/1.1" 200 OK\n' for n in range(50_000, 50_080))
+    error = (
+        PACKAGE_FRAME
+        + "ValueError: This model's maximum context length is 6144 tokens. However, you requested 18244677 tokens\n"
+    )
+    assert verdict(ok + error + ok).cause == "healthy"
+    assert verdict(ok + error).cause == "sequence-too-long"
+
+
+def test_an_exception_that_is_logged_as_a_warning_ends_nothing():
+    lines = "".join(f"INFO - node {n} is optimized\n" for n in range(80))
+    assert (
+        verdict("[WARNING] - not converted\n" + PACKAGE_FRAME + "KeyError: 'a'\n" + lines).cause
+        != "user-code-exception"
+    )
+    assert (
+        verdict("[ERROR] - not converted\n" + PACKAGE_FRAME + "KeyError: 'a'\n" + lines).cause == "user-code-exception"
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ddp_timeout=1800,",
+        "Requirement already satisfied: async-timeout<6.0,>=4.0 in ./lib",
+        "Starting test_exception_handling",
+        "Val, Epoch 8, Losses: black_hat: 0.34696, hispanic_hat: 0.20018",
+        "check each answer (they may contain errors):",
+        "[' are', ' cannot', ' can', ' must']",
+        "response: to solve this problem, we need to determine the largest amount of money in cents that cannot be formed",
+        "[2026-06-07] Decode batch, #running-req: 1, #token: 66, token usage: 0.00, cuda graph: True",
+        "W tensorflow/stream_executor/cuda/cuda_driver.cc:312] failed call to cuInit: UNKNOWN ERROR (303)",
+        "slurmstepd: error: _cgroup_procs_check: failed on path (null)/cgroup.procs: No such file or directory",
+    ],
+)
+def test_words_that_only_look_like_trouble_hide_no_health(line):
+    output = "".join(f"sample {n} was written\n" for n in range(60))
+    assert verdict(output + line + "\n" + output).cause == "healthy"
+    assert verdict(output + line + "\n").cause == "healthy"
+
+
+def test_a_package_that_could_not_be_imported_under_a_warning_is_optional():
+    warned = "Warning: Flow failed to import. Set D4RL_SUPPRESS_IMPORT_ERROR=1 to suppress this message.\nNo module named 'flow'\n"
+    assert verdict(warned + "".join(f"sample {n} was written\n" for n in range(60))).cause == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("***** Running training *****\n  Num Epochs = 0\n  Total optimization steps = -1\n0it [00:00, ?it/s]\n", "config-error"),
+        ("slurm_script: line 98: syntax error: unexpected end of file\n", "user-code-exception"),
+        (f"{'/long' * 40}/job.sim: line 54: 2449926 Killed    ./run\nmv: cannot stat 'x': No such file or directory\n", "host-oom-killed"),
+        ("TimeoutError: timed out waiting for '[draft-daemon] ready'; tail=['Device 0: RTX 3090, compute capability 8.6, VMM: yes']\n",
+         "worker-start-timeout"),
+        ("TypeError: cat() received an invalid combination of arguments - got (Tensor, dim=int), but expected one of:\n", "user-code-exception"),
+        ("[ERROR] [launch.py:321:sigkill_handler] ['python', 'a.py', '--local_rank=3'] exits with return code = 1\n", "unknown"),
+    ],
+)  # fmt: skip
+def test_shells_launchers_and_empty_trainings_are_known(text, cause):
+    assert verdict(text).cause == cause

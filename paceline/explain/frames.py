@@ -1,0 +1,108 @@
+"""
+What an exception's frames say beside its message: whether the user's own code is wrong, or something that a package needs.
+
+A message about a missing name or argument has the same form whoever wrote the function, so the names of the usual packages and
+their classes tell whether two versions do not fit.
+"""
+
+import re
+
+from paceline.explain.explanation import Record
+from paceline.explain.log import Log
+from paceline.explain.run_bounds import ended_program
+
+PACKAGE = re.compile(r"(?:site|dist)-packages[/\\]")
+INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")  # a file that is not the user's
+MODULES = (  # the first part of a module's name, of packages whose names come and go
+    r"(?:torch|numpy|np|scipy|pandas|sklearn|skimage|cv2|PIL|matplotlib|tensor|keras|tf_keras|jax|flax|optax|orbax|transformers"
+    r"|tokenizers|datasets|evaluate|accelerate|peft|trl|diffusers|deepspeed|megatron|apex|xformers|flash_attn|triton|bitsandbytes"
+    r"|lightning|pytorch_lightning|gym|gymnasium|stable_baselines3|ray|vllm|sglang|wandb|mlflow|hydra|omegaconf|pkg_resources"
+    r"|setuptools|collections|inspect|asyncio|time|fractions|ast|typing|ssl|google|pyarrow|h5py|onnx|tensorrt|cupy|numba|dgl"
+    r"|timm|open_clip|whisper|fairseq|mm[a-z]+|detectron2|faiss|yaml|requests|urllib3|openai|huggingface_hub|nltk|spacy|gensim"
+    r"|librosa|sacrebleu|xgboost|lightgbm|catboost|optuna|shap|networkx|imageio|albumentations|pynvml|tiktoken|langchain|gradio"
+    r"|streamlit|OpenSSL|attr|pydantic|ultralytics|paddle|mindspore|tvm|pl|nn|st|plt|sb3)"
+)
+CLASSES = (
+    r"(?:Llama|Llava|Qwen|Mi[sx]tral|Gemma|Phi|GPT(?:2|Neo|J)|Bert|Roberta|T5|Bart|Whisper|CLIP|Auto|Pre[tT]rained|Lora|Peft"
+    r"|Training|Generation|BitsAndBytes|SFT|DPO|GRPO|PPO|Reward|ORPO|KTO|RLOO|Seq2Seq|Deepseek|DeepSpeed|FSDP|LLM|Vllm)\w*"
+    r"|\w*(?:Trainer|TrainingArguments|Tokenizer|TokenizerFast|Accelerator|Pipeline|ForCausalLM|Optimizer|AdamW?|LR|Scheduler"
+    r"|Callback|Checkpoint|EarlyStopping|Logger|DataLoader|Sampler|Cache|Plugin|Strategy|Classifier|Regressor|GradScaler|DataParallel)"
+)
+OWN = re.compile(  # whoever calls it: a file outside of the packages, a function inside of another one
+    r"ImportError: cannot import name '[^']+' from '[^']+' "
+    r"\((?!unknown location|.*(?:site-packages|dist-packages|/lib/python))[^)\n]+\)(?:\. Did you mean[^\n]*)?$"
+    r"|TypeError: [\w.<>]*<locals>\.\w+\(\) got an unexpected keyword argument"
+)
+OWN_IF_CALLED = re.compile(  # by the user's file, as it is more often its own than a package's
+    r"TypeError: [a-z_]\w*\(\) got an unexpected keyword argument|AttributeError: '\w+' object has no attribute '_[a-z]"
+    rf"|(?<![\w.])(?!(?:{CLASSES})\.)[A-Z]\w*\.__init__\(\) got an unexpected keyword argument"
+    rf"|AttributeError: (?:partially initialized )?module '(?!{MODULES}\b|{MODULES}_)[\w.]+' has no attribute"
+)
+BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
+    ("system-tool-missing", 0.9, r"FileNotFoundError: \[Errno 2\] .*: '(?P<tool>[^']+)'", r"\bin _execute_child\b"),
+    # torch looks for the end of the archive in front of the file's start where the file is cut
+    ("checkpoint-corrupt", 0.9, "OSError", r"torch/serialization\.py\", line \d+, in __init__\b"),
+    ("disk-full", 0.85, r"RuntimeError: Unknown error -1$", r"\bserialization\.py\", line \d+, in (?:_save|save|__exit__)\b"),
+    (  # the folder of an output is missing
+        "user-code-exception", 0.5, "FileNotFoundError",
+        r"\bin (?:mkdir|makedirs|savefig|print_\w+|open_file_cm|to_csv|to_parquet|to_json|imsave|imwrite)\b",
+    ),
+)  # fmt: skip
+IN_THREAD = re.compile(r"threading\.py\", line \d+,? in _bootstrap")  # the first frame of what ends a thread alone
+NOT_LOADED = re.compile(r"(?i)could not|cannot|unable|fail|error")
+PACKAGE_IMPORT = re.compile(r"(?:site|dist)-packages[/\\].* in <module>$")  # the first frame is the package's own
+TRACKER = re.compile(  # or a server of notebooks, or what looks for a build of bitsandbytes
+    r"(?:site|dist)-packages/(?:bitsandbytes/c\w+\.py|(?:tornado|jupyter\w*|notebook|wandb|tensorboardX?|mlflow|comet_ml|neptune"
+    r"|trackio|clearml|swanlab)/)"
+)
+# where logging prints what a wrong call raised
+LOGGING = re.compile(r"\blogging[/\\]__init__\.py\", line \d+, in emit$")
+LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
+
+
+def is_own(record: Record) -> bool:
+    """Whether an exception is about a function, a module or something private of the user's own code."""
+    if OWN.match(record.text):
+        return True
+    if not OWN_IF_CALLED.search(record.text):
+        return False
+    return not (record.frames and INSTALLED.search(record.frames[-1]))
+
+
+def match_frames(record: Record) -> tuple[str, float, dict[str, str]] | None:
+    """The cause, its weight and its values that the innermost frames of an exception show."""
+    frames = "\n".join(record.frames[-4:])
+    for cause, weight, message, frame in BY_FRAME if frames else ():
+        if (match := re.match(message, record.text)) and re.search(frame, frames):
+            return cause, weight, match.groupdict()
+    return None
+
+
+def left_program_running(record: Record, log: Log) -> bool:
+    """Whether an exception ended no more than a thread, a tracker's or one of a program whose work was done, or a logging call."""
+    if record.text.startswith("KeyboardInterrupt"):  # Python raises it in the main thread alone
+        return False
+    if not record.frames:  # of one that threads have printed at once
+        twins = (other for other in log.records if other.frames and other.text.startswith(record.text))
+        return record.kind == "exception" and any(left_program_running(twin, log) for twin in twins)
+    is_thread = IN_THREAD.search(record.frames[0]) is not None
+    if outlived(record, log, is_thread=is_thread):
+        return True
+    # threads that print at once mix their frames
+    if TRACKER.search(record.frames[-1]) or (is_thread and any(map(TRACKER.search, record.frames))):
+        return all(map(INSTALLED.search, record.frames))
+    done_line = log.progress.done_line or (log.last_progress_line if log.progress.finished else None)
+    is_later = done_line is not None and record.line > done_line
+    is_logged = LOGGING.search(record.frames[0]) or LOGGED.match(record.text)
+    return bool(is_logged) or (is_later and is_thread)
+
+
+def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:
+    """Whether another exception ended the program, before this thread, or after this failed import that was logged."""
+    is_import = PACKAGE_IMPORT.search(record.frames[0]) is not None
+    logged = is_import and any(
+        other.kind == "line" and other.line == record.line - 1 and NOT_LOADED.search(other.text)
+        for other in log.records
+    )
+    ends = [other.line for other in log.records if ended_program(other) and not PACKAGE.search(other.frames[0])]
+    return bool(ends) and ((is_thread and ends[0] < record.line) or (logged and ends[-1] > record.line))

@@ -20,6 +20,8 @@ MODULES = (  # the first part of a module's name, of packages whose names come a
     r"|setuptools|collections|inspect|asyncio|time|fractions|ast|typing|ssl|google|pyarrow|h5py|onnx|tensorrt|cupy|numba|dgl"
     r"|timm|open_clip|whisper|fairseq|mm[a-z]+|detectron2|faiss|yaml|requests|urllib3|openai|huggingface_hub|nltk|spacy|gensim"
     r"|librosa|sacrebleu|xgboost|lightgbm|catboost|optuna|shap|networkx|imageio|albumentations|pynvml|tiktoken|langchain|gradio"
+    r"|unsloth\w*|axolotl|verl|nemo|composer|torchtitan|torchtune|litgpt|mamba_ssm|auto_gptq|awq|optimum|compressed_tensors|monai"
+    r"|kornia|rdkit|pettingzoo|mujoco|dm_control|tianshou|d4rl|zarr|xarray|soundfile|sentencepiece|aiohttp|httpx|fastapi|starlette"
     r"|streamlit|OpenSSL|attr|pydantic|ultralytics|paddle|mindspore|tvm|pl|nn|st|plt|sb3)"
 )
 CLASSES = (

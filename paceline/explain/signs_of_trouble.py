@@ -77,7 +77,7 @@ ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?
 
 def last_errors(log: Log) -> list[Record]:
     """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived twice."""
-    if any(SUCCESS.search(text) for _, text in log.last_lines[-LAST_CHECKED:]):
+    if any(SUCCESS.search(text) for _, text in log.last_lines[-LAST_CHECKED:]) or is_serving(log):
         return []
     last_line = log.last_progress_line
     records = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]

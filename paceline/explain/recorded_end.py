@@ -44,10 +44,10 @@ def apply_recorded_end(
     start, ended = find_last(events, "attempt"), find_last(events, "attempt_ended")
     shows_failure = explanation.shows_failure and explanation.cause not in AFTERMATH
     shows_end = ended or find_last(events, "finished") or shows_failure or explanation.progress.finished
-    if start and not shows_end and run.lock.exists() and not is_locked(run):  # nobody runs it any more
+    if not shows_end and run.lock.exists() and not is_locked(run):  # nobody runs it any more
         explanation = explain_full_disk(explanation, run, events)
         if explanation.cause != DISK_FULL:
-            summary, fix = lost_supervisor_texts(start["attempt"], start.get("head"))
+            summary, fix = lost_supervisor_texts(attempt, start.get("head"))
             fix = f"{fix}; {next_command(run)}"
             facts: dict[str, Any] = {"host": start.get("head"), "confidence": 0.9, "summary": summary, "fix": fix}
             explanation = replace(explanation, cause=SUPERVISOR_LOST, also=(), **facts)
@@ -168,6 +168,10 @@ def explain_own_exit(
         or quoted not in (RECORDED, str(run.launch_log(attempt)))
     ):
         return explanation
+    if not find_last(events, "verdict"):  # a full disk keeps even that from being written
+        explanation = explain_full_disk(explanation, run, events)
+        if explanation.cause == DISK_FULL:
+            return explanation
     message = str(first.get("message") or "").removeprefix(f"exit code {code}").lstrip(", ")
     summary = f"rank {rank} ended itself with exit code {code}, and its log shows no error that is known"
     fix = f"read the end of its log, {log}, and find where the program exits with {code}"

@@ -40,6 +40,20 @@ def test_a_run_whose_last_save_had_no_room_and_that_recorded_no_end_filled_the_d
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_an_attempt_of_which_a_full_disk_keeps_the_events_away_is_not_healthy(run, is_ended):
+    append_event(run, "save_failed", step=8, needed_bytes=1 << 20, free_bytes=0)
+    append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=1)
+    os.close(lock_run(run))
+    run.logs(2).mkdir()
+    run.rank_log(2, 0).touch()
+    if is_ended:
+        append_event(run, "attempt", attempt=2, world_size=2, pids=[103, 104])
+        append_event(run, "rank_failed", attempt=2, rank=0, exit_code=1, signal=None, message="no output")
+        append_event(run, "attempt_ended", attempt=2, state="failed", exit_code=3)
+    assert explain_run(run).cause == "disk-full"
+
+
 def test_a_rank_that_ended_itself_without_an_error_is_looked_up_in_its_own_log(run):
     append_event(run, "rank_failed", attempt=1, rank=1, exit_code=3, signal=None, message="", consequence=False)
     append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=3)

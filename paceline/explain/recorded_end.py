@@ -5,7 +5,7 @@ A stop that somebody asked for is no failure. A supervisor that was killed recor
 verdict from being written.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,18 @@ AFTERMATH = {PREEMPTED, PEER_DIED, "terminal-hangup"}
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE", "SIGXCPU"}
 FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any output
 HANG_LINES = ("mark:", "State:", "File ")  # of hangs/<attempt>/<rank>.txt
+
+
+def events_of(all_events: Iterable[Mapping[str, Any]], attempt: int) -> list[Mapping[str, Any]]:
+    """Returns the events of an attempt and those of none; that the training finished counts for the attempt that did it."""
+    events, current = [], None
+    for event in all_events:
+        if event.get("event") == "attempt":
+            current = event.get("attempt")
+        is_of_another = event.get("event") == "finished" and current not in (None, attempt)
+        if event.get("attempt") in (None, attempt) and not is_of_another:
+            events.append(event)
+    return events
 
 
 def apply_recorded_end(

@@ -31,6 +31,17 @@ def test_an_attempt_without_an_end_lost_its_supervisor_unless_it_goes_on(run):
     assert explanation.fix.endswith(f"`paceline resume {run.path}` goes on from the last checkpoint")
 
 
+def test_a_run_that_was_made_longer_and_lost_its_supervisor_is_not_finished(run):
+    os.close(lock_run(run))
+    append_event(run, "finished", step=8)
+    append_event(run, "attempt_ended", attempt=1, state="finished", exit_code=0)
+    run.logs(2).mkdir()
+    run.rank_log(2, 0).write_text("step 9 | loss 2.9\n")
+    append_event(run, "attempt", attempt=2, world_size=2, pids=[103, 104])
+    assert explain_run(run).cause == "supervisor-lost"
+    assert explain_run(run, attempt=1).cause == "healthy"
+
+
 def test_a_run_whose_last_save_had_no_room_and_that_recorded_no_end_filled_the_disk(run):
     os.close(lock_run(run))
     append_event(run, "save_failed", step=8, needed_bytes=1 << 20, free_bytes=0)

@@ -88,6 +88,21 @@ def test_flags_that_would_help_give_the_speed_that_they_promise(capsys, words):
         assert gain == pytest.approx(lever["gain"])
 
 
+def test_other_hardware_and_a_larger_batch_give_the_speed_that_they_promise(capsys):
+    hosts = ["--gpu", "RTX 5090", "--hosts", "2"]
+    before = json.loads(plan(capsys, *hosts, "--json"))
+    words = {
+        "twice the total batch": [*hosts, "--total-batch-size", str(2 * before["total_batch_size"])],
+        "25GbE between the hosts": [*hosts, "--link", "25GbE"],
+        "all 2 GPUs in one host": TWO,
+    }
+    promised = {lever["what"]: lever["gain"] for lever in before["levers"]}
+    for what, flags in words.items():
+        after = json.loads(plan(capsys, *flags, "--json"))
+        gain = after["cost"]["tok_per_sec"]["expected"] / before["cost"]["tok_per_sec"]["expected"] - 1
+        assert gain == pytest.approx(promised[what])
+
+
 def test_cards_stand_side_by_side(capsys):
     head, *rows = table(plan(capsys, "configs/balanced.toml", "--compare", "RTX 4090,RTX 5090,H100", "--gpus", "2"))
     assert head == [

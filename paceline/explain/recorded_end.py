@@ -67,6 +67,20 @@ def apply_recorded_end(
     return explain_own_exit(explanation, run, events, attempt)
 
 
+def note_recoveries(
+    explanation: Explanation, run: RunDir, all_events: Iterable[Mapping[str, Any]], attempt: int
+) -> Explanation:
+    """Adds to a healthy attempt why those before it failed."""
+    verdicts = [
+        event for event in all_events if event.get("event") == "verdict" and event.get("attempt", attempt) < attempt
+    ]
+    if explanation.cause != HEALTHY or not verdicts:
+        return explanation
+    causes = ", ".join(str(event.get("cause")) for event in verdicts)
+    note = f"earlier attempts failed and the run recovered: {causes}; paceline runs show {run.quoted}"
+    return replace(explanation, notes=(*explanation.notes, note))
+
+
 def find_stop(run: RunDir, events: Sequence[Mapping[str, Any]]) -> tuple[str, str, str] | None:
     """Returns cause, summary and fix of an attempt that was stopped for a reason that is recorded; None for another end."""
     ended, stopping = find_last(events, "attempt_ended"), find_last(events, "stopping")

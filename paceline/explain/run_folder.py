@@ -56,7 +56,7 @@ from paceline.explain.line_filter import Shapes
 from paceline.explain.log import Log
 from paceline.explain.log_curves import judge_progress
 from paceline.explain.reader import CHUNK_BYTES, read_log
-from paceline.explain.recorded_end import apply_recorded_end, events_of
+from paceline.explain.recorded_end import apply_recorded_end, events_of, note_recoveries
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.several_runs import choose_runs, explain_chosen, reach_verdict
@@ -150,7 +150,8 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     ]
     since, until = (unix_time(starts.get(number)) for number in (attempt, attempt + 1))
     explanation = replace(explanation, evidence=(*explanation.evidence, *state))
-    return add_findings(explanation, judge_run(run, since=since, until=until))
+    explanation = add_findings(explanation, judge_run(run, since=since, until=until))
+    return note_recoveries(explanation, run, all_events, attempt)
 
 
 def run_values(run: RunDir) -> dict[str, str]:

@@ -42,6 +42,19 @@ def test_a_run_that_was_made_longer_and_lost_its_supervisor_is_not_finished(run)
     assert explain_run(run, attempt=1).cause == "healthy"
 
 
+def test_a_run_that_recovered_is_healthy_and_says_what_it_recovered_from(run):
+    append_event(run, "verdict", attempt=1, cause="hang")
+    append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=1)
+    assert explain_run(run).notes == ()
+    run.logs(2).mkdir()
+    run.rank_log(2, 0).write_text("step 9 | loss 2.9\n")
+    append_event(run, "attempt", attempt=2, world_size=2, pids=[103, 104])
+    append_event(run, "finished", step=9)
+    explanation = explain_run(run)
+    assert explanation.cause == "healthy"
+    assert explanation.notes == (f"earlier attempts failed and the run recovered: hang; paceline runs show {run.path}",)
+
+
 def test_a_run_whose_last_save_had_no_room_and_that_recorded_no_end_filled_the_disk(run):
     os.close(lock_run(run))
     append_event(run, "save_failed", step=8, needed_bytes=1 << 20, free_bytes=0)

@@ -137,7 +137,7 @@ class Parameter:
         """A value that would do, for a fix: the default, where there is one that does something."""
         if self.default is not None and self.default not in ((), "", ..., 0):
             return self.default
-        examples = {bool: True, int: 8, float: 0.5}
+        examples = {bool: True, int: max(8, self.low), float: max(0.5, self.low)}
         return self.usual or (self.choices[0] if self.choices else examples.get(self.kinds[0]) or self.value_name)
 
     @property

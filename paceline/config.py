@@ -40,6 +40,7 @@ FLASH = ("fa3", "cudnn", "flash")
 ATTENTION = (*FLASH, "flex", "sdpa")
 LOW_PRECISIONS = ("fp8", "mxfp8", "mxfp4", "nvfp4")  # of products alone: all else is in 16 bits
 PRECISIONS = ("fp32", "bf16", "fp16", *LOW_PRECISIONS)
+MAX_HOSTS = 1024
 OPEN = {-1: None}  # nanochat's way to leave a setting open
 
 

@@ -253,7 +253,7 @@ class CommOptions(JsonOption, ConfigOptions):
 
     max_bytes: int | None = option(
         None,
-        "the largest message: less than 1 MiB shows no bandwidth; auto: by the device",
+        "bytes of the largest message, from 1 MiB on, since less shows no bandwidth; auto: by the device",
         low=1 << 20,
         high=1 << 40,
     )

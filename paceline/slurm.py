@@ -8,6 +8,7 @@ Commands and their output: Slurm 22.05, man scontrol, sinfo, squeue, sbatch.
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import threading
@@ -252,7 +253,7 @@ def is_installed() -> bool:
 def ask(*command: str, timeout_s: float = ANSWER_S) -> str:
     """Returns what a command of Slurm prints; raises SlurmError with its own words where it fails."""
     env = {**os.environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C.UTF-8"}
-    shown = " ".join(command)
+    shown = shlex.join(command)
     try:
         done = subprocess.run(
             command,

@@ -5,6 +5,7 @@ For views a field of a wrong type counts as absent. A command that uses a run ag
 empty or cut ends it with an error that names the file.
 """
 
+import json
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator
@@ -108,7 +109,8 @@ def read_run_file(path: Path, parse: Callable[[str], T]) -> T:
     try:
         return parse(text)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(path, "is damaged") from error
+        tells_line = isinstance(error, (json.JSONDecodeError, tomllib.TOMLDecodeError))
+        raise damaged(path, f"is damaged: {error}" if tells_line else "is damaged") from error
 
 
 def damaged(path: Path, problem: str) -> PacelineError:

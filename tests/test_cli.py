@@ -67,6 +67,13 @@ def test_every_option_stands_in_the_help_with_its_meaning_and_its_default(name, 
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_the_value_that_a_fix_suggests_for_an_option_is_one_that_it_takes(name):
+    for parameter in parameters_of(TAKES[name]).values():
+        if set(parameter.kinds) & {int, float}:
+            parameter.parse(str(parameter.example))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_read_by_the_code(name):
     """An option that no line of the package reads as an attribute would be a promise that nobody keeps."""
     code = "\n".join(path.read_text() for path in (ROOT / "paceline").rglob("*.py"))

@@ -88,6 +88,34 @@ def test_flags_that_would_help_give_the_speed_that_they_promise(capsys, words):
         assert gain == pytest.approx(lever["gain"])
 
 
+def test_other_hardware_and_a_larger_batch_give_the_speed_that_they_promise(capsys):
+    hosts = ["--gpu", "RTX 5090", "--hosts", "2"]
+    before = json.loads(plan(capsys, *hosts, "--json"))
+    words = {
+        "twice the total batch": [*hosts, "--total-batch-size", str(2 * before["total_batch_size"])],
+        "25GbE between the hosts": [*hosts, "--link", "25GbE"],
+        "all 2 GPUs in one host": TWO,
+    }
+    promised = {lever["what"]: lever["gain"] for lever in before["levers"]}
+    for what, flags in words.items():
+        after = json.loads(plan(capsys, *flags, "--json"))
+        gain = after["cost"]["tok_per_sec"]["expected"] / before["cost"]["tok_per_sec"]["expected"] - 1
+        assert gain == pytest.approx(promised[what])
+
+
+@pytest.mark.parametrize("hosts", ["0", "1025", "1000000"])
+def test_a_number_of_hosts_that_no_run_may_have_is_refused(capsys, hosts):
+    message, fix = refused(capsys, "--gpu", "RTX 5090", "--hosts", hosts)
+    assert (message, fix) == (f"--hosts {hosts} is out of range", "a number from 1 to 1,024, or names")
+
+
+def test_a_time_of_seconds_is_enough_where_the_smallest_model_takes_no_minute(capsys):
+    _, fix = refused(capsys, "--gpu", "RTX 5090", "--time", "1s")
+    flag, seconds, *words = fix.split()
+    assert (flag, words) == ("--time", ["allows", "the", "smallest"]) and int(seconds.removesuffix("s")) < 60
+    assert plan(capsys, "--gpu", "RTX 5090", flag, seconds).startswith("advice  depth 1 ")
+
+
 def test_cards_stand_side_by_side(capsys):
     head, *rows = table(plan(capsys, "configs/balanced.toml", "--compare", "RTX 4090,RTX 5090,H100", "--gpus", "2"))
     assert head == [

@@ -5,7 +5,7 @@ A stop that somebody asked for is no failure. A supervisor that was killed recor
 verdict from being written.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,18 @@ AFTERMATH = {PREEMPTED, PEER_DIED, "terminal-hangup"}
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE", "SIGXCPU"}
 FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any output
 HANG_LINES = ("mark:", "State:", "File ")  # of hangs/<attempt>/<rank>.txt
+
+
+def events_of(all_events: Iterable[Mapping[str, Any]], attempt: int) -> list[Mapping[str, Any]]:
+    """Returns the events of an attempt and those of none; that the training finished counts for the attempt that did it."""
+    events, current = [], None
+    for event in all_events:
+        if event.get("event") == "attempt":
+            current = event.get("attempt")
+        is_of_another = event.get("event") == "finished" and current not in (None, attempt)
+        if event.get("attempt") in (None, attempt) and not is_of_another:
+            events.append(event)
+    return events
 
 
 def apply_recorded_end(
@@ -44,15 +56,29 @@ def apply_recorded_end(
     start, ended = find_last(events, "attempt"), find_last(events, "attempt_ended")
     shows_failure = explanation.shows_failure and explanation.cause not in AFTERMATH
     shows_end = ended or find_last(events, "finished") or shows_failure or explanation.progress.finished
-    if start and not shows_end and run.lock.exists() and not is_locked(run):  # nobody runs it any more
+    if not shows_end and run.lock.exists() and not is_locked(run):  # nobody runs it any more
         explanation = explain_full_disk(explanation, run, events)
         if explanation.cause != DISK_FULL:
-            summary, fix = lost_supervisor_texts(start["attempt"], start.get("head"))
+            summary, fix = lost_supervisor_texts(attempt, start.get("head"))
             fix = f"{fix}; {next_command(run)}"
             facts: dict[str, Any] = {"host": start.get("head"), "confidence": 0.9, "summary": summary, "fix": fix}
             explanation = replace(explanation, cause=SUPERVISOR_LOST, also=(), **facts)
         return explanation
     return explain_own_exit(explanation, run, events, attempt)
+
+
+def note_recoveries(
+    explanation: Explanation, run: RunDir, all_events: Iterable[Mapping[str, Any]], attempt: int
+) -> Explanation:
+    """Adds to a healthy attempt why those before it failed."""
+    verdicts = [
+        event for event in all_events if event.get("event") == "verdict" and event.get("attempt", attempt) < attempt
+    ]
+    if explanation.cause != HEALTHY or not verdicts:
+        return explanation
+    causes = ", ".join(str(event.get("cause")) for event in verdicts)
+    note = f"earlier attempts failed and the run recovered: {causes}; paceline runs show {run.quoted}"
+    return replace(explanation, notes=(*explanation.notes, note))
 
 
 def find_stop(run: RunDir, events: Sequence[Mapping[str, Any]]) -> tuple[str, str, str] | None:
@@ -168,6 +194,10 @@ def explain_own_exit(
         or quoted not in (RECORDED, str(run.launch_log(attempt)))
     ):
         return explanation
+    if not find_last(events, "verdict"):  # a full disk keeps even that from being written
+        explanation = explain_full_disk(explanation, run, events)
+        if explanation.cause == DISK_FULL:
+            return explanation
     message = str(first.get("message") or "").removeprefix(f"exit code {code}").lstrip(", ")
     summary = f"rank {rank} ended itself with exit code {code}, and its log shows no error that is known"
     fix = f"read the end of its log, {log}, and find where the program exits with {code}"

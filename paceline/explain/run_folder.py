@@ -56,7 +56,7 @@ from paceline.explain.line_filter import Shapes
 from paceline.explain.log import Log
 from paceline.explain.log_curves import judge_progress
 from paceline.explain.reader import CHUNK_BYTES, read_log
-from paceline.explain.recorded_end import apply_recorded_end
+from paceline.explain.recorded_end import apply_recorded_end, events_of, note_recoveries
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.several_runs import choose_runs, explain_chosen, reach_verdict
@@ -115,7 +115,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         fix = f"paceline watch {run.quoted}" if is_queued(run) else resume_command(run)
         raise PacelineError(f"{run.name} has no logs: nothing was started", fix=fix)
     all_events = list(read_json_lines(run.events))
-    events = [event for event in all_events if event.get("attempt") in (None, attempt)]
+    events = events_of(all_events, attempt)
     starts = {event.get("attempt"): event.get("time") for event in all_events if event.get("event") == "attempt"}
     start = next((event for event in events if event.get("event") == "attempt"), {})
     paths = run.health_dir.glob("*.jsonl") if start.get("time") else ()
@@ -150,7 +150,8 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     ]
     since, until = (unix_time(starts.get(number)) for number in (attempt, attempt + 1))
     explanation = replace(explanation, evidence=(*explanation.evidence, *state))
-    return add_findings(explanation, judge_run(run, since=since, until=until))
+    explanation = add_findings(explanation, judge_run(run, since=since, until=until))
+    return note_recoveries(explanation, run, all_events, attempt)
 
 
 def run_values(run: RunDir) -> dict[str, str]:

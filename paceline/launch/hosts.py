@@ -13,7 +13,7 @@ from typing import Literal
 
 import psutil
 
-from paceline.config import Config
+from paceline.config import MAX_HOSTS, Config
 from paceline.errors import UsageError
 from paceline.launch.meeting import NodeLink
 from paceline.launch.ssh import ssh_name
@@ -22,7 +22,6 @@ from paceline.units import format_number_of
 
 EXAMPLE = "--hosts ada,bob, user@ada, ada:2 for two ranks, node[1-4], [fe80::1], or a file with a host on each line"
 HOST_KEYS = ("hosts", "python", "interface", "ports")
-MAX_HOSTS = 1024
 ENTRY = re.compile(
     r"(?:(?P<user>[^@\s:]+)@)?(?:\[(?P<ipv6>[0-9A-Fa-f:.%\w]*:[^\]]*)\]|(?P<host>[^:@]+))(?::(?P<nproc>\d+))?"
 )

@@ -241,13 +241,15 @@ class TrainingJob(Job):
 
 def first_step(run: RunDir) -> int:
     """Returns the step from which the last command started or resumed the run."""
-    step: int | None = None
+    num_launches, step = 0, None
     for event in read_json_lines(run.events):
         if event.get("event") == "launch":
-            step = None
+            step, num_launches = None, num_launches + 1
         elif event.get("event") == "resumed" and step is None:
             step = event["step"]
-    return step or 0
+    return (
+        step or 0 if num_launches > 1 else 0
+    )  # the first command began at 0, whatever its later attempts resumed from
 
 
 def quoted(text: str) -> str:

@@ -30,10 +30,11 @@ from paceline.launch.supervisor import Outcome
 from paceline.launch.train import changed_run
 from paceline.launch.trial import memory_reason, read_reports, run_session, session_folder
 from paceline.options import ProfileOptions
+from paceline.plan.advice import FULLEST_PROFILE
 from paceline.plan.algorithms import ALGORITHMS
 from paceline.plan.breakdown import COMPUTE, IDLE, PARTS, SENT
 from paceline.plan.estimate import NAMES
-from paceline.plan.forecast import FULLEST_PROFILE, plan_lines
+from paceline.plan.forecast import plan_lines
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.memory import fullest_state
 from paceline.plan.planner import Plan, memory_setup

@@ -11,7 +11,7 @@ import json
 import shlex
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -35,6 +35,7 @@ from paceline.model.publish import (
     write_part,
 )
 from paceline.mounts import free_space
+from paceline.plan.shapes import ParamShape
 
 # between checks for space after a save that found none; doubled by each further failure
 CHECK_S, LONGEST_CHECK_S = 2.0, 300.0
@@ -210,6 +211,18 @@ class CheckpointReader:
         """Returns the keys of all tensors."""
         return list(self._tensors)
 
+    def check_model(self, shapes: Iterable[ParamShape]) -> None:
+        """Raises PacelineError where the checkpoint is not of a model with just these parameters."""
+        planned = {f"model.{shape.name}": list(shape.shape) for shape in shapes}
+        saved = {key: list(entry.shape) for key, entry in self._tensors.items() if key.startswith("model.")}
+        differing = [key for key in {**planned, **saved} if planned.get(key) != saved.get(key)]
+        if differing:
+            here, there = (format_shape(shapes.get(differing[0])) for shapes in (planned, saved))
+            raise PacelineError(
+                f"checkpoint {self.path} is of another model: {differing[0]} is {there} in it and {here} in the run",
+                fix="give the run its own config.toml and checkpoints back: one of them was changed by hand",
+            )
+
     def read(self, key: str, lo: int = 0, hi: int | None = None) -> Tensor:
         """Returns rows [lo, hi), or from lo on, on the CPU, in the dtype that was saved; a scalar's one row has shape ()."""
         entry = self._tensors.get(key)
@@ -246,6 +259,11 @@ class CheckpointReader:
                     fix=f"paceline resume {shlex.quote(str(self.path.parent.parent))} goes on from the newest one that is whole",
                 ) from error
         return self._open_files[name]
+
+
+def format_shape(shape: Sequence[int] | None) -> str:
+    """Returns `512 x 64`, or what stands for a tensor that is missing."""
+    return "missing" if shape is None else " x ".join(map(str, shape)) or "one number"
 
 
 def _entries(pieces: Sequence[Piece], *, file: str) -> dict[str, dict[str, Any]]:

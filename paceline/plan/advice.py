@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from paceline.config import ModelConfig
-from paceline.errors import Finding, PlanError, UsageError
+from paceline.config import Config, ModelConfig
+from paceline.errors import Change, Finding, PlanError, UsageError
 from paceline.options import PlanOptions
 from paceline.plan.estimate import Range
-from paceline.plan.links import Link, inner_link, read_link
 from paceline.plan.shapes import num_evaluations
-from paceline.plan.sizing import DoesNotFit
+from paceline.plan.sizing import PROFILES, SIZE_KEYS, DoesNotFit
 from paceline.plan.step_time import StepSetup, StepTime, step_time
 from paceline.units import format_count, format_duration, parse_duration
 
@@ -37,6 +36,7 @@ MEASURED_DATA, MEASURED_VOCAB = "climbmix", 32_768
 BPB_SPREAD, BPB_SPREAD_BETWEEN = 0.005, 0.015  # at a measured depth; between two
 LEAST_GAIN = 0.01  # of a lever that is shown
 GAP = 0.20  # between a measured step and the planned one, before it is a finding
+FULLEST_PROFILE = "aggressive"
 FASTER_ETHERNET = {1: 10, 10: 25, 25: 100}
 
 
@@ -259,30 +259,43 @@ def levers(setup: StepSetup, others: Iterable[tuple[str, StepSetup]] = ()) -> tu
 
 
 def _changes(setup: StepSetup) -> Iterator[tuple[str, StepSetup]]:
-    yield "twice the total batch", replace(setup, grad_accum_steps=2 * setup.grad_accum_steps)
+    """Yields what leaves the sizes of the step as they are."""
     if setup.low_precision is not None:
         yield "--precision auto", replace(setup, low_precision=None)
     if not setup.compiled and setup.device == "cuda":
         yield "--compile", replace(setup, compile=True)
-    if setup.world_size > 1 and setup.link is not None:
-        for what, link in _faster_links(setup, setup.link):
-            if link.bytes_per_s > setup.link.bytes_per_s:
-                yield what, replace(setup, link=link)
-    if setup.hosts > 1 and setup.spec is not None:
-        one = inner_link(setup.spec, num_gpus=setup.world_size, device=setup.device)
-        if one is not None:
-            yield f"all {setup.world_size} GPUs in one host", replace(setup, link=one, hosts=1)
 
 
-def _faster_links(setup: StepSetup, link: Link) -> Iterator[tuple[str, Link]]:
+def fuller_plans(config: Config) -> Iterator[Change]:
+    """Yields the changes that leave the micro-batch to the planner, up to the fullest profile.
+
+    And those of the optimizer's states: the other place, and the other precision.
+    """
+    opened = {key: None for key in SIZE_KEYS if getattr(config, key) is not None}
+    if opened:
+        yield opened
+    if config.memory_share is not None:
+        yield {**opened, "memory_share": PROFILES[FULLEST_PROFILE]}
+    elif config.profile != FULLEST_PROFILE:
+        yield {**opened, "profile": FULLEST_PROFILE}
+    if config.shard != "none":  # what has left the GPU makes room for rows, but takes time
+        yield {"offload": "none" if config.offload == "optimizer" else "optimizer"}
+    yield {"optimizer_states": "fp32" if config.optimizer_states == "8bit" else "8bit"}
+
+
+def faster_links(setup: StepSetup) -> Iterator[tuple[str, str]]:
+    """Yields a faster link of the same kind, in words and by its name."""
+    link = setup.link
+    if setup.world_size == 1 or link is None:
+        return
     if match := re.fullmatch(r"PCIe (\d) x(\d+)( P2P)?", link.name):
         generation, lanes = match[1], int(match[2])
         if lanes < 16 and setup.spec is not None and lanes < (setup.spec.pcie_lanes or 0):
-            yield "a x16 slot for each card", read_link(f"PCIe {generation} x16{match[3] or ''}", setup.spec)
+            yield "a x16 slot for each card", f"PCIe {generation} x16{match[3] or ''}"
     if match := re.fullmatch(r"(\d+)GbE", link.name):
         faster = FASTER_ETHERNET.get(int(match[1]))
         if faster is not None:
-            yield f"{faster}GbE between the hosts", read_link(f"{faster}GbE", setup.spec)
+            yield f"{faster}GbE between the hosts", f"{faster}GbE"
 
 
 def step_gap(setup: StepSetup, planned: StepTime, measured_s: float) -> Finding | None:

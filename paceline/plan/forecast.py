@@ -9,7 +9,7 @@ import json
 import math
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -20,7 +20,7 @@ from urllib.parse import quote
 from paceline.config import Config
 from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
-from paceline.plan.advice import Lever, Price, RunCost, levers, run_cost
+from paceline.plan.advice import Lever, Price, RunCost, faster_links, fuller_plans, levers, run_cost
 from paceline.plan.estimate import Range, named_parts
 from paceline.plan.history import load_calibration, load_too_large
 from paceline.plan.links import Link, link_of
@@ -29,7 +29,6 @@ from paceline.plan.memory import checkpoint_bytes
 from paceline.plan.planner import SETUP_FIELDS, Measured, Plan, format_flags, make_plan, threads_of
 from paceline.plan.precision import precision_name
 from paceline.plan.shapes import choose_eval_tokens, num_params, steps_of_time
-from paceline.plan.sizing import PROFILES, SIZE_KEYS
 from paceline.plan.speeds import load_speeds
 from paceline.plan.step_time import StepSetup, StepTime, sending_seconds, step_time
 from paceline.units import (
@@ -42,7 +41,6 @@ from paceline.units import (
     parse_duration,
 )
 
-FULLEST_PROFILE = "aggressive"
 BAR_WIDTH = 44
 BEFORE_BAR = 50  # columns
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -84,8 +82,8 @@ def forecast(
     is_whole: False for one of many, which is shown without what would make its step faster. find_fix: as make_plan has it.
     """
     measured = measured_here(cache, link_name=link_name, machine=machine)
-    planned = partial(make_plan, machine=machine, vocab_size=vocab_size, num_rows=num_rows, measured=measured)
-    plan = planned(config, find_fix=find_fix)
+    planned = partial(make_plan, vocab_size=vocab_size, num_rows=num_rows)
+    plan = planned(config, machine, measured=measured, find_fix=find_fix)
     comm = read_comm(cache, machine)
     link = link_of(link_name, machine, world_size=plan.world_size, device=plan.device, comm=comm)
     setup = step_setup(plan, machine, link=link, cache=cache)
@@ -93,7 +91,7 @@ def forecast(
     if step.seconds is not None:
         if config.time is not None:
             num_steps = steps_of_time(parse_duration(config.time), step_s=step.seconds.expected)
-            plan = planned(replace(config, num_steps=num_steps))
+            plan = planned(replace(config, num_steps=num_steps), machine, measured=measured)
         run = run_cost(
             step.seconds,
             num_steps=plan.num_steps,
@@ -108,11 +106,8 @@ def forecast(
         )
     hosts = hosts_cost(config, plan, setup, step, machine, cache=cache, vocab_size=vocab_size)
     plan = replace(plan, cost={**asdict(step), "run": None if run is None else asdict(run), "hosts": hosts})
-    others = []
-    for change in fuller_plans(config) if step.seconds is not None and is_whole else ():
-        with suppress(PlanError):
-            other = planned(replace(config, **change), find_fix=False)
-            others.append((format_flags(change), step_setup(other, machine, link=link, cache=cache)))
+    is_improvable = is_whole and step.seconds is not None
+    others = other_setups(config, setup, machine, planned, cache=cache, link_name=link_name) if is_improvable else ()
     return Forecast(plan, setup, step, run, levers(setup, others) if is_whole else None)
 
 
@@ -140,21 +135,31 @@ def hosts_cost(
     return cost
 
 
-def fuller_plans(config: Config) -> Iterator[Change]:
-    """Yields the changes that leave the micro-batch to the planner, up to the fullest profile.
-
-    And those of the optimizer's states: the other place, and the other precision.
-    """
-    opened = {key: None for key in SIZE_KEYS if getattr(config, key) is not None}
-    if opened:
-        yield opened
-    if config.memory_share is not None:
-        yield {**opened, "memory_share": PROFILES[FULLEST_PROFILE]}
-    elif config.profile != FULLEST_PROFILE:
-        yield {**opened, "profile": FULLEST_PROFILE}
-    if config.shard != "none":  # what has left the GPU makes room for rows, but takes time
-        yield {"offload": "none" if config.offload == "optimizer" else "optimizer"}
-    yield {"optimizer_states": "fp32" if config.optimizer_states == "8bit" else "8bit"}
+def other_setups(
+    config: Config,
+    setup: StepSetup,
+    machine: Machine,
+    planned: Callable[..., Plan],
+    *,
+    cache: Path,
+    link_name: str | None,
+) -> Iterator[tuple[str, StepSetup]]:
+    """Yields changes and the step that `planned`, make_plan, then chooses: other flags, a larger batch, other hardware."""
+    changes: list[tuple[str, Change, Machine, str | None]] = [
+        *((format_flags(change), change, machine, link_name) for change in fuller_plans(config)),
+        ("twice the total batch", {"total_batch_size": 2 * setup.total_batch_size}, machine, link_name),
+        *((what, {}, machine, name) for what, name in faster_links(setup)),
+    ]
+    if machine.hosts > 1 and machine.gpus:
+        gpus = tuple(replace(machine.gpus[0], index=index) for index in range(setup.world_size))
+        one = replace(machine, gpus=gpus, hosts=1, names=(), link=None)
+        changes.append((f"all {setup.world_size} GPUs in one host", {"nproc": None}, one, None))
+    for what, change, other, name in changes:
+        with suppress(PlanError):
+            measured = measured_here(cache, link_name=name, machine=other)
+            plan = planned(replace(config, **change), other, measured=measured, find_fix=False)
+            link = link_of(name, other, world_size=plan.world_size, device=plan.device, comm=read_comm(cache, other))
+            yield what, step_setup(plan, other, link=link, cache=cache)
 
 
 def measured_here(cache: Path, *, link_name: str | None = None, machine: Machine | None = None) -> Measured:

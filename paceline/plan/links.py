@@ -91,7 +91,8 @@ def read_link(name: str, spec: GpuSpec | None) -> Link:
     elif text == "nvlink":
         if spec is None or spec.nvlink_bytes_per_s is None:
             who = spec.name if spec else "this card"
-            raise PlanError(f"--link NVLink, but no NVLink of {who} is known", fix=f"one of {EXAMPLES}")
+            others = EXAMPLES.replace("NVLink, ", "")
+            raise PlanError(f"--link NVLink, but no NVLink of {who} is known", fix=f"one of {others}")
         return _nvlink(spec.nvlink_bytes_per_s, source="as asked")
     raise PlanError(f"--link {name} is not a known link", fix=f"one of {EXAMPLES}")
 

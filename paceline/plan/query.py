@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.config import KEYS, Config, cache_dir
+from paceline.config import KEYS, MAX_HOSTS, Config, cache_dir
 from paceline.config_file import load_config, packaged_configs, resolve_config, unknown_key, with_values
 from paceline.errors import PacelineError, PlanError, UsageError, nearest
 from paceline.options import ConfigsOptions, PlanOptions
@@ -202,8 +202,8 @@ def machine_of(options: PlanOptions, gpu: str | None, hosts: Machine | int) -> M
 def num_hosts(config: Config) -> int:
     """Returns the number of hosts that the config gives; they need not exist."""
     count = int(config.hosts or "1")
-    if not 1 <= count <= 10**6:
-        raise UsageError(f"--hosts {count} is not a number of hosts", fix="--hosts 2")
+    if not 1 <= count <= MAX_HOSTS:
+        raise UsageError(f"--hosts {count} is out of range", fix=f"a number from 1 to {MAX_HOSTS:,}, or names")
     return count
 
 
@@ -248,7 +248,8 @@ def advise_depth(
     def enough(seconds: float) -> str:
         flags = []
         if seconds > limits.get("time", math.inf):
-            flags.append(f"--time {format_duration(60 * math.ceil(seconds / 60))}")
+            unit = 1 if seconds < 60 else 60
+            flags.append(f"--time {format_duration(unit * math.ceil(seconds / unit))}")
         if options.budget is not None and seconds > limits["budget"]:
             flags.append(f"--budget {math.ceil(100 * options.budget * seconds / limits['budget']) / 100:g}")
         return " ".join(flags)

@@ -219,9 +219,12 @@ def does_not_fit(config: Config, setup: MemorySetup, solver: Solver, *, share: f
     allowed = f"{100 * share:.0f} % of its " if share < 1 else ""
     device = "GPU" if setup.device == "cuda" else "process"
     low, need, high = (format_bytes(size) for size in astuple(needs.process))
+    needed = f"{need} ({low} to {high})"
+    if needs.process.expected <= ceiling(share, needs.card_bytes) and needs.process.high > needs.card_bytes:
+        needed, allowed = f"up to {high} ({need} expected)", ""  # the device itself is too small for the most
     failed = "; it ran out of memory here before" if solver.too_large(least) else ""
     return DoesNotFit(
-        f"{need} ({low} to {high}) needed on each {device} with device_batch_size {least.device_batch_size},"
+        f"{needed} needed on each {device} with device_batch_size {least.device_batch_size},"
         f" {allowed}{format_bytes(needs.card_bytes)} may be used ({parts}){failed}",
         estimate=needs,
         changes=changes_that_fit(config, setup, solver, share=share),

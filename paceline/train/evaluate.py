@@ -34,6 +34,7 @@ from paceline.model.layers import fused_loss_problem
 from paceline.model.manifest import newest_good, step_folder_name, step_folders, verify
 from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
+from paceline.plan.shapes import param_shapes
 from paceline.run_options import EvalOptions, SampleOptions
 from paceline.rundir import NO_SPACE, RunDir, append_event, write_atomic
 from paceline.terminal import show_progress
@@ -163,6 +164,7 @@ def load_model(run: RunDir, *, step: int | None, device: str | None) -> tuple[GP
             )
         verify(path)
     reader = CheckpointReader(path)
+    reader.check_model(param_shapes(plan.model))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise PacelineError(f"device {device} is not here", fix="--device cpu")

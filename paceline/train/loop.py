@@ -270,8 +270,8 @@ class Loop:
         )
         if trouble is not None:
             fix = (
-                f"see {self.run.trouble(step + 1)}; then lower --matrix-lr or --embedding-lr, or --on-nan rollback to go"
-                f" past the rows of this step: paceline resume {self.run.quoted}"
+                f"see {self.run.trouble(step + 1)}; then paceline resume {self.run.quoted} with a lower --matrix-lr or"
+                " --embedding-lr, or with --on-nan rollback, which skips the batch of this step"
             )
             raise LossTrouble(trouble.message, fix=fix, trouble=trouble, rank_nats=float(nats_sum))
         self.progress.beat(step, "update", plan.grad_accum_steps - 1)

@@ -29,7 +29,7 @@ from paceline.model.manifest import NoCheckpoint, clean_leftovers, newest_good
 from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
 from paceline.plan.precision import loses, precision_name
-from paceline.plan.shapes import window_sizes
+from paceline.plan.shapes import param_shapes, window_sizes
 from paceline.plan.sharding import compiles_by_block
 from paceline.plan.states import BASE
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
@@ -322,6 +322,7 @@ def resume(loop: Loop) -> int:
             append_event(run, "resumed", step=0, from_world_size=None, dropped_metrics=dropped)
         return 0
     checkpoint = CheckpointReader(run.checkpoints / path)
+    checkpoint.check_model(param_shapes(loop.plan.model))
     loop.optimizer.load(checkpoint.read)
     loop.optimizer.load_state_dict(checkpoint.state["optimizer"])
     scale.load_state_dict(checkpoint.state["scale"])

@@ -129,8 +129,8 @@ def plan_rollback(run: RunDir, error: LossTrouble) -> tuple[str, str, bool]:
     number = len(skipped) + 1
     if number > MAX_ROLLBACKS:
         steps = ", ".join(f"{batch['step']:,}" for batch in skipped)
-        message = f"{error.message}; the rows of {len(skipped)} steps ({steps}) have been passed over already"
-        fix = f"lower --matrix-lr or --embedding-lr and go on from the last checkpoint: paceline resume {run.quoted}"
+        message = f"{error.message}; {len(skipped)} batches were skipped already, at steps {steps}"
+        fix = f"paceline resume {run.quoted} with a lower --matrix-lr or --embedding-lr"
         return message, fix, False
     saved = list_checkpoints(run.checkpoints)
     last_saved = saved[0][1].step if saved else 0
@@ -140,7 +140,5 @@ def plan_rollback(run: RunDir, error: LossTrouble) -> tuple[str, str, bool]:
     counted = {"number": number, "at_most": MAX_ROLLBACKS}
     append_event(run, "rollback", step=trouble.step, to_step=last_saved, batch=batch, cause=trouble.cause, **counted)
     back = f"step {last_saved:,}" if last_saved else "the start"
-    message = (
-        f"{error.message}; rollback {number} of at most {MAX_ROLLBACKS}: back to {back}, past the rows of this step"
-    )
-    return message, f"paceline resume {run.quoted} goes on without these rows", True
+    message = f"{error.message}; rollback {number} of at most {MAX_ROLLBACKS}: back to {back}, skipping the batch of this step"
+    return message, f"paceline resume {run.quoted} goes on without this batch", True

@@ -42,6 +42,7 @@ STATELESS = {
 INTERRUPTED_JOB = f"{Interrupted.exit_code}:0"  # exit code and signal, as Slurm shows them
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
 ATTEMPT_FIELDS = {"attempt_ended": ("state",), "verdict": ("cause", "summary"), "decision": ("action", "why")}
+DECISIONS = {"stop": "no further attempt: ", "retry": "retrying: "}  # other actions say themselves what is done
 REQUIRED_FIELDS = {"attempt": ("attempt",), "resumed": ("step",), "checkpoint": ("step",), "sample": ("step",)}
 # by the launching terminal; a finding is printed whole, by check/ready.py
 PRINTED = {"checkpoint", "save_failed", "rollback", "sample", "resumed", "stopping", "note", "step_time"}
@@ -158,7 +159,7 @@ def sentence_of(kind: str, event: Record, *, labelled: bool) -> str | None:
             source = f"rank {event['rank']}" + (f" on {host}" if host else "")
             return f"{source} {'ended after it' if event.get('consequence') else 'failed'}: {event['message']}"
         case "decision":
-            return f"no further attempt: {event['why']}" if event["action"] == "stop" else str(event["why"])
+            return DECISIONS.get(event["action"], "") + str(event["why"])
         case "plan_changed":
             batch = f"device_batch_size {event['device_batch_size']}, {event['grad_accum_steps']} micro-steps"
             return f"plan changed: {format_number_of(event['world_size'], 'rank')}, {batch}"

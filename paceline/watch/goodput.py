@@ -98,8 +98,8 @@ def read_attempts(events: Sequence[Record], metrics: StepLines) -> tuple[list[At
             launches.append(event)
         elif kind == "attempt":
             attempts.append(Attempt(start=time, session=max(0, len(launches) - 1), end=time, lines=metrics[:0]))
-        elif attempts and attempts[-1].state is None:
-            attempt = attempts[-1]
+        elif attempts and attempts[-1].state is None and attempts[-1].session == max(0, len(launches) - 1):
+            attempt = attempts[-1]  # of a killed supervisor too, whose verdict the next command writes
             attempt.end = time
             match kind:
                 case "attempt_ended":
@@ -131,8 +131,10 @@ def last_counted_step(attempts: Sequence[Attempt], index: int, *, running: bool)
 def attempt_seconds(attempt: Attempt, *, last_step: float) -> dict[str, float]:
     """Returns an attempt's seconds by kind. last_step: see last_counted_step."""
     lines = attempt.lines[attempt.lines["step"] <= last_step]
+    is_repeated = last_step < max(attempt.saved, default=0)  # what it saved was damaged or removed
     if not len(lines):
-        return {"start_up" if attempt.state == "finished" else "lost": attempt.end - attempt.start}
+        ended_well = attempt.state == "finished" and not is_repeated
+        return {"start_up" if ended_well else "lost": attempt.end - attempt.start}
     seconds = dict.fromkeys(("steps", "start_up", "compile", "checkpoint", "evaluation", "lost"), 0.0)
     first_s = float(lines["step_ms"][0]) / 1000
     usual_s = float(np.median(lines["step_ms"][1:] if len(lines) > 1 else lines["step_ms"])) / 1000
@@ -145,7 +147,9 @@ def attempt_seconds(attempt: Attempt, *, last_step: float) -> dict[str, float]:
         seconds[kind] += float((wall - steps_s)[mask].sum())
     tail_s = max(0.0, attempt.end - float(lines["time"][-1]))
     ended_well = attempt.state in ("finished", "interrupted", "regrouped") and len(lines) == len(attempt.lines)
-    if last_step == math.inf or ended_well:  # its last weights were saved, and nothing of it was done again
+    if last_step == math.inf or (
+        ended_well and not is_repeated
+    ):  # its last weights were saved, and nothing of it was done again
         seconds["checkpoint"] += tail_s
     else:
         unlogged_s = min(tail_s, (last_step - float(lines["step"][-1])) * float(lines["step_ms"][-1]) / 1000)

@@ -1,3 +1,4 @@
+import ast
 import importlib.metadata
 import json
 import os
@@ -33,6 +34,14 @@ def test_the_host_is_described_as_the_system_does():
     assert host["limits"]["nofile"] == list(resource.getrlimit(resource.RLIMIT_NOFILE))
     assert 1 <= host["cpu"]["cores"] <= host["cpu"]["logical"]
     assert abs(host["clock"]["unix"] - time.time()) < 5
+
+
+def test_the_largest_processes_are_none_of_the_command_that_asks():
+    probe = "from paceline.check.probes.host_probe import largest_processes; print(largest_processes(own_cgroup=False))"
+    command = f"import subprocess, sys; held = bytearray(1 << 30); subprocess.run([sys.executable, '-c', {probe!r}])"
+    with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True) as process:
+        largest = ast.literal_eval(process.stdout.read())
+    assert largest and process.pid not in [user["pid"] for user in largest]
 
 
 def test_memory_agrees_with_psutil():

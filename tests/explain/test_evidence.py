@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -281,6 +282,24 @@ def test_kernel_errors_of_the_runs_processes_have_their_ranks(tmp_path):
     path = tmp_path / "kern.log"
     path.write_text(f"{OTHER_OOM_KILL}\n{OOM_KILL}\nNov 21 kernel: 4712 packets\n")
     assert read_kernel_errors({4711: 0, 4712: 1}, kmsg=tmp_path / "none", files=(path,)) == [(1, OOM_KILL)]
+
+
+@pytest.mark.parametrize(
+    ("line", "pid"),
+    [
+        ("Memory cgroup out of memory: Killed process 4712 (python) total-vm:218812kB, UID:0 pgtables:104kB", 4712),
+        ("oom-kill:constraint=CONSTRAINT_MEMCG,mems_allowed=0,task=python,pid=4712,uid=1000", 4712),
+        ("NVRM: Xid (PCI:0000:65:00): 31, pid=4712, name=python, Ch 00000008", 4712),
+        ("python[4712]: segfault at 18 ip 00007f1c2d4e11a0 sp 00007ffd error 4 in libtorch.so", 4712),
+        ("traps: python[4712] general protection fault ip:7f1c sp:7ffd error:0", 4712),
+    ],
+)
+def test_only_a_process_id_of_a_kernel_error_names_a_rank(tmp_path, line, pid):
+    path = tmp_path / "kern.log"
+    path.write_text(f"[ 957.515074] {line}\n")
+    numbers = {int(number): 1 for number in re.findall(r"\d+", path.read_text()) if int(number) != pid}
+    assert read_kernel_errors(numbers, kmsg=tmp_path / "none", files=(path,)) == []
+    assert read_kernel_errors({pid: 0}, kmsg=tmp_path / "none", files=(path,)) == [(0, path.read_text().rstrip())]
 
 
 def test_a_kernel_log_that_cannot_be_read_has_no_errors(tmp_path):

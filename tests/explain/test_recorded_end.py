@@ -31,6 +31,30 @@ def test_an_attempt_without_an_end_lost_its_supervisor_unless_it_goes_on(run):
     assert explanation.fix.endswith(f"`paceline resume {run.path}` goes on from the last checkpoint")
 
 
+def test_a_run_that_was_made_longer_and_lost_its_supervisor_is_not_finished(run):
+    os.close(lock_run(run))
+    append_event(run, "finished", step=8)
+    append_event(run, "attempt_ended", attempt=1, state="finished", exit_code=0)
+    run.logs(2).mkdir()
+    run.rank_log(2, 0).write_text("step 9 | loss 2.9\n")
+    append_event(run, "attempt", attempt=2, world_size=2, pids=[103, 104])
+    assert explain_run(run).cause == "supervisor-lost"
+    assert explain_run(run, attempt=1).cause == "healthy"
+
+
+def test_a_run_that_recovered_is_healthy_and_says_what_it_recovered_from(run):
+    append_event(run, "verdict", attempt=1, cause="hang")
+    append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=1)
+    assert explain_run(run).notes == ()
+    run.logs(2).mkdir()
+    run.rank_log(2, 0).write_text("step 9 | loss 2.9\n")
+    append_event(run, "attempt", attempt=2, world_size=2, pids=[103, 104])
+    append_event(run, "finished", step=9)
+    explanation = explain_run(run)
+    assert explanation.cause == "healthy"
+    assert explanation.notes == (f"earlier attempts failed and the run recovered: hang; paceline runs show {run.path}",)
+
+
 def test_a_run_whose_last_save_had_no_room_and_that_recorded_no_end_filled_the_disk(run):
     os.close(lock_run(run))
     append_event(run, "save_failed", step=8, needed_bytes=1 << 20, free_bytes=0)
@@ -38,6 +62,20 @@ def test_a_run_whose_last_save_had_no_room_and_that_recorded_no_end_filled_the_d
     assert (explanation.cause, explanation.summary) == (
         "disk-full", "the disk of the run folder had no room for the checkpoint of step 8",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_an_attempt_of_which_a_full_disk_keeps_the_events_away_is_not_healthy(run, is_ended):
+    append_event(run, "save_failed", step=8, needed_bytes=1 << 20, free_bytes=0)
+    append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=1)
+    os.close(lock_run(run))
+    run.logs(2).mkdir()
+    run.rank_log(2, 0).touch()
+    if is_ended:
+        append_event(run, "attempt", attempt=2, world_size=2, pids=[103, 104])
+        append_event(run, "rank_failed", attempt=2, rank=0, exit_code=1, signal=None, message="no output")
+        append_event(run, "attempt_ended", attempt=2, state="failed", exit_code=3)
+    assert explain_run(run).cause == "disk-full"
 
 
 def test_a_rank_that_ended_itself_without_an_error_is_looked_up_in_its_own_log(run):

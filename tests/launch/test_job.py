@@ -14,7 +14,7 @@ from paceline.errors import Finding, PacelineError, PlanError
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import Digest
 from paceline.launch.hosts import HostEntry
-from paceline.launch.job import StepWatch, TrainingJob, planned_step, stop_grace_s, watch_steps
+from paceline.launch.job import StepWatch, TrainingJob, first_step, planned_step, stop_grace_s, watch_steps
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.run_text import absolute_texts, prepare_data, record_data, reopen_data
 from paceline.launch.supervisor import Outcome
@@ -26,7 +26,7 @@ from paceline.plan.machine import Gpu, Machine
 from paceline.plan.planner import Plan, make_plan
 from paceline.plan.speeds import Speeds, keep_speeds, load_speeds
 from paceline.plan.step_time import StepTime
-from paceline.rundir import RunDir, RunInUse, append_json_line, append_sample, read_json_lines, utc_now
+from paceline.rundir import RunDir, RunInUse, append_event, append_json_line, append_sample, read_json_lines, utc_now
 
 CARD = Gpu(0, "NVIDIA GeForce RTX 5090", 32_607 << 20, (12, 0), find_gpu("RTX 5090"))
 ONE, TWO, NONE = (Machine(tuple(replace(CARD, index=i) for i in range(n)), 16, False, 64 << 30) for n in (1, 2, 0))
@@ -342,3 +342,14 @@ def test_a_run_whose_text_is_gone_resumes_with_its_shards_and_is_refused_without
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards/meta.json").write_text('{"format_version": 1, "files": {}}')
     assert reopen_data(run, replace(CONFIG, data=str(tmp_path / "gone.txt"))).path == tmp_path / "shards"
+
+
+def test_the_steps_of_the_last_command_are_counted_from_where_it_began(tmp_path):
+    run = RunDir(tmp_path)
+    append_event(run, "launch")
+    append_event(run, "resumed", step=60)  # its second attempt
+    assert first_step(run) == 0
+    append_event(run, "launch")
+    append_event(run, "resumed", step=100)
+    append_event(run, "resumed", step=120)
+    assert first_step(run) == 100

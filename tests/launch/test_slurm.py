@@ -63,6 +63,7 @@ from paceline.rundir import RunDir, append_event, lock_run, read_json_lines
 from paceline.slurm import (
     Allocation,
     Partition,
+    SlurmError,
     SlurmJob,
     allocation,
     expand_nodes,
@@ -72,6 +73,7 @@ from paceline.slurm import (
     parse_job,
     parse_limit,
     parse_partition,
+    read_partitions,
     submit_script,
 )
 from paceline.watch.events import end_state
@@ -751,3 +753,12 @@ def test_a_job_that_ended_before_its_run_began_leaves_a_run_that_says_why(tmp_pa
     with pytest.raises(PacelineError) as error:
         stop_run(run, now=False)
     assert error.value.fix == "the command that submitted it does so again"
+
+
+def test_the_fix_for_a_question_that_slurm_refuses_can_be_pasted(tmp_path, monkeypatch):
+    (tmp_path / "sinfo").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(SlurmError) as error:
+        read_partitions()
+    assert error.value.fix == "sinfo --noheader '--format=%R %D %T %G'"

@@ -16,6 +16,7 @@ from paceline.model.checkpoint import (
     CheckpointWriter,
     Piece,
 )
+from paceline.plan.shapes import ParamShape
 
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoint.md"
 
@@ -151,6 +152,22 @@ def test_a_missing_tensor_is_an_error_with_the_nearest_name(tmp_path: Path):
     assert error.value.message == (
         f"checkpoint {tmp_path}/step_000040 has no tensor model.wte.wieght; the nearest is model.wte.weight"
     )
+
+
+@pytest.mark.parametrize(
+    ("shapes", "difference"),
+    [
+        ({"wte.weight": (3, 2)}, "model.wte.weight is 4 x 2 in it and 3 x 2 in the run"),
+        ({"wte.weight": (4, 2), "h.1.weight": (2,)}, "model.h.1.weight is missing in it and 2 in the run"),
+        ({}, "model.wte.weight is 4 x 2 in it and missing in the run"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, shapes: dict[str, tuple[int, ...]], difference: str):
+    reader = save_once(tmp_path, [whole("model.wte.weight", torch.ones(4, 2)), whole("optim.x", torch.ones(1))])
+    reader.check_model([ParamShape("wte.weight", (4, 2), "wte")])
+    with pytest.raises(PacelineError) as error:
+        reader.check_model([ParamShape(name, shape, "wte") for name, shape in shapes.items()])
+    assert error.value.message == f"checkpoint {reader.path} is of another model: {difference}"
 
 
 def test_a_file_that_cannot_be_opened_is_an_error_of_the_users(tmp_path: Path):

@@ -125,6 +125,7 @@ def test_nvlink_of_a_card_without_it_is_refused():
     with pytest.raises(PlanError) as error:
         read_link("NVLink", find_gpu("RTX 5090"))
     assert error.value.message == "--link NVLink, but no NVLink of RTX 5090 is known"
+    assert "NVLink" not in error.value.fix
 
 
 def test_one_device_has_no_link():

@@ -189,6 +189,16 @@ def test_rows_that_the_user_sets_stay_and_are_refused_with_rows_that_fit():
     assert error.value.fix.endswith("same total_batch_size")
 
 
+def test_a_setup_of_which_only_the_most_exceeds_the_device_is_refused_with_the_most():
+    host = Machine((), cpu_cores=2, cpu_bf16=True, memory_bytes=960 << 20)
+    small = {"depth": 2, "n_embd": 64, "head_dim": 32, "sequence_len": 64, "total_batch_size": 1024}
+    with pytest.raises(DoesNotFit) as error:
+        planned(host, **small, device_batch_size=4, nproc=2)
+    assert error.value.message.startswith(
+        "up to 614 MiB (424 MiB expected) needed on each process with device_batch_size 4, 480 MiB may be used ("
+    )
+
+
 def test_a_setup_that_fits_a_larger_share_is_refused_with_that_profile():
     with pytest.raises(PlanError) as error:
         planned(depth=24, profile="conservative", total_batch_size=2**19)

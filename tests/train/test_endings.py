@@ -36,6 +36,20 @@ def test_a_loss_that_is_not_a_number_stops_naming_step_and_rank(shop):
     assert len(metrics(run)) == 4
 
 
+def test_a_run_whose_model_was_changed_by_hand_is_refused(shop, unbroken):
+    run = shop.copy(unbroken, "widened")
+    for path, before, after in [
+        ("config.toml", "n_embd = 64", "n_embd = 128"),
+        ("plan.json", '"n_embd": 64', '"n_embd": 128'),
+    ]:
+        text = (run / path).read_text()
+        assert before in text
+        (run / path).write_text(text.replace(before, after))
+    another = "is of another model: model.wte.weight is 512 x 64 in it and 512 x 128 in the run"
+    assert another in shop.finish(shop.command("eval", str(run), device="cpu"), code=1)
+    assert another in shop.finish(shop.resume_command(run, num_steps=STEPS + 2), code=1)
+
+
 def poison(run: Path, key: str) -> None:
     """Puts a NaN into one tensor of the newest checkpoint, which is then saved again with right hashes."""
     from paceline.model.checkpoint import CheckpointReader, CheckpointWriter, Piece

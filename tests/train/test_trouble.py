@@ -131,7 +131,7 @@ def test_a_nan_loss_stops_the_run_and_the_evidence_names_rank_and_row(shop, pois
     run = poisoned("stops")
     output = shop.finish(shop.resume_command(run, num_steps=8), code=3)
     assert f"error: the loss is not finite at step {NAN_BATCH + 1} on rank 1" in output
-    assert f"fix: see {run / 'trouble' / 'step_000007'}; then lower --matrix-lr" in output
+    assert f"fix: see {run / 'trouble' / 'step_000007'}; then paceline resume {run} with a lower --matrix-lr" in output
     [event] = events(run, "trouble")
     assert (event["step"], event["cause"], event["ranks"]) == (7, "loss-nan", [1])
     well, bad = evidence(run, 7, 0), evidence(run, 7, 1)
@@ -192,7 +192,7 @@ def test_after_three_rollbacks_the_run_stops(shop, poisoned):
     poison(run, "model.h.0.mlp.c_fc.weight", 0)
     output = shop.finish(shop.resume_command(run, num_steps=8, on_nan="rollback"), code=3)
     assert skipped(run) == [4, 5, 6]
-    assert "the rows of 3 steps (5, 5, 5) have been passed over already" in output
+    assert "3 batches were skipped already, at steps 5, 5, 5" in output
 
 
 @pytest.fixture

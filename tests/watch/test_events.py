@@ -22,6 +22,10 @@ TEXTS = [
         {"event": "decision", "action": "stop", "why": "--no-recover was given"},
         "no further attempt: --no-recover was given",
     ),
+    (
+        {"event": "decision", "action": "retry", "why": "this is usually transient"},
+        "retrying: this is usually transient",
+    ),
     ({"event": "rank_failed", "rank": 1, "message": "boom", "consequence": True}, "rank 1 ended after it: boom"),
     ({"event": "rank_failed", "rank": 0, "message": "\x1b[31mboom\x1b[0m"}, "rank 0 failed: boom"),
     ({"event": "stopping", "signal": "SIGTERM"}, "stopping on SIGTERM"),

@@ -89,6 +89,28 @@ def test_the_time_until_a_resume_is_idle_and_does_not_lower_the_speed():
     assert (result.num_steps, result.busy_s, result.tok_per_sec) == (5, 40.0, 12.5)
 
 
+def test_the_time_after_a_supervisor_was_killed_is_idle():
+    """The next command writes the verdict on the attempt, hours later."""
+    events = [
+        *BEGIN, event(19.5, "checkpoint", step=4), event(20, "stopped", step=4),
+        event(7200, "launch", prepared_s=1.0), event(7200, "verdict", attempt=1, cause="supervisor-lost"),
+        event(7201, "attempt", attempt=2), event(7203, "resumed", step=4), event(7210, "attempt_ended", state="finished"),
+    ]  # fmt: skip
+    result = spent(events, [*LINES, line(7205, 5, 1000)])
+    assert result["idle"] == 7200 - 1.0 - 20
+    assert result.get("lost", 0) <= 1.0
+
+
+@pytest.mark.parametrize(("resumed", "lost"), [(3, 3.0), (0, 15.0)])
+def test_what_a_finished_run_does_again_because_its_last_checkpoints_are_gone_is_lost(resumed, lost):
+    events = [
+        *BEGIN, *SAVE, event(19.5, "checkpoint", step=4), event(20, "attempt_ended", state="finished"),
+        event(30, "launch", prepared_s=1.0), event(31, "attempt", attempt=2), event(32, "resumed", step=resumed),
+        event(40, "attempt_ended", state="finished"),
+    ]  # fmt: skip
+    assert spent(events, [*LINES[:resumed], line(35, resumed + 1, 1000)])["lost"] == lost
+
+
 @pytest.mark.parametrize("state", ["finished", "interrupted"])
 def test_an_extension_of_a_run_that_ended_well_loses_nothing(state):
     """Its last seconds were its last evaluation and checkpoint, whatever follows."""

@@ -129,14 +129,32 @@ def probe_memory() -> dict[str, Any]:
 
 
 def largest_processes(*, own_cgroup: bool) -> list[dict[str, Any]]:
-    """Returns the three processes that hold the most memory, the largest first. own_cgroup: only those that share our limit."""
+    """Returns the three processes that hold the most memory, the largest first: none of the command that asks, or that started it.
+
+    own_cgroup: only those that share our limit.
+    """
     processes, own_group = [], read_text("/proc/self/cgroup")
+    command, *above = ancestors(os.getpid())
     for name in names_in("/proc"):
         pages = (read_text(f"/proc/{name}/statm") or "").split() if name.isdigit() else []
-        if len(pages) > 1 and (not own_cgroup or read_text(f"/proc/{name}/cgroup") == own_group):
+        if len(pages) < 2 or int(name) in (command, *above) or command in ancestors(int(name)):
+            continue
+        if not own_cgroup or read_text(f"/proc/{name}/cgroup") == own_group:
             processes.append((int(pages[1]) * os.sysconf("SC_PAGE_SIZE"), int(name)))
     largest = sorted(processes, reverse=True)[:3]
     return [{"pid": pid, "name": process_name(pid) or "unknown", "rss_bytes": rss} for rss, pid in largest]
+
+
+def ancestors(pid: int) -> list[int]:
+    """Returns the ids of the processes that started this one, its parent first."""
+    pids: list[int] = []
+    while pid:
+        fields = (
+            (read_text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+        )  # a name may contain spaces and brackets
+        pid = int(fields[1]) if len(fields) > 1 else 0
+        pids.append(pid)
+    return pids
 
 
 def probe_shm(path: str) -> dict[str, Any] | None:

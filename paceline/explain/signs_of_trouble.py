@@ -131,5 +131,5 @@ def is_result(text: str) -> bool:
 
 
 def ends_well(log: Log) -> bool:
-    """Whether one of the last lines tells that the work is done."""
-    return any(is_result(text) for _, text in log.last_lines[-LAST_CHECKED:])
+    """Whether one of the last lines tells that the work is done, or cells of a notebook worked after those that failed."""
+    return bool(log.note) or any(is_result(text) for _, text in log.last_lines[-LAST_CHECKED:])

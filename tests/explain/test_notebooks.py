@@ -114,3 +114,23 @@ def test_results_in_a_table_of_pandas_are_no_curve():
 def test_a_notebook_on_one_line_with_html_in_it_is_read():
     text = STEPS + "&quot;\n" * 9
     assert verdict(cell(1, text), cell(2, error=BUG), cell(3, "ok\n")).cause == "healthy"
+
+
+def test_the_advice_for_a_notebook_names_no_ranks_and_no_job():
+    unknown = verdict(cell(1, "6\n"))
+    assert (unknown.cause, unknown.fix) == (
+        "unknown",
+        "run its cells to the end, save the notebook, and pass it: paceline explain NOTEBOOK",
+    )
+    assert verdict(cell(1, "".join(f"row {n} of table\n" for n in range(20)))).fix == ""
+    assert verdict(cell(1, STEPS)).fix == ""
+
+
+def test_the_advice_for_one_process_names_no_ranks():
+    assert explain([b"reading the table\n"]).fix == (
+        "pass all that the run printed: COMMAND > run.log 2>&1, then paceline explain run.log"
+    )
+    trouble = explain([b"reading the table\nthe cache is invalid\nreading it all\n" + b"row\n" * 5])
+    assert trouble.fix.startswith("read what stands around line 2, and look for its text")
+    ranks = b"[rank0]: reading the table\n[rank1]: reading the table\n"
+    assert explain([ranks]).fix.startswith("pass the whole log of every rank: torchrun")

@@ -57,12 +57,12 @@ NOT_IN_NAME = re.compile(r"[^\w.-]+")
 MIN_WIDTH, MAX_WIDTH = 60, 400  # characters of a line
 MIN_BROKEN, MIN_SHARE = 3, 0.6  # different lines that go on in the next one, and their share of those of full width
 START = 4  # characters by which two lines begin alike
+RULE = 12  # different characters; fewer are a line of dashes
 # when a cell began to run, in the metadata of JupyterLab and Kaggle, of papermill and ExecuteTime, of Colab
 BEGINNINGS = ("iopub.execute_input", "start_time", "timestamp")
 PIP, PIP_ERROR = re.compile(r"\bpip3? install\b"), re.compile(r"(?m)^(?:\x1b\[[\d;?]*\w)*ERROR: .*")
 ROW_END = re.compile(r" ?(?:</(?:tr|div|p)>|<br ?/?>|<table[^>]*>) ?")
 CELL_END, HTML_TAG = re.compile(r" ?</t[dh]> ?"), re.compile(r" ?<[^>]*> ?")
-RULE = 12  # different characters; fewer are a line of dashes
 
 
 class ForwardedLines:

@@ -122,8 +122,6 @@ START_BYTES = 4096  # of a log, which show its encoding
 UNPRINTED = bytes([*range(1, 7), *range(14, 27), *range(28, 32), 127])
 HTML_QUOTES = (b"&quot;", b"&#39;", b"&#x27;", b"&#34;", b"&lt;")
 HTML_ESCAPES = (*HTML_QUOTES, b"&gt;", b"&nbsp;", b"&amp;")
-ROW_END = re.compile(r" ?(?:</(?:tr|div|p)>|<br ?/?>|<table[^>]*>) ?")
-CELL_END, TAG = re.compile(r" ?</t[dh]> ?"), re.compile(r" ?<[^>]*> ?")
 
 Fields = Mapping[str, Any]
 
@@ -292,16 +290,13 @@ def is_binary(first: bytes) -> bool:
 
 
 def as_text(first: bytes, others: Iterator[bytes]) -> Iterator[bytes]:
-    """
-    Yields what a program printed, of a log in UTF-16 (PowerShell's >), in a notebook, in HTML, in one string, or in CSV, as
-    log viewers export it.
-    """
+    """Yields what a program printed, of a log in UTF-16 (PowerShell's >), in HTML, in one string, or in a log viewer's CSV."""
     chunks = chain([first], others)
     if not is_utf16(first):
         if column := message_column(first):
             yield from exported_messages(b"".join(chunks), column)
         else:
-            yield from printed_outputs(b"".join(chunks)) if is_notebook(first) else map(replacement_for(first), chunks)
+            yield from map(replacement_for(first), chunks)
         return
     is_big = first.startswith(b"\xfe\xff") or (not first.startswith(b"\xff\xfe") and first[:1] == b"\0")
     for text in codecs.iterdecode(chunks, "utf-16-be" if is_big else "utf-16-le", "replace"):
@@ -340,33 +335,3 @@ def exported_messages(content: bytes, column: str) -> Iterator[bytes]:
         lines.reverse()
     for line in lines:
         yield line.encode("utf-8", "replace") + b"\n"
-
-
-def is_notebook(first: bytes) -> bool:
-    return first.lstrip().startswith(b"{") and has_word(first, (b'"cell_type"', b'"nbformat"'))
-
-
-def printed_outputs(content: bytes) -> Iterator[bytes]:
-    """Yields what the cells of a notebook printed, in the order in which they ran; its text as it is where it is cut."""
-    try:
-        cells = sorted(json.loads(content)["cells"], key=lambda cell: cell.get("execution_count") or 0)
-        texts = [output_text(output) for cell in cells for output in cell.get("outputs", ())]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        yield content
-        return
-    for text in texts:
-        yield text.encode("utf-8", "replace") + b"\n"
-
-
-def output_text(output: Mapping[str, Any]) -> str:
-    """The text of one output of a cell; of a table, such as transformers' of losses, a line for each row."""
-    data = output.get("data") or {}
-    if table := joined(data.get("text/html")):
-        return html.unescape(TAG.sub("", CELL_END.sub("\t", ROW_END.sub("\n", " ".join(table.split())))))
-    error = f"{output.get('ename')}: {output.get('evalue')}" if output.get("output_type") == "error" else ""
-    return "\n".join(output.get("traceback") or ()) or error or joined(output.get("text") or data.get("text/plain"))
-
-
-def joined(text: Any) -> str:
-    """A notebook's text, which is a string or a list of lines with their newlines."""
-    return "".join(text) if isinstance(text, list) else text or ""

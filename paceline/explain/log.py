@@ -10,7 +10,7 @@ from paceline.explain.progress import LossPoint, ProgressLine, ProgressTracker
 from paceline.explain.run_bounds import RunBounds
 
 FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a run with more errors
-SEVERAL_PROCESSES = re.compile(r"(?i)\brank\b|torchrun|torch\.distributed|srun|mpirun|deepspeed|world[_ ]size")
+SEVERAL_PROCESSES = re.compile(r"(?i)\brank(?:\b|_?\d)|torchrun|torch\.distributed|srun|mpirun|deepspeed|world[_ ]size")
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -35,6 +35,8 @@ class Log:
     by_command: bool = False  # the run begins with a command that a shell prints
     has_end: bool = False  # a record reports the end of a program
     earlier: "tuple[Log, ...]" = ()  # the runs before it in the same log, of many the last ones
+    is_notebook: bool = False
+    note: str = ""  # on cells of a notebook that failed before later ones worked
     problem: str = ""  # why the log could not be read whole
 
     @property
@@ -44,7 +46,8 @@ class Log:
     @property
     def has_one_process(self) -> bool:
         """Whether no line tells of several processes."""
-        return not (self.ranks or any(SEVERAL_PROCESSES.search(record.text) for record in self.records))
+        texts = [*(record.text for record in self.records), *(text for _, text in self.last_lines)]
+        return not (self.ranks or any(map(SEVERAL_PROCESSES.search, texts)))
 
     def steps_after(self, record: Record) -> set[int]:
         """The steps that the same rank reports after a record; a line without a step counts as one of its own."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Record, RecordKind
-from paceline.explain.forwarded import ForwardedLines, WrappedLines
+from paceline.explain.forwarded import ForwardedLines, WrappedLines, is_notebook, printed_outputs
 from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes
 from paceline.explain.line_measures import StepLoss, in_english, read_step_and_loss, strip_bars
 from paceline.explain.lines import (
@@ -105,16 +105,18 @@ def read_log(
     shapes: shared by the logs of one run, whose lines are much alike.
     """
     parser = LogParser(rank=rank, source=source, filter=LineFilter(shapes or Shapes()))
-    problem = ""
+    problem, note, in_cells = "", "", False
     try:
         first, chunks = split_start(chunks)
         if is_binary(first[:SAMPLE_BYTES]):
             return Log(problem=NOT_TEXT)
-        for block, is_last in whole_lines(as_text(first, chunks)):
+        in_cells = is_notebook(first)
+        texts, note = printed_outputs(b"".join([first, *chunks])) if in_cells else (as_text(first, chunks), "")
+        for block, is_last in whole_lines(texts):
             parser.feed(block, is_last=is_last)
     except (EOFError, lzma.LZMAError, zlib.error):
         problem = INCOMPLETE
-    return replace(parser.finish(), problem=problem)
+    return replace(parser.finish(), problem=problem, is_notebook=in_cells, note=note)
 
 
 class LogParser:

@@ -64,6 +64,7 @@ def choose_runs(logs: Sequence[Log]) -> Chosen:
     """The run that is asked about of each log, and sentences on the others."""
     chosen, notes = [], []
     for log in logs:
+        notes += [log.note] if log.note else []
         if not log.earlier:
             chosen.append(log)
             continue

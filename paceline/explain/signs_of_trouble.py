@@ -153,5 +153,5 @@ def is_result(text: str) -> bool:
 
 
 def ends_well(log: Log) -> bool:
-    """Whether one of the last lines tells that the work is done, or a server has answered to the end."""
-    return any(is_result(text) for _, text in log.last_lines[-LAST_CHECKED:]) or is_serving(log)
+    """Whether the end tells that work is done or requests are answered, or cells of a notebook worked after those that failed."""
+    return bool(log.note) or any(is_result(text) for _, text in log.last_lines[-LAST_CHECKED:]) or is_serving(log)

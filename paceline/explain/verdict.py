@@ -52,6 +52,8 @@ MAX_TEXT, MAX_QUOTE = 600, 200
 CHECK_END = (
     "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
 )
+RERUN_CELLS = "run its cells to the end, save the notebook, and pass it: paceline explain NOTEBOOK"
+ONE_LOG = "COMMAND > run.log 2>&1, then paceline explain run.log"
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
 DIGITS = str.maketrans("", "", "0123456789")
@@ -66,7 +68,8 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
     parts = [log.progress for log in logs]
     longest = max(parts, key=lambda part: (part.steps, part.last_step or 0), default=LogProgress())
     finished = any(part.finished for part in parts)
-    silent_end = not finished and longest.silent_end and all(part.silent_end for part in parts if part.steps)
+    is_open = not finished and not any(log.is_notebook for log in logs)  # a cell has ended
+    silent_end = is_open and longest.silent_end and all(part.silent_end for part in parts if part.steps)
     progress = replace(longest, finished=finished, silent_end=silent_end)
     fatal = [event for event in events if event.cause.severity == "fatal" and event.score >= MIN_SCORE]
     candidates = [event for event in fatal if not event.run_continued]
@@ -219,7 +222,8 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, trouble)
     if any(map(is_ordinary, logs)):
         summary = f"no failure found in {count_lines(logs):,} lines, but they report no step and no end"
-        return Explanation(HEALTHY, confidence=OUTPUT_CONFIDENCE, summary=summary, fix=CHECK_END, progress=progress)
+        fix = "" if any(log.is_notebook for log in logs) else CHECK_END
+        return Explanation(HEALTHY, confidence=OUTPUT_CONFIDENCE, summary=summary, fix=fix, progress=progress)
     return explain_silence(logs, progress, ())
 
 
@@ -255,7 +259,10 @@ def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequenc
     """For logs that show neither a known failure nor that the run works: what was read. trouble: their suspicious lines."""
     num_lines = f"{count_lines(logs):,} lines"
     fix = f"pass the whole log of every rank: {ONE_LOG_PER_RANK}"
+    if is_one_process(logs):
+        fix = RERUN_CELLS if logs[0].is_notebook else f"pass all that the run printed: {ONE_LOG}"
     if trouble:
+        fix = unknown_fix(Record("line", trouble[0].text, trouble[0].line), logs) if is_one_process(logs) else fix
         is_end = any(trouble[0].line == number for log in logs for number, _ in log.last_lines[-LAST_CHECKED:])
         where = "the log ends with" if is_end else f"line {trouble[0].line:,} is"
         summary = f"no failure is recognized, but {where}: {trouble[0].text[:MAX_QUOTE]}"
@@ -329,12 +336,19 @@ def explain_unknown(
 
 def unknown_fix(record: Record, logs: Sequence[Log]) -> str:
     if record.kind == "line":
-        return f"read what stands before line {record.line:,}, and look for its text in the script or program that printed it"
+        return f"read what stands around line {record.line:,}, and look for its text in the script or program that printed it"
     if record.kind == "exception":
         return (
             "read the frames above that line; if they do not show the cause, run again with CUDA_LAUNCH_BLOCKING=1"
             " and TORCH_SHOW_CPP_STACKTRACES=1"
         )
+    if is_one_process(logs):
+        return f"run again with PYTHONFAULTHANDLER=1: {ONE_LOG}; also check dmesg on its host"
     if all(record.kind != "exception" for log in logs for record in log.records):
         return f"the failed rank's own output is missing: {ONE_LOG_PER_RANK}; also check dmesg on its host"
     return f"run again with PYTHONFAULTHANDLER=1, NCCL_DEBUG=INFO and one log per rank: {ONE_LOG_PER_RANK}"
+
+
+def is_one_process(logs: Sequence[Log]) -> bool:
+    """Whether nothing shows several ranks."""
+    return len(logs) == 1 and logs[0].has_one_process

@@ -529,7 +529,7 @@ def test_the_package_that_raised_an_error_is_named_in_the_fix():
 def test_the_fix_of_an_unknown_line_sends_to_that_line():
     explanation = verdict(f"{STEPS}ERROR: No Python environment found\n")
     assert explanation.cause == "unknown" and explanation.fix.startswith(
-        f"read what stands before line {len(STEPS.splitlines()) + 1}"
+        f"read what stands around line {len(STEPS.splitlines()) + 1}"
     )
 
 

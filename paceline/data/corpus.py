@@ -2,7 +2,7 @@
 The text of a run: a source string becomes files, files become documents, and some documents are held out.
 
     builtin             the running Python's own standard library sources, without its tests (PSF licence)
-    PATH                one file, or a folder with everything under it: .txt .md .py .jsonl .parquet .txt.gz .jsonl.gz
+    PATH                one file, or a folder with everything under it but runs: .txt .md .py .jsonl .parquet .txt.gz .jsonl.gz
     hf:NAME[:CONFIG]    the `train` split of a dataset in Hugging Face `datasets` format; NAME may be a local folder
 
 A document is one text file, one line of jsonl or one row of a table; a long one is cut at line ends into parts, each a
@@ -37,6 +37,7 @@ FORMATS = {
     ".parquet": "parquet",
 }
 NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+RUN_FILES = ({".lock", "config.toml"}, {".lock", "preparing.json"})  # of a run folder, or of one that is being prepared
 
 MIN_PART_BYTES, MAX_PART_BYTES = 4 << 10, 256 << 10
 TARGET_PARTS = 64  # of a source that is one long file, so that some can be held out
@@ -214,13 +215,17 @@ def _folder_files(folder: Path, *, print_note: bool) -> list[SourceFile]:
 
 
 def _walk(folder: Path, broken: list[PacelineError]) -> Iterator[Path]:
-    """Yields the files under the folder in sorted order. Linked folders are entered once, whatever loops the links make."""
+    """Yields the files under the folder in sorted order, without those of runs: a model would learn what models wrote.
+
+    Linked folders are entered once, whatever loops the links make.
+    """
     entered: set[tuple[int, int]] = set()
     for here, subfolders, names in os.walk(
         folder, followlinks=True, onerror=lambda error: broken.append(_stat_error(Path(error.filename), error))
     ):
         inode = Path(here).stat()
-        if (inode.st_dev, inode.st_ino) in entered:
+        is_run = Path(here) != folder and any(files.issubset(names) for files in RUN_FILES)
+        if is_run or (inode.st_dev, inode.st_ino) in entered:
             subfolders.clear()
             continue
         entered.add((inode.st_dev, inode.st_ino))

@@ -25,6 +25,16 @@ class PacelineError(Exception):
         return f"error: {self.message}\n  fix: {self.fix}"
 
 
+def expand_home(path: str | Path) -> Path:
+    """Returns the path with a folder in place of `~` or `~user`. Raises PacelineError where that home is not known."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        home = Path(path).parts[0]
+        fix = "export HOME=DIR, a folder that you can write" if home == "~" else "write the whole path"
+        raise PacelineError(f"the home folder {home} is not known", fix=fix) from error
+
+
 def check_new_file(path: Path, *, force: bool) -> None:
     """Raises PacelineError for a file of --out that exists, unless --force is set, and for what cannot be a file."""
     if path.is_dir():

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from paceline.data.readers import Document, SourceFile, UnreadableFile, is_saved_dataset, read_documents
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, expand_home
 from paceline.units import format_bytes, format_list, format_number_of
 
 Progress = Callable[[str, float, float], None]  # label of the work, amount done, in all (0: unknown)
@@ -58,7 +58,7 @@ def list_files(source: str, *, print_note: bool = False) -> list[SourceFile]:
         return _builtin_files()
     if source.startswith("hf:"):
         return [_hf_source(source)]
-    path = Path(source).expanduser()
+    path = expand_home(source)
     try:
         path.lstat()
     except FileNotFoundError as error:
@@ -271,13 +271,13 @@ def _stat_error(path: Path, error: Exception) -> UnreadableFile:
 def _hf_source(source: str) -> SourceFile:
     """Returns one SourceFile for the whole dataset; a local one is stamped by its files, one from the hub by its name alone."""
     name, config = source.removeprefix("hf:"), ""
-    if ":" in name and not Path(name).expanduser().exists():
+    if ":" in name and not expand_home(name).exists():
         name, config = name.rsplit(":", 1)
     if not name:
         raise PacelineError(
             f"{source} names no dataset", fix="write hf:NAME or hf:NAME:CONFIG, such as hf:roneneldan/TinyStories"
         )
-    folder = Path(name).expanduser()
+    folder = expand_home(name)
     if not folder.is_dir():
         if name.startswith((".", "/", "~")):
             raise PacelineError(f"no such dataset folder: {name}", fix="check the path; hub datasets are hf:OWNER/NAME")

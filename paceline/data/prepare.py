@@ -30,7 +30,7 @@ from paceline.config import Config
 from paceline.data.corpus import Progress, cannot_write, list_files
 from paceline.data.readers import SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, expand_home
 from paceline.locks import NoLocks, try_lock
 from paceline.rundir import write_atomic
 from paceline.units import format_bytes, format_duration, format_number_of
@@ -118,7 +118,7 @@ def dataset_path(
 ) -> Path:
     """Returns where the prepared text of these files is, or would be. tokenizer_hash None: one of vocab_size is trained on them."""
     settings = {"tokenizer": tokenizer_hash or f"trained {vocab_size}", "shard_tokens": SHARD_TOKENS}
-    return cache_dir.expanduser() / "data" / make_fingerprint(files, settings)
+    return expand_home(cache_dir) / "data" / make_fingerprint(files, settings)
 
 
 @contextmanager

@@ -86,7 +86,7 @@ FIXED_KEYS = (
 def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] = ()) -> int:
     """Starts a new run and returns the exit code; nodes: that have joined. Raises PacelineError for what the user can fix."""
     started, services = time.monotonic(), checked_services(options)
-    check_config(config)
+    check_config(Config(**absolute_texts(asdict(config))))
     run = RunDir(Path(config.runs_dir) / (config.name or f"d{config.depth}-{datetime.now():%Y%m%d-%H%M%S}"))
     place, start = check_free(run), find_start(run)
     if start == "continues":  # Slurm has requeued the job that began this run

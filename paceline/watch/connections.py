@@ -18,7 +18,7 @@ from pathlib import Path
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, expand_home
 from paceline.rundir import read_text
 
 PORT = 8765  # the first port to try
@@ -87,12 +87,13 @@ def opened_browser(address: str) -> Iterator[None]:
 
     Only this user can read the file. It lies in the home folder, because a sandboxed browser reads no other.
     """
-    remove_dead_pages(Path.home())
+    home = expand_home("~")
+    remove_dead_pages(home)
     try:
-        fd, name = tempfile.mkstemp(prefix=f"paceline-{os.getpid()}-", suffix=".html", dir=Path.home())
+        fd, name = tempfile.mkstemp(prefix=f"paceline-{os.getpid()}-", suffix=".html", dir=home)
     except OSError as error:
         raise PacelineError(
-            f"--open: cannot write a file to {Path.home()}: {error.strerror}",
+            f"--open: cannot write a file to {home}: {error.strerror}",
             fix="leave out --open and open the printed address",
         ) from error
     try:

@@ -262,6 +262,8 @@ def wait_for_lock(run: RunDir) -> int:
         except RunInUse as error:
             if error.pid is None or process_state(error.pid) not in GONE or time.monotonic() > deadline:
                 raise
+        except OSError as error:
+            raise unwritable_run(run, error) from error
         if not announced:
             print(f"waiting for the workers of {run.name}'s last attempt to end", flush=True)
             announced = True

@@ -330,6 +330,12 @@ HEALTHY: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | 
     ("disk-full", "cpu_box", {"storage.run_dir.free_bytes": 3 * GIB},
      {**DISK, "config": {"keep_last": 2, "save_every": 0}}, None),
     ("folder-unwritable", "cpu_box", FULL, {"command": "run"}, None),
+    ("folder-unwritable", "cpu_box", {"storage.run_dir.writable": False}, DISK, ("stop", "--runs-dir ~/runs")),
+    ("folder-unwritable", "cpu_box", {"storage.run_dir.writable": False}, {**DISK, "command": "resume"},
+     ("stop", "mkdir -p ~/runs && cp -r /home/ada/runs ~/runs/runs && paceline resume ~/runs/runs")),  # another user's
+    ("folder-unwritable", "cpu_box", {"storage.cache.writable": False, "storage.cache.path": "/data/cache"}, CPU,
+     ("warn", "--cache-dir ~/.cache/paceline")),
+    ("folder-unwritable", "cpu_box", {"storage.cache.writable": False}, CPU, ("warn", "--cache-dir DIR in a place you can write")),
     ("omp-threads-few", "workstation", {"env.OMP_NUM_THREADS": "1"}, CUDA, None),
     ("debug-left", "cpu_box", {"env.TORCH_SHOW_CPP_STACKTRACES": "1"}, CPU, None),
     ("driver-old", "workstation", {"driver.version": "570.133.07", "torch.cuda": "13.0", "torch.cuda_available": False}, CUDA,

@@ -110,6 +110,7 @@ BY_FRAME = (  # what one of the innermost frames says beside a message: the caus
     ("system-tool-missing", 0.9, r"FileNotFoundError: \[Errno 2\] .*: '(?P<tool>[^']+)'", r"\bin _execute_child\b"),
     # torch looks for the end of the archive in front of the file's start where the file is cut
     ("checkpoint-corrupt", 0.9, "OSError", r"torch/serialization\.py\", line \d+, in __init__\b"),
+    ("shm-too-small", 0.96, r"OSError: \[Errno 28\]", r"multiprocessing[/\\](?:synchronize|shared_memory|heap)\.py\""),
     (FALLBACK, 0.5, "FileNotFoundError", r"\bin (?:mkdir|makedirs)\b"),
 )
 NOT_OWN = {"version-mismatch", "config-error"}

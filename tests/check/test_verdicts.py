@@ -330,6 +330,8 @@ HEALTHY: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | 
     ("disk-full", "cpu_box", {"storage.run_dir.free_bytes": 3 * GIB},
      {**DISK, "config": {"keep_last": 2, "save_every": 0}}, None),
     ("folder-unwritable", "cpu_box", FULL, {"command": "run"}, None),
+    ("shm-small", "workstation", {"host.shm.writable": False, "host.shm.free_bytes": 0}, CUDA,
+     ("stop", "mount -o remount,size=8G /dev/shm")),
     ("folder-unwritable", "cpu_box", {"storage.run_dir.writable": False}, DISK, ("stop", "--runs-dir ~/runs")),
     ("folder-unwritable", "cpu_box", {"storage.run_dir.writable": False}, {**DISK, "command": "resume"},
      ("stop", "mkdir -p ~/runs && cp -r /home/ada/runs ~/runs/runs && paceline resume ~/runs/runs")),  # another user's

@@ -1,6 +1,7 @@
 """The two kinds of problems: an error, which ends the command, and findings of a check; and the name that was meant."""
 
 import difflib
+import os
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -43,6 +44,9 @@ def check_new_file(path: Path, *, force: bool) -> None:
         raise PacelineError(f"{holder} is a file, and no folder of {path.name}", fix="--out FILE in another folder")
     if path.exists() and not force:
         raise PacelineError(f"{path} already exists", fix="--force overwrites it, --out FILE writes another one")
+    # a tokenizer may take hours before it is written
+    if not os.access(path if path.exists() else holder, os.W_OK):
+        raise PacelineError(f"{path} cannot be written: Permission denied", fix="--out FILE in a place you can write")
 
 
 class UsageError(PacelineError):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.command_line import option, parameters_of
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, expand_home
 from paceline.units import parse_duration
 
 MIN_VOCAB_SIZE = 257  # of a tokenizer that is trained: every byte and the separator, so that any text can be encoded
@@ -186,6 +186,9 @@ KEYS = parameters_of(Config)
 
 def check_config(config: Config) -> None:
     """Raises a PacelineError where keys contradict each other, or a text has a form that no limit describes."""
+    for name, value in vars(config).items():
+        if isinstance(value, str):
+            check_utf8(name, value)
     lengths = [name for name in LENGTH_KEYS if getattr(config, name) is not None]
     if len(lengths) > 1:
         raise PacelineError(f"{lengths[0]} and {lengths[1]} are both set", fix="give one of them")
@@ -227,9 +230,20 @@ def check_config(config: Config) -> None:
         )
 
 
+def check_utf8(name: str, value: str) -> None:
+    """Raises PacelineError for a value that no file of a run can hold: a path or an argument whose bytes are not UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(value).decode(errors="backslashreplace")
+        raise PacelineError(
+            f"{name} {shown} is not UTF-8: the run could not be repeated", fix="rename the file or the folder"
+        ) from None
+
+
 def cache_dir(config: Config) -> Path:
     """Returns the folder of prepared text and of what was measured on this machine."""
     if config.cache_dir:
-        return Path(config.cache_dir).expanduser()
+        return expand_home(config.cache_dir)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # the desktop standard, which ignores a relative path
-    return (base if base.is_absolute() else Path.home() / ".cache") / "paceline"
+    return (base if base.is_absolute() else expand_home("~/.cache")) / "paceline"

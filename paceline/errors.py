@@ -1,6 +1,7 @@
 """The two kinds of problems: an error, which ends the command, and findings of a check; and the name that was meant."""
 
 import difflib
+import os
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,6 +28,16 @@ class PacelineError(Exception):
         return f"error: {message}\n  fix: {self.fix}"
 
 
+def expand_home(path: str | Path) -> Path:
+    """Returns the path with a folder in place of `~` or `~user`. Raises PacelineError where that home is not known."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        home = Path(path).parts[0]
+        fix = "export HOME=DIR, a folder that you can write" if home == "~" else "write the whole path"
+        raise PacelineError(f"the home folder {home} is not known", fix=fix) from error
+
+
 def check_new_file(path: Path, *, force: bool) -> None:
     """Raises PacelineError for a file of --out that exists, unless --force is set, and for what cannot be a file."""
     if path.is_dir():
@@ -35,6 +46,9 @@ def check_new_file(path: Path, *, force: bool) -> None:
         raise PacelineError(f"{holder} is a file, and no folder of {path.name}", fix="--out FILE in another folder")
     if path.exists() and not force:
         raise PacelineError(f"{path} already exists", fix="--force overwrites it, --out FILE writes another one")
+    # a tokenizer may take hours before it is written
+    if not os.access(path if path.exists() else holder, os.W_OK):
+        raise PacelineError(f"{path} cannot be written: Permission denied", fix="--out FILE in a place you can write")
 
 
 class UsageError(PacelineError):

@@ -9,6 +9,8 @@ import threading
 from importlib.util import find_spec
 from pathlib import Path
 
+from paceline.errors import expand_home
+
 PACKAGES = ("datasets", "pyarrow")
 OFFLINE_NAMES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 DEADLINE_S = 3.0
@@ -22,7 +24,7 @@ def missing_packages() -> list[str]:
 
 def is_cached(name: str) -> bool:
     """Returns whether a dataset of the hub was downloaded before."""
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    home = expand_home(os.environ.get("HF_HOME") or "~/.cache/huggingface")
     snapshots = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"datasets--{name.replace('/', '--')}/snapshots"
     prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets") / name.replace("/", "___")
     try:

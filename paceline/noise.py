@@ -16,7 +16,21 @@ MIN_NOISE = 0.001  # of the level: that of a curve that is printed with few digi
 GROWTH_BLOCKS, GROWTH_LATE, Z_GROWTH = 8, 0.38, 5.0  # the share of the growth in the later half; standard errors
 MIN_BLOCK = 4  # points
 EVEN_RISES, MAX_EVEN_RISES = 5, GROWTH_BLOCKS * MIN_BLOCK - 2  # in a row, of a curve too short for such blocks
+MAX_PAUSE = (
+    10  # times the usual time between two lines: an evaluation; beyond it the machine slept, or its clock was set
+)
 EVENNESS = 4  # times that one of them may be as large or small as their median
+
+
+def seconds_per_step(steps: Sequence[float], times: Sequence[float]) -> float | None:
+    """Returns the mean time of a step between logged lines, without those between which the clock was set or the machine slept."""
+    lines = pairwise(zip(steps, times, strict=True))
+    spans = [(last - first, end - start) for (first, start), (last, end) in lines if last > first and end >= start]
+    if not spans:
+        return None
+    usual_s = median(seconds / count for count, seconds in spans)
+    counts, seconds = zip(*(span for span in spans if span[1] <= MAX_PAUSE * usual_s * span[0]), strict=True)
+    return math.fsum(seconds) / math.fsum(counts)
 
 
 def standard_errors_below(values: Sequence[float], before: Sequence[float]) -> float:

@@ -204,9 +204,9 @@ def unwritable_file(path: Path, error: OSError) -> PacelineError:
 
 def unwritable_run(run: RunDir, error: OSError) -> PacelineError:
     """Returns the error for a run folder that cannot be created or written."""
-    return PacelineError(
-        f"run folder {run.path} cannot be written: {error.strerror}", fix="--runs-dir DIR in a place you can write"
-    )
+    is_run = os.access(run.config_toml, os.F_OK)
+    fix = f"copy it first: cp -r {run.quoted} DIR" if is_run else "--runs-dir DIR in a place you can write"
+    return PacelineError(f"run folder {run.path} cannot be written: {error.strerror}", fix=fix)
 
 
 def check_unused(run: RunDir, *, fix: str, is_submitted: bool = False) -> None:

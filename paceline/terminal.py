@@ -27,6 +27,7 @@ STEERING = re.compile(  # with the characters that move the cursor or turn the d
 COLOUR = re.compile(r"\x1b\[[\d;:]*m")
 
 ELLIPSIS = "…"
+ASCII_BARS = str.maketrans("█▉▊▋▌▍▎▏·", "#####   .")  # of a plan, for a terminal without UTF-8
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -141,7 +142,7 @@ class PlainStream:
             return self._stream.write(text)
         except UnicodeEncodeError:  # a file name that is not UTF-8, or a terminal that is not
             encoding = self._stream.encoding or "ascii"
-            return self._stream.write(text.encode(encoding, "replace").decode(encoding))
+            return self._stream.write(text.translate(ASCII_BARS).encode(encoding, "replace").decode(encoding))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

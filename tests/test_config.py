@@ -401,6 +401,15 @@ def test_the_run_without_a_config_takes_about_two_minutes():
     assert (config.time, config.num_steps, config.eval_tokens) == ("2m", None, None)
 
 
+def test_a_user_without_a_home_folder_is_told_to_set_one(monkeypatch):
+    """As under `docker run --user 12345`, where HOME may be missing too."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "~")
+    with pytest.raises(PacelineError, match="the home folder ~ is not known") as error:
+        cache_dir(Config())
+    assert error.value.fix.startswith("export HOME=")
+
+
 @pytest.mark.parametrize("base", ["", "cache", "../cache"])
 def test_a_cache_of_the_desktop_standard_that_is_no_absolute_path_is_ignored(monkeypatch, tmp_path, base):
     monkeypatch.setenv("HOME", str(tmp_path))

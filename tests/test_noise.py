@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from paceline.noise import lowest_stretch, median, quartile, running_median
+from paceline.noise import lowest_stretch, median, quartile, running_median, seconds_per_step
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 10, 31])
@@ -21,3 +21,11 @@ def test_a_running_median_removes_a_spike_and_keeps_a_step():
 
 def test_the_lowest_stretch_is_the_first_of_the_lowest_median():
     assert lowest_stretch([9, 9, 9, 9, 2, 1, 2, 1, 8, 8, 8, 8], 4) == 4
+
+
+def test_the_time_of_a_step_counts_no_night_asleep_and_no_clock_that_was_set():
+    assert seconds_per_step([0, 10, 20, 30], [100, 105, 120, 125]) == pytest.approx(25 / 30)  # with an evaluation
+    assert seconds_per_step([0, 10, 20, 30], [100, 105, 30_000, 30_005]) == 0.5
+    assert seconds_per_step([0, 10, 20, 30], [3700, 3705, 110, 115]) == 0.5
+    assert seconds_per_step([0, 10], [3700, 105]) is None
+    assert seconds_per_step([7], [100]) is None

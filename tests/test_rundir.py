@@ -15,6 +15,7 @@ from paceline.rundir import (
     is_locked,
     lock_run,
     read_json_lines,
+    unwritable_run,
     write_atomic,
 )
 
@@ -45,6 +46,14 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     write_atomic(file, "one")
     write_atomic(file, "two")
     assert (file.read_text(), os.listdir(tmp_path)) == ("two", ["plan.json"])
+
+
+def test_a_run_of_another_user_is_to_be_copied_and_a_new_one_to_go_elsewhere(tmp_path):
+    run, error = RunDir(tmp_path / "a"), PermissionError(13, "Permission denied")
+    assert unwritable_run(run, error).fix == "--runs-dir DIR in a place you can write"
+    run.path.mkdir()
+    run.config_toml.touch()
+    assert unwritable_run(run, error).fix == f"copy it first: cp -r {run.path} DIR"
 
 
 def test_a_run_in_use_names_its_process_and_is_free_when_that_ends(tmp_path):

@@ -40,7 +40,7 @@ from paceline.check.torch_recipe import (
     write_script,
 )
 from paceline.check.verdicts.rules import Facts, Intent, at, version_of, visible_gpus
-from paceline.errors import Finding, PacelineError, UsageError
+from paceline.errors import Finding, PacelineError, UsageError, expand_home
 from paceline.plan.host import names_in
 from paceline.units import signal_name
 
@@ -114,7 +114,7 @@ def check_torch(path: Path | None = None, *, on_trial: Callable[[str], None] | N
 
 def locate_torch(path: Path) -> Path:
     """Returns the folder that must be on sys.path for `import torch` to load the one at `path`."""
-    path = path.expanduser().absolute()
+    path = expand_home(path).absolute()
     if not path.exists():
         raise PacelineError(f"--path {path}: there is no such folder", fix="a folder with a torch/ in it")
     if path.name == "torch" and (path / "__init__.py").is_file():

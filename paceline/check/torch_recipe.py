@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from paceline.check.verdicts.rules import version_of
 from paceline.check.verdicts.torch_verdicts import DRIVER_OF_CUDA, driver_command, install, runs_on
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, expand_home
 
 Capability = tuple[int, int]
 AUTO = "Auto"  # the cards that are here
@@ -340,7 +340,7 @@ def write_script(path: Path, recipe: Recipe, *, system: str) -> None:
     """Writes the build script of a recipe. Raises PacelineError for a driver that is too old, and for a file of the user's."""
     if recipe.kind == "driver":
         raise PacelineError(f"the build needs {recipe.command}: {recipe.why}", fix="update the driver first")
-    path = path.expanduser()
+    path = expand_home(path)
     try:
         if path.exists() and SIGNATURE not in path.read_text(encoding="utf-8", errors="replace"):
             raise PacelineError(f"{path} exists, and paceline did not write it", fix="--script another file")

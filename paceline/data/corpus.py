@@ -2,7 +2,7 @@
 The text of a run: a source string becomes files, files become documents, and some documents are held out.
 
     builtin             the running Python's own standard library sources, without its tests (PSF licence)
-    PATH                one file, or a folder with everything under it: .txt .md .py .jsonl .parquet .txt.gz .jsonl.gz
+    PATH                one file, or a folder with everything under it but runs: .txt .md .py .jsonl .parquet .txt.gz .jsonl.gz
     hf:NAME[:CONFIG]    the `train` split of a dataset in Hugging Face `datasets` format; NAME may be a local folder
 
 A document is one text file, one line of jsonl or one row of a table; a long one is cut at line ends into parts, each a
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from paceline.data.readers import Document, SourceFile, UnreadableFile, is_saved_dataset, read_documents
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, expand_home
 from paceline.units import format_bytes, format_list, format_number_of
 
 Progress = Callable[[str, float, float], None]  # label of the work, amount done, in all (0: unknown)
@@ -37,6 +37,7 @@ FORMATS = {
     ".parquet": "parquet",
 }
 NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+RUN_FILES = ({".lock", "config.toml"}, {".lock", "preparing.json"})  # of a run folder, or of one that is being prepared
 
 MIN_PART_BYTES, MAX_PART_BYTES = 4 << 10, 256 << 10
 TARGET_PARTS = 64  # of a source that is one long file, so that some can be held out
@@ -57,7 +58,7 @@ def list_files(source: str, *, print_note: bool = False) -> list[SourceFile]:
         return _builtin_files()
     if source.startswith("hf:"):
         return [_hf_source(source)]
-    path = Path(source).expanduser()
+    path = expand_home(source)
     try:
         path.lstat()
     except FileNotFoundError as error:
@@ -214,13 +215,17 @@ def _folder_files(folder: Path, *, print_note: bool) -> list[SourceFile]:
 
 
 def _walk(folder: Path, broken: list[PacelineError]) -> Iterator[Path]:
-    """Yields the files under the folder in sorted order. Linked folders are entered once, whatever loops the links make."""
+    """Yields the files under the folder in sorted order, without those of runs: a model would learn what models wrote.
+
+    Linked folders are entered once, whatever loops the links make.
+    """
     entered: set[tuple[int, int]] = set()
     for here, subfolders, names in os.walk(
         folder, followlinks=True, onerror=lambda error: broken.append(_stat_error(Path(error.filename), error))
     ):
         inode = Path(here).stat()
-        if (inode.st_dev, inode.st_ino) in entered:
+        is_run = Path(here) != folder and any(files.issubset(names) for files in RUN_FILES)
+        if is_run or (inode.st_dev, inode.st_ino) in entered:
             subfolders.clear()
             continue
         entered.add((inode.st_dev, inode.st_ino))
@@ -266,13 +271,13 @@ def _stat_error(path: Path, error: Exception) -> UnreadableFile:
 def _hf_source(source: str) -> SourceFile:
     """Returns one SourceFile for the whole dataset; a local one is stamped by its files, one from the hub by its name alone."""
     name, config = source.removeprefix("hf:"), ""
-    if ":" in name and not Path(name).expanduser().exists():
+    if ":" in name and not expand_home(name).exists():
         name, config = name.rsplit(":", 1)
     if not name:
         raise PacelineError(
             f"{source} names no dataset", fix="write hf:NAME or hf:NAME:CONFIG, such as hf:roneneldan/TinyStories"
         )
-    folder = Path(name).expanduser()
+    folder = expand_home(name)
     if not folder.is_dir():
         if name.startswith((".", "/", "~")):
             raise PacelineError(f"no such dataset folder: {name}", fix="check the path; hub datasets are hf:OWNER/NAME")

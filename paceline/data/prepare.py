@@ -24,13 +24,13 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from paceline.config import Config
 from paceline.data.corpus import Progress, cannot_write, list_files
 from paceline.data.readers import SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, expand_home
 from paceline.locks import NoLocks, try_lock
 from paceline.rundir import write_atomic
 from paceline.units import format_bytes, format_duration, format_number_of
@@ -118,7 +118,7 @@ def dataset_path(
 ) -> Path:
     """Returns where the prepared text of these files is, or would be. tokenizer_hash None: one of vocab_size is trained on them."""
     settings = {"tokenizer": tokenizer_hash or f"trained {vocab_size}", "shard_tokens": SHARD_TOKENS}
-    return cache_dir.expanduser() / "data" / make_fingerprint(files, settings)
+    return expand_home(cache_dir) / "data" / make_fingerprint(files, settings)
 
 
 @contextmanager
@@ -132,7 +132,8 @@ def _new_folder(path: Path, *, progress: Progress | None) -> Iterator[Path | Non
                 yield None
                 return
             for other in path.parent.glob(".*.making"):  # of other texts too: no later command may ever need those
-                with other.with_suffix(".lock").open("a") as file, suppress(NoLocks):
+                # a PermissionError: the lock of another user with umask 077
+                with suppress(NoLocks, PermissionError), _open_lock(other) as file:
                     if other != making and try_lock(file):  # its process was killed
                         shutil.rmtree(other, ignore_errors=True)
             shutil.rmtree(making, ignore_errors=True)
@@ -151,7 +152,7 @@ def _new_folder(path: Path, *, progress: Progress | None) -> Iterator[Path | Non
 @contextmanager
 def _locked(making: Path, *, progress: Progress | None) -> Iterator[None]:
     """Holds the folder's lock; the lock file stays, since removing it would let two processes lock two files of one name."""
-    with making.with_suffix(".lock").open("a") as file:
+    with _open_lock(making) as file:
         try:
             if not try_lock(file):
                 if progress is not None:
@@ -160,6 +161,17 @@ def _locked(making: Path, *, progress: Progress | None) -> Iterator[None]:
         except NoLocks:
             print(f"note    {making.parent} has no locks: prepare one text at a time", file=sys.stderr)
         yield
+
+
+def _open_lock(making: Path) -> IO[str]:
+    """Opens the lock file of a folder, which may be another user's where a cache is shared: reading is enough to lock it."""
+    path = making.with_suffix(".lock")
+    try:
+        return path.open("a")
+    except PermissionError:
+        if not path.exists():
+            raise
+        return path.open()
 
 
 def make_fingerprint(files: list[SourceFile], settings: dict[str, Any]) -> str:

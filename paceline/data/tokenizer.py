@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import MIN_VOCAB_SIZE
 from paceline.data.corpus import Progress, held_out_below, part_bytes_of, read_corpus
 from paceline.data.readers import SourceFile
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, expand_home
 
 if TYPE_CHECKING:
     import numpy as np
@@ -235,7 +235,7 @@ def tokenizer_info(tokenizer: Tokenizer, *, sample: str) -> dict[str, Any]:
 def read_tokenizer_file(path: Path, *, otherwise: str = "") -> bytes:
     """Returns the file's content without parsing it; raises PacelineError where it cannot be read. otherwise: another fix."""
     try:
-        content = path.expanduser().read_bytes()
+        content = expand_home(path).read_bytes()
     except FileNotFoundError as error:
         raise PacelineError(
             f"no such tokenizer file: {path}",

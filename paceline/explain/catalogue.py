@@ -295,7 +295,8 @@ def format_causes() -> str:
 def format_cause(id: str) -> str:
     """Everything that the catalogue contains about one cause."""
     cause = find_cause(id)
-    facts = [f"{label.lower():<15} {value}" for label, value in facts_of(cause)]
+    labels = [(f"{label[0].lower()}{label[1:]}", value) for label, value in facts_of(cause)]
+    facts = [f"{label:<15} {value}" if len(label) <= 15 else f"{label}:\n{'':<15} {value}" for label, value in labels]
     patterns = [f"  {pattern.weight:.2f}  {pattern.match}" for pattern in cause.patterns]
     shown = ["weights and patterns", *patterns] if patterns else ["no line of a log shows it, the curves of a run do"]
     return "\n".join([f"{id}: {format_title(cause)}", "", *facts, "", *shown])

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.errors import Interrupted, PacelineError, UsageError
+from paceline.errors import Interrupted, PacelineError, UsageError, expand_home
 from paceline.launch.hosts import HostEntry, parse_ports
 from paceline.launch.meeting import Meeting
 from paceline.launch.node import TOKEN, Node, read_token
@@ -95,7 +95,7 @@ def run_at_place(options: LaunchOptions, lead: Callable[[Sequence[HostEntry]], i
         fix = "leave --detach out; --no-join ignores the variables"
         raise UsageError(f"this is {place.text}, and --detach ends the process that its launcher watches", fix=fix)
     config = os.environ.get("XDG_CONFIG_HOME")
-    token = read_token(variable, (Path(config) if config else Path.home() / ".config") / "paceline")
+    token = read_token(variable, (Path(config) if config else expand_home("~/.config")) / "paceline")
 
     def show(text: str) -> None:
         print(text, file=sys.stderr if isinstance(options, ScriptOptions) else sys.stdout, flush=True)

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from paceline.check.format import format_findings
 from paceline.errors import Finding
+from paceline.noise import seconds_per_step
 from paceline.rundir import RunDir, open_file, utc_now
 from paceline.terminal import COLOUR, SEQUENCE, STEERING, is_terminal, own_stream
 from paceline.units import format_bytes, format_count, format_duration, format_mfu, format_ms, parse_time
@@ -219,13 +220,13 @@ def format_numbers(record: Record, *, eta_s: float | None) -> list[str]:
 
 def seconds_left(records: list[Record], *, num_steps: int) -> float | None:
     """Returns the remaining time, from the clock between logged steps; from step_ms while only one step is logged."""
-    first, last = records[0], records[-1]
-    steps_left: int = num_steps - last["step"]
-    steps: int = last["step"] - first["step"]
-    if steps > 0:
-        return (parse_time(last["time"]) - parse_time(first["time"])) / steps * steps_left
-    step_ms: float | None = last.get("step_ms")
-    return None if step_ms is None else step_ms / 1000 * steps_left
+    step_s = seconds_per_step(
+        [record["step"] for record in records], [parse_time(record["time"]) for record in records]
+    )
+    if step_s is None and (step_ms := records[-1].get("step_ms")) is not None:
+        step_s = step_ms / 1000
+    steps_left: int = num_steps - records[-1]["step"]
+    return None if step_s is None else step_s * steps_left
 
 
 class LogTail:

@@ -18,7 +18,7 @@ import paceline
 from paceline.check.ready import training_intent
 from paceline.config import Config, cache_dir
 from paceline.config_file import find_config, format_toml_value, load_config, resolve_config
-from paceline.errors import PacelineError, UsageError, check_new_file
+from paceline.errors import PacelineError, UsageError, check_new_file, expand_home
 from paceline.launch.job import stop_grace_s
 from paceline.options import PlanOptions
 from paceline.plan.forecast import forecast
@@ -151,7 +151,7 @@ def place_texts(config: Config) -> tuple[tuple[tuple[Path, str], ...], list[str]
         if key == "data" and REMOTE_TEXT.match(value):
             flags += [f"--data={value}"] if value != Config.data else []
             continue
-        path = Path(value).expanduser()
+        path = expand_home(value)
         target = value if value.startswith(f"{WORKSPACE}/") else f"{DATA}/{path.resolve().name}"
         if target != value:
             if not path.exists():

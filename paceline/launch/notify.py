@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote, urlsplit
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, expand_home
 from paceline.launch.digest import NewRecords
 from paceline.options import TRACKERS, Services
 from paceline.redaction import redact
@@ -90,7 +90,7 @@ def parse_receiver(address: str) -> Receiver:
     """
     if address.startswith("@"):
         try:
-            address = Path(address[1:]).expanduser().read_text(encoding="utf-8").strip()
+            address = expand_home(address[1:]).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--notify {address}: {error}", fix="a file that holds one address") from None
     prefix, plus, url = address.partition("+")

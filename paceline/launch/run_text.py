@@ -12,7 +12,7 @@ from paceline.config import Config, cache_dir
 from paceline.config_file import load_config
 from paceline.data.corpus import Progress, list_files
 from paceline.data.prepare import META, TokenDataset, data_info, open_dataset, prepare
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, expand_home
 from paceline.plan.forecast import forecast
 from paceline.plan.host import probe_cpu_cores
 from paceline.plan.machine import Machine
@@ -36,7 +36,7 @@ def absolute_texts(keys: Mapping[str, Any]) -> dict[str, Any]:
     local = {name: keys[name] for name in ("data", "tokenizer") if keys.get(name)}
     if local.get("data") == "builtin" or str(local.get("data")).startswith("hf:"):
         del local["data"]
-    return {**keys, **{name: str(Path(value).expanduser().absolute()) for name, value in local.items()}}
+    return {**keys, **{name: str(expand_home(value).absolute()) for name, value in local.items()}}
 
 
 def planner(dataset: TokenDataset) -> MakePlan:

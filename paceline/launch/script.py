@@ -21,7 +21,7 @@ from typing import Any
 
 from paceline.check.ready import CheckResult, judge_facts, report_and_refuse, save_check
 from paceline.check.verdicts.rules import Intent
-from paceline.config import Config, cache_dir, check_config
+from paceline.config import Config, cache_dir, check_config, check_utf8
 from paceline.config_file import checked_value, format_toml_value
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.catalogue import load_catalogue
@@ -311,12 +311,8 @@ def choose_run(name: str | None, runs_dir: str, request: Request) -> RunDir:
 def create_run(run: RunDir, script: Script, checked: CheckResult, *, is_named: bool) -> tuple[RunDir, int]:
     """Creates the folder with what is known before the start; returns run and lock. config.toml comes last and makes it a run."""
     config = format_config(script)
-    try:
-        config.encode()
-    except UnicodeEncodeError:
-        raise PacelineError(
-            "an argument of the command is not UTF-8: the run could not be repeated", fix="rename the file"
-        ) from None
+    check_utf8("the working directory", str(script.cwd))
+    check_utf8("the command", " ".join(script.command))
     try:
         run = create_folder(run, is_named=is_named)
         lock = lock_run(run)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, expand_home
 from paceline.launch.channel import Line
 from paceline.launch.cluster import SEND_S, Cluster
 from paceline.launch.gather import folder_frames, sha256_of
@@ -73,12 +73,12 @@ def find_script_files(argv: Sequence[str], *, cwd: Path, sync: str | None) -> Sc
     script = module_file(argv[argv.index("-m") + 1], cwd) if is_module else script_file(argv, cwd)
     if sync is None:
         folder = (cwd if is_module else script.parent) if script else None
-        if folder in (home := Path.home().resolve(), Path("/")):
+        if folder in (home := expand_home("~").resolve(), Path("/")):
             place = "the home folder" if folder == home else "/"
             fix = f"a folder of its own for the script, or {NO_SYNC}"
             raise PacelineError(f"{script} is in {place}, which is not sent to other hosts", fix=fix)
         return ScriptFiles(tuple(argv), cwd, script, folder, is_requested=False)
-    folder = Path(sync).expanduser().resolve()
+    folder = expand_home(sync).resolve()
     if not folder.is_dir():
         raise PacelineError(f"--sync {sync}: there is no such folder", fix="the folder that holds the script")
     if script and not script.is_relative_to(folder):

@@ -86,7 +86,7 @@ FIXED_KEYS = (
 def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] = ()) -> int:
     """Starts a new run and returns the exit code; nodes: that have joined. Raises PacelineError for what the user can fix."""
     started, services = time.monotonic(), checked_services(options)
-    check_config(config)
+    check_config(Config(**absolute_texts(asdict(config))))
     run = RunDir(Path(config.runs_dir) / (config.name or f"d{config.depth}-{datetime.now():%Y%m%d-%H%M%S}"))
     place, start = check_free(run), find_start(run)
     if start == "continues":  # Slurm has requeued the job that began this run
@@ -262,6 +262,8 @@ def wait_for_lock(run: RunDir) -> int:
         except RunInUse as error:
             if error.pid is None or process_state(error.pid) not in GONE or time.monotonic() > deadline:
                 raise
+        except OSError as error:
+            raise unwritable_run(run, error) from error
         if not announced:
             print(f"waiting for the workers of {run.name}'s last attempt to end", flush=True)
             announced = True

@@ -18,7 +18,7 @@ from pathlib import Path
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, expand_home
 from paceline.rundir import read_text
 
 PORT = 8765  # the first port to try
@@ -38,7 +38,8 @@ def listen(port: int | None) -> socket.socket:
         except OSError as error:
             reason = os.strerror(error.errno or 0)
     ports = f"port {port}" if port is not None else f"ports {PORT} to {PORT + PORT_ATTEMPTS - 1}"
-    raise PacelineError(f"cannot listen on {ports}: {reason}", fix="paceline watch --web --port 0 takes any free port")
+    fix = "paceline watch --web --port 0 takes any free port" if port != 0 else "sudo ip addr add 127.0.0.1/8 dev lo"
+    raise PacelineError(f"cannot listen on {ports} of 127.0.0.1: {reason}", fix=fix)
 
 
 class TimedConnection(H11Protocol):
@@ -87,12 +88,13 @@ def opened_browser(address: str) -> Iterator[None]:
 
     Only this user can read the file. It lies in the home folder, because a sandboxed browser reads no other.
     """
-    remove_dead_pages(Path.home())
+    home = expand_home("~")
+    remove_dead_pages(home)
     try:
-        fd, name = tempfile.mkstemp(prefix=f"paceline-{os.getpid()}-", suffix=".html", dir=Path.home())
+        fd, name = tempfile.mkstemp(prefix=f"paceline-{os.getpid()}-", suffix=".html", dir=home)
     except OSError as error:
         raise PacelineError(
-            f"--open: cannot write a file to {Path.home()}: {error.strerror}",
+            f"--open: cannot write a file to {home}: {error.strerror}",
             fix="leave out --open and open the printed address",
         ) from error
     try:

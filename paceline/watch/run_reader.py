@@ -20,6 +20,7 @@ from paceline.errors import PacelineError
 from paceline.explain.run_folder import explain_run
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import Heartbeat, read_heartbeat
+from paceline.noise import seconds_per_step
 from paceline.rundir import RunDir, check_readable, is_locked, is_queued, read_text
 from paceline.slurm import JobReader, format_job
 from paceline.typed_fields import typed_content, well_typed
@@ -332,10 +333,8 @@ class RunReader:
         if num_steps is None or state not in ("training", "evaluating", "saving"):
             return None
         recent = self._attempt_lines()
-        if len(recent) >= 2 and recent[-1]["step"] > recent[0]["step"]:
-            seconds = unix_time(recent[-1].get("time")) - unix_time(recent[0].get("time"))
-            step_s = seconds / (recent[-1]["step"] - recent[0]["step"])
-        else:
+        step_s = seconds_per_step([line["step"] for line in recent], [unix_time(line.get("time")) for line in recent])
+        if step_s is None:
             step_s = self.metrics.latest.get("step_ms", math.nan) / 1000
         return max(0.0, num_steps - step) * step_s if 0 <= step_s < math.inf else None
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from probing import NEEDS_RUNPATH, ask
+from probing import NAMESPACES, NEEDS_RUNPATH, ask
 
 from paceline.check.probes.torch_probe import cudnn_version, is_expected
 
@@ -116,6 +116,14 @@ def test_a_torch_without_libuv_is_reported_with_its_own_error(without_libuv):
         NO_LIBUV,
         True,
     )
+
+
+@NAMESPACES
+@pytest.mark.dist
+def test_a_host_without_a_loopback_does_not_make_it_a_torch_without_libuv():
+    section = ask("torch_probe", before=["unshare", "-n"])["torch"]
+    assert (section["error"], section["libuv"]) == (None, None)
+    assert "127.0.0.1" in section["libuv_error"]
 
 
 @pytest.mark.dist

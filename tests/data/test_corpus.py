@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +78,17 @@ def test_a_folder_gives_its_files_in_sorted_order_with_those_below_it(tmp_path):
     (tmp_path / ".git" / "x.txt").write_text("hidden")
     (tmp_path / "empty.txt").touch()
     assert texts(tmp_path) == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("name", ["config.toml", "preparing.json"])
+def test_what_runs_in_the_folder_wrote_is_no_text(tmp_path, name, capsys):
+    write_many(tmp_path, [1])
+    run = write_many(tmp_path / "one", [2])
+    (run / name).touch()
+    (run / ".lock").touch()
+    assert [Path(file.path).name for file in list_files(str(tmp_path), print_note=True)] == ["1.txt"]
+    assert capsys.readouterr().err == ""
+    assert texts(run) == ["document 2"]  # on request
 
 
 def test_linked_folders_are_entered_once_even_in_a_loop(tmp_path):

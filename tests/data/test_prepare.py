@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -235,6 +236,23 @@ def test_a_folder_without_meta_is_prepared_again(source, tmp_path):
     (dataset.path / "meta.json").unlink()
     assert not prepared(source, tmp_path).reused
     verify(open_dataset(dataset.path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_two_users_share_a_cache_that_both_may_write_to(source, tmp_path):
+    data = prepared(source, tmp_path).path.parent
+    mine = next(data.glob(".*.lock"))
+    shutil.rmtree(data / mine.stem.removeprefix("."))  # the lock stays, and only its owner may write to it
+    (data / ".0123456789abcdef.making").mkdir()  # the owner prepares another text, with umask 077
+    (data / ".0123456789abcdef.lock").touch(0o600)
+    for folder in (data, *[parent for parent in data.parents if "pytest-of" in str(parent)]):
+        folder.chmod(0o777)
+    os.seteuid(65534)
+    try:
+        assert not prepared(source, tmp_path, num_workers=1).reused
+    finally:
+        os.seteuid(0)
+    assert (data / ".0123456789abcdef.making").is_dir()
 
 
 def test_a_broken_source_leaves_nothing_behind(source, tmp_path):

@@ -223,6 +223,7 @@ def test_every_cause_is_listed_and_can_be_shown(capsys):
     assert [line.split()[0] for line in lines] == sorted(causes)
     for name in causes:
         assert explained(capsys, "--cause", name).startswith(f"{name}: ")
+    assert "\nfix if another process holds much of the GPU's memory:\n" in explained(capsys, "--cause", "cuda-oom")
     assert json.loads(explained(capsys, "--cause", "cuda-oom", "--json"))["id"] == "cuda-oom"
 
 

@@ -1058,6 +1058,13 @@ def test_a_checkpoint_that_is_cut_is_corrupt_although_a_file_system_reports_only
     assert verdict(trace + seek + "OSError: [Errno 22] Invalid argument\n").cause == "checkpoint-corrupt"
 
 
+def test_a_lock_between_processes_without_room_is_shared_memory_and_no_disk():
+    trace = 'Traceback (most recent call last):\n  File "t.py", line 4, in <module>\n'
+    trace += '  File "/usr/lib/python3.11/multiprocessing/synchronize.py", line 57, in __init__\n'
+    assert verdict(trace + "OSError: [Errno 28] No space left on device\n").cause == "shm-too-small"
+    assert "remount,rw /dev/shm" in verdict(trace + "OSError: [Errno 30] Read-only file system\n").fix
+
+
 def test_a_line_of_progress_that_was_cut_out_of_a_log_shows_a_run_that_works():
     assert verdict("step 04245/21400 (19.84%) | loss: 3.012123 | dt: 1377ms\n").cause == "healthy"
     assert verdict("step 00000/21400 (0.00%) | loss: 11.012123 | dt: 1377ms\n").cause == "unknown"

@@ -133,3 +133,10 @@ def test_a_full_disk_behind_stdout_is_one_line(runs):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     lines = ["error: the output cannot be written: No space left on device", "  fix: write it to another place"]
     assert (done.returncode, done.stderr.splitlines()) == (1, lines)
+
+
+def test_a_bar_stays_one_on_a_terminal_without_utf8():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    PlainStream(stream).write("weights █▊··  caf\xe9\n")
+    stream.seek(0)
+    assert stream.read() == "weights ##..  caf?\n"

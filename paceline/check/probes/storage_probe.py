@@ -102,7 +102,7 @@ def unknown_place(path: str, *, error: str | None) -> dict[str, Any]:
 def probe_place(path: Path, *, write: bool) -> dict[str, Any]:
     """Returns the facts of one folder. write False: the rights are read from the system, and no file is created."""
     place = unknown_place(str(path), error=None)
-    path = Path(os.path.abspath(path.expanduser()))  # noqa: PTH100 (a broken link must stay visible)
+    path = Path(os.path.abspath(expanded(path)))  # noqa: PTH100 (a broken link must stay visible)
     base, error = nearest_folder(path)
     place |= {"exists": base == path or os.path.lexists(path), "base": base}
     if error is None and base == path.parent and path.is_file():
@@ -233,9 +233,7 @@ def probe_text(request: Json) -> Json:
     facts: dict[str, Any] = {"data": data, "exists": None, "bytes": None, "prepared": None, "error": None}
     if data is not None:
         facts |= probe_source(data)
-    tokenizer_facts, tokenizer_hash = (
-        (None, None) if tokenizer is None else probe_tokenizer(Path(tokenizer).expanduser())
-    )
+    tokenizer_facts, tokenizer_hash = (None, None) if tokenizer is None else probe_tokenizer(expanded(tokenizer))
     vocab_size = tokenizer_facts["vocab_size"] if tokenizer_facts else request.get("vocab_size")
     if data is not None and request.get("cache_dir"):
         can_exist = facts["exists"] is not False and (tokenizer is None or tokenizer_hash is not None)
@@ -255,7 +253,7 @@ def probe_source(data: str) -> dict[str, Any]:
     if name is None:
         name = data.removeprefix(HUB).partition(":")[0]
         return {"exists": True if is_cached(name) else None}
-    path = Path(name).expanduser()
+    path = expanded(name)
     try:
         status = path.stat()
         if path.is_dir():
@@ -276,10 +274,15 @@ def probe_source(data: str) -> dict[str, Any]:
     return {"exists": True, "bytes": status.st_size}
 
 
+def expanded(path: str | Path) -> Path:
+    """Returns the path with the home folder in place of `~`; unchanged where that is not known, and so it is missing."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 (a Path raises RuntimeError)
+
+
 def nearest_neighbour(name: str) -> str | None:
     """Returns what has nearly the same name in the same folder, written as the name is."""
     path = Path(name)
-    close = difflib.get_close_matches(path.name, names_in(path.parent.expanduser()), n=1, cutoff=0.75)
+    close = difflib.get_close_matches(path.name, names_in(expanded(path.parent)), n=1, cutoff=0.75)
     return str(path.with_name(close[0])) if close else None
 
 

@@ -132,7 +132,7 @@ def shm_small(host: Host) -> Cases:
     needed = SHM_PER_RANK * ranks
     if free is None or (host.num_ranks < 2 and host.intent.command != "run"):
         return
-    if host.at("host.shm.writable") is False:
+    if host.at("host.shm.writable") is False and free >= MIB:  # a full one cannot be written either
         yield Case("/dev/shm cannot be written", shm_fix(host, "rw"), "stop" if host.uses_cuda else "warn")
     elif free < needed:
         yield Case(

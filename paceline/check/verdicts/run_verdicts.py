@@ -3,6 +3,7 @@ Verdicts on the run: its config, the folders that it writes to, its text and its
 """
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 from paceline.check.verdicts.rules import Case, Cases, Host, Intent, Rule, at
@@ -129,14 +130,25 @@ def epochs_many(host: Host) -> Cases:
 
 
 def folder_unwritable(host: Host) -> Cases:
-    for key, name, fix in (*PLACES, TMP):
-        place = host.at(f"storage.{key}")
+    for key, name, usual_fix in (*PLACES, TMP):
+        place, fix = host.at(f"storage.{key}"), usual_fix
         if not place or place.get("writable") is not False or (key == "run_dir" and is_without_space(place)):
             continue  # disk-full says it better
         readable = key == "cache" and host.at("text.prepared")  # what is prepared is only read
         harmless = key == "tmp" or readable or (host.intent.command == "check" and host.intent.run_dir is None)
         what = f"{name} {place['path']} cannot be written: {place.get('error') or 'no permission'}"
+        if key == "run_dir" and host.intent.command == "resume":
+            copy = f"~/runs/{shlex.quote(Path(place['path']).name)}"
+            fix = f"mkdir -p ~/runs && cp -r {shlex.quote(place['path'])} {copy} && paceline resume {copy}"
+        elif is_home_unwritable(host):
+            fix = f"{usual_fix.partition('~')[0]}DIR in a place you can write"
         yield Case(what, fix, "warn" if harmless else "stop", (f"storage.{key}",))
+
+
+def is_home_unwritable(host: Host) -> bool:
+    """Whether nothing can be written to the home folder, by the cache that lies there unless another place was set."""
+    cache = host.at("storage.cache") or {}
+    return cache.get("writable") is False and cache["path"].endswith("/.cache/paceline")
 
 
 def is_without_space(place: Any) -> bool:

@@ -26,7 +26,7 @@ MODULES = (  # the first part of a module's name, of packages whose names come a
 )
 CLASSES = (
     r"(?:Llama|Llava|Qwen|Mi[sx]tral|Gemma|Phi|GPT(?:2|Neo|J)|Bert|Roberta|T5|Bart|Whisper|CLIP|Auto|Pre[tT]rained|Lora|Peft"
-    r"|Training|Generation|BitsAndBytes|SFT|DPO|GRPO|PPO|Reward|ORPO|KTO|RLOO|Seq2Seq|Deepseek|DeepSpeed|FSDP|LLM|Vllm)\w*"
+    r"|Training|Generation|BitsAndBytes|SFT|DPO|GRPO|PPO|Reward|ORPO|KTO|RLOO|Seq2Seq|Deepseek|DeepSpeed|FSDP|LLM|Vllm|Cache)\w*"
     r"|\w*(?:Trainer|TrainingArguments|Tokenizer|TokenizerFast|Accelerator|Pipeline|ForCausalLM|Optimizer|AdamW?|LR|Scheduler"
     r"|Callback|Checkpoint|EarlyStopping|Logger|DataLoader|Sampler|Cache|Plugin|Strategy|Classifier|Regressor|GradScaler|DataParallel)"
 )

@@ -114,8 +114,9 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
         (record.line, record.text)
         for log in logs
         for passed in [passed_shapes(log)]
+        for last_line in [log.last_lines[-1][0] if log.last_lines else 0]
         for record in log.records
-        if record.line > log.last_lines[-1][0] - WENT_ON or not (passed is None or shape_of(record.text) in passed)
+        if record.line > last_line - WENT_ON or not (passed is None or shape_of(record.text) in passed)
         if is_trouble(record.text) and not left_program_running(record, log)
     ]
 

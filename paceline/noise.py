@@ -1,5 +1,5 @@
 """
-The level of a noisy curve and how certain it is, its quartiles, its lowest stretch and its growth. Pure.
+The level of a noisy curve and how certain it is, its quartiles, its lowest stretch, its growth, where it stands still. Pure.
 
 Values are clipped at three standard deviations first, so that single spikes and heavy tails are noise. Python's own module for
 statistics also computes with fractions and takes longer to load than all of this takes to run.
@@ -15,6 +15,10 @@ MAX_LIKENESS = 0.6  # of neighbouring values: their correlation, which makes a m
 MIN_NOISE = 0.001  # of the level: that of a curve that is printed with few digits
 GROWTH_BLOCKS, GROWTH_LATE, Z_GROWTH = 8, 0.38, 5.0  # the share of the growth in the later half; standard errors
 MIN_BLOCK = 4  # points
+SPIKE = 5  # points over which a median removes spikes
+STILL_CHANGE, STILL_ERROR = 0.004, 0.0016  # of the level: between thirds of a curve, and the standard error of that
+MIN_LEVEL, STUCK_FALL = 6, 0.01  # points of a third; the share of the level, from the first points
+SAME_VALUES, MIN_PERIOD = 20, 6  # in a row; points of an epoch that is repeated
 EVEN_RISES, MAX_EVEN_RISES = 5, GROWTH_BLOCKS * MIN_BLOCK - 2  # in a row, of a curve too short for such blocks
 MAX_PAUSE = (
     10  # times the usual time between two lines: an evaluation; beyond it the machine slept, or its clock was set
@@ -119,6 +123,48 @@ def start_of_growth(values: Sequence[float]) -> int:
 
     bend = max(range(len(medians) - 2), key=explained)
     return (bend + 1) * size if bend else 0
+
+
+def constant_tail(values: Sequence[float]) -> int | None:
+    """Where the last values begin to be one and the same."""
+    at = len(values)
+    while at and values[at - 1] == values[-1]:
+        at -= 1
+    return at if len(values) - at >= max(SAME_VALUES, len(values) // 20) else None
+
+
+def repeats_epochs(values: Sequence[float]) -> bool:
+    """Whether a curve repeats its first values to its end, of which the later are no lower: a second run's would be.
+
+    Exactly two equal halves are a log that was written twice.
+    """
+    for period in range(MIN_PERIOD, len(values) - MIN_PERIOD + 1):
+        if values[period] == values[0] and len(values) != 2 * period and values[period:] == values[:-period]:
+            first, last = values[: period // 2], values[period // 2 : period]
+            num_rises = sum(after > before for before, after in pairwise(values[:period]))
+            return len({*values}) >= MIN_PERIOD and num_rises >= period / 4 and median(last) > 0.9 * median(first)
+    return False
+
+
+def is_level(values: Sequence[float]) -> bool:
+    """Whether the thirds of a curve are equally high, and it has so little noise that a small fall would show."""
+    third = len(values) // 3
+    if third < MIN_LEVEL:
+        return False
+    (first, noise), (middle, _), (last, last_noise) = (
+        level_of(values[start : start + third]) for start in (0, third, len(values) - third)
+    )
+    error = math.hypot(noise, last_noise) / math.sqrt(third)
+    is_same = max(first, middle, last) - min(first, middle, last) < STILL_CHANGE * abs(first)
+    return is_same and error < STILL_ERROR * abs(first)
+
+
+def is_stuck(values: Sequence[float]) -> bool:
+    """Whether a curve, or its last third, is level, and hardly lower than its first points."""
+    last = values[-(len(values) // 3) :]
+    if not (is_level(values) or is_level(last)):
+        return False
+    return median(values[:SPIKE]) - median(last) < STUCK_FALL * abs(median(last))
 
 
 def clip(value: float, limit: float) -> float:

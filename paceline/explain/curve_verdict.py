@@ -20,6 +20,7 @@ from paceline.explain.series import (
     MEMORY,
     RATE,
     REWARD,
+    SCORE,
     STEP_TIME,
     THROUGHPUT,
     VALIDATION,
@@ -30,12 +31,17 @@ from paceline.explain.series import (
 )
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.noise import (
+    SAME_VALUES,
+    SPIKE,
+    constant_tail,
     grows,
     grows_evenly,
-    level_of,
+    is_level,
+    is_stuck,
     lowest_stretch,
     median,
     quartile,
+    repeats_epochs,
     running_median,
     standard_errors_below,
     start_of_growth,
@@ -46,29 +52,27 @@ MEMORY_GROWS, SLOWS_DOWN, OVERFITS = "memory-grows", "throughput-decays", "valid
 
 STRETCHES = (10, 20, 40)  # numbers of last points that are compared with an earlier stretch of the same length
 MIN_POINTS = 20  # of a curve that is judged
-SPIKE = 5  # points over which a median removes spikes
 Z_RISE = 5.0  # standard errors
 LOSS_RISE, SLOWER, MIN_SLOW_S = 0.15, 0.3, 60.0  # shares of the level that are somebody's concern; for how long
 START_RISE, COMING_DOWN = 0.5, 0.5  # of a loss that was never lower than in its first points; of its highest level
 # times the lowest stretch, the height, the number of the last points of a few; times a single first point
 LEAP, MIN_LEAP, LEAP_POINTS, FAR_LEAP = 100.0, 10.0, 3, 300.0
-PLATEAU, PLATEAU_SPREAD = 5, 1.6  # last points of a short curve, and the ratio of the highest to the lowest
+# last points of a plateau; the ratio of the highest to the lowest, also of nearly the same; how many times any value before
+PLATEAU, PLATEAU_SPREAD, SAME_SPREAD, JUMP = 5, 1.6, 1.01, 4.0
 # the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
 TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
 FAR_BELOW = 1e8  # no likelihood of a batch
 NOT_NORMALIZED, FROM_START = "a loss of this size that does not fall", "from its first value on"
-NAN_GRADIENTS, SAME_VALUES = 5, 20  # in a row: fp16's loss scale causes fewer NaN
-MIN_PERIOD, REPEATED = 6, "each epoch repeats the losses of the one before: no weight changes"
+NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer NaN
+REPEATED = "each epoch repeats the losses of the one before: no weight changes"
 LATEST_START = 0.1  # of the last step: a curve that begins later has lost its beginning
-STILL_CHANGE, STILL_ERROR = 0.004, 0.0016  # of the level: between thirds of a curve, and the standard error of that
-MIN_LEVEL, STUCK_FALL = 6, 0.01  # points of a third; the share of the level, from the first points
 MIN_GROWTH = 0.1  # of memory
 GROWTH_STARTS = (0.2, 0.4, 0.6)  # of the curve: memory grows in any run at first, and a leak may begin late
 MIN_VALIDATION, MIN_AFTER = 6, 3  # points of a validation curve, and after its lowest
 VALIDATION_RISE, Z_VALIDATION = 0.02, 5.0
 # of a validation curve of fewer points: one after the other, and all of them as a share of the lowest
-MIN_RISES, FEW_RISE = 2, 0.3
-CONFIDENCE = 0.8
+MIN_RISES, FEW_RISE, WORSE = 2, 0.3, 0.98  # and of the score there, which no later one reaches
+CONFIDENCE, FEW_CONFIDENCE = 0.8, 0.6
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ class CurveFinding:
 
 def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, names: str) -> Explanation:
     """The explanation of metrics alone. names: of the files, for the sentence that says that they show nothing."""
-    judged = [item for item in series if is_judged(item)]
+    long = [item for item in series if item.kind != SCORE and is_judged(item)]
+    judged = long or [item for item in series if item.kind == LOSS and has_fallen(item.values)]
     if findings := judge_curves(series):
         return add_findings(Explanation(HEALTHY, notes=tuple(notes)), findings)
     if not judged:
@@ -99,7 +104,7 @@ def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, name
     points, steps = f"{len(shown.values):,} points", f"step {shown.steps[0]:,} to {shown.steps[-1]:,}"
     return Explanation(
         HEALTHY,
-        confidence=CONFIDENCE,
+        confidence=CONFIDENCE if long else FEW_CONFIDENCE,
         summary=f"no failure found: {shown.name} {first} to {last}, {steps}, {points}",
         progress=LogProgress(len(shown.values), shown.steps[0], shown.steps[-1]),
         curves=(show_curve(shown),),
@@ -126,13 +131,21 @@ def add_findings(explanation: Explanation, findings: Sequence[CurveFinding]) -> 
 def sentence_values(finding: CurveFinding) -> dict[str, str]:
     """The values for a sentence of the catalogue."""
     series, at = finding.series, finding.at
-    step, last_step, ends = series.steps[at], series.steps[-1], (series.values[: at + 1], series.values)
+    step, last_step = series.steps[at], series.steps[-1]
     if finding.cause == NAN:
         return clean_values({"message": f"{series.name} from step {step} to its end, step {last_step}"})
-    near = 1 if finding.cause == OVERFITS or len(series.values) < MIN_POINTS else SPIKE
-    value, last = (median(list(filter(math.isfinite, values))[-near:]) for values in ends)
+    value, last = series.values[at], series.values[-1]
+    if finding.cause not in (OVERFITS, STANDS_STILL) and len(series.values) >= MIN_POINTS:
+        (value, step), (last, last_step) = (middle_point(series, end) for end in (at + 1, len(series.values)))
     texts = {"value": format_value(series.name, value), "last_value": format_value(series.name, last)}
     return clean_values({"series": series.name, "step": step, "last_step": last_step, "reason": finding.reason} | texts)
+
+
+def middle_point(series: MetricSeries, end: int) -> tuple[float, int]:
+    """The value and the step of the point whose value is the median of the last few before an index."""
+    points = [point for point in zip(series.values[:end], series.steps, strict=False) if math.isfinite(point[0])]
+    near = sorted(points[-SPIKE:])
+    return near[(len(near) - 1) // 2]
 
 
 def judge_curves(series: Sequence[MetricSeries]) -> list[CurveFinding]:
@@ -149,7 +162,7 @@ def judge_curves(series: Sequence[MetricSeries]) -> list[CurveFinding]:
         *([] if diverged else find_still(losses, by_kind.get(RATE, []), by_kind.get(GRADIENT, []))),
         *find_growth(by_kind.get(MEMORY, [])),
         *find_slowdown(by_kind),
-        *([] if diverged else find_overfitting(by_kind.get(VALIDATION, []))),
+        *([] if diverged else find_overfitting(by_kind.get(VALIDATION, []), by_kind.get(SCORE, []))),
     ]
     first: dict[str, CurveFinding] = {}
     for finding in findings:
@@ -159,12 +172,17 @@ def judge_curves(series: Sequence[MetricSeries]) -> list[CurveFinding]:
 
 def is_whole(series: MetricSeries) -> bool:
     """Whether a curve begins where its run did."""
-    return series.steps[0] <= LATEST_START * series.steps[-1]
+    return series.steps[0] <= max(1, LATEST_START * series.steps[-1])
 
 
 def is_judged(series: MetricSeries) -> bool:
     """Whether a curve has enough points to say that nothing is wrong with it."""
     return len(series.values) >= (MIN_VALIDATION if series.kind == VALIDATION else MIN_POINTS)
+
+
+def has_fallen(values: Sequence[float]) -> bool:
+    """Whether a curve of few points shows that something is learned."""
+    return len(values) >= LEAP_POINTS and 0 <= values[-1] < COMING_DOWN * values[0]
 
 
 def find_nan(losses: Sequence[MetricSeries], gradients: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
@@ -186,7 +204,7 @@ def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> I
                 yield finding_at(DIVERGED, series, finite.steps[at])
         elif finite.values and min(finite.values) >= 0 < min(finite.values[:LEAP_POINTS]):
             long_rises = (rise(finite.values, min_rise) for rise in (rise_to_end, rise_from_start))
-            rises = (*long_rises, leap(finite.values), short_rise(finite.values))
+            rises = (*long_rises, leap(finite.values), short_rise(finite.values), jump(finite.values))
             at = next((at for at in rises if at is not None), None)
             if at is not None and at <= 1 and is_whole(series):
                 yield CurveFinding(DIVERGED, series, 0, FROM_START)
@@ -249,10 +267,11 @@ def find_slowdown(by_kind: Mapping[str, Sequence[MetricSeries]], slower: float =
             yield finding_at(SLOWS_DOWN, series, finite.steps[at])
 
 
-def find_overfitting(validations: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
-    for series in validations:
+def find_overfitting(curves: Sequence[MetricSeries], scores: Sequence[MetricSeries] = ()) -> Iterator[CurveFinding]:
+    for series in curves:
         finite = thinned(series)
-        if (at := turn_of(finite.values)) is not None:
+        turns = (turn_with_score(finite, item.values) for item in scores if item.steps == finite.steps)
+        if (at := next((at for at in (turn_of(finite.values), *turns) if at is not None), None)) is not None:
             yield finding_at(OVERFITS, series, finite.steps[at])
 
 
@@ -274,6 +293,9 @@ def rise_to_end(values: Sequence[float], min_rise: float) -> int | None:
         if length <= STRETCHES[0]:
             stands_out = quartile(last, 1) > quartile(before, 3)
         stands_out = stands_out and standard_errors_below(before, last) > Z_RISE
+        if length <= STRETCHES[0]:  # of which one of many is low by chance
+            jumps = 1.4826 * median(abs(after - value) for value, after in pairwise(values)) / math.sqrt(2)
+            stands_out = stands_out and high - low > Z_RISE * jumps * math.sqrt(2 / length)
         if high <= (1 + min_rise) * low or not stands_out:
             continue
         smooth = running_median(values, SPIKE)
@@ -309,9 +331,18 @@ def leap(values: Sequence[float]) -> int | None:
 def short_rise(values: Sequence[float]) -> int | None:
     """The last point of a short curve before it leaves the level of its first two for one of twice that height."""
     last, first = values[-PLATEAU:], max(values[:2])
+    if len(values) >= PLATEAU + 2 and min(values[1:]) > JUMP * values[0] and max(last) <= SAME_SPREAD * min(last):
+        return 1
     if not PLATEAU + 2 <= len(values) < MIN_POINTS or min(last) <= 2 * first or max(last) > PLATEAU_SPREAD * min(last):
         return None
     return max(at for at, value in enumerate(values) if value <= first)
+
+
+def jump(values: Sequence[float]) -> int | None:
+    """Where a curve leaps to several times any value before, and stays there."""
+    places = range(STRETCHES[0], len(values) - PLATEAU + 1)
+    jumps = (at for at in places if values[at] > JUMP * values[at - 1])
+    return next((at for at in jumps if min(values[at:]) > JUMP * max(values[:at])), None)
 
 
 def is_too_high(values: Sequence[float]) -> bool:
@@ -322,51 +353,9 @@ def is_too_high(values: Sequence[float]) -> bool:
     return lowest > ABSURD or (stays and min(values[half:]) > TOO_HIGH)
 
 
-def constant_tail(values: Sequence[float]) -> int | None:
-    """Where the last values begin to be one and the same."""
-    at = len(values)
-    while at and values[at - 1] == values[-1]:
-        at -= 1
-    return at if len(values) - at >= max(SAME_VALUES, len(values) // 20) else None
-
-
-def repeats_epochs(values: Sequence[float]) -> bool:
-    """Whether a curve repeats its first values to its end, of which the later are no lower: a second run's would be.
-
-    Exactly two equal halves are a log that was written twice.
-    """
-    for period in range(MIN_PERIOD, len(values) - MIN_PERIOD + 1):
-        if values[period] == values[0] and len(values) != 2 * period and values[period:] == values[:-period]:
-            first, last = values[: period // 2], values[period // 2 : period]
-            num_rises = sum(after > before for before, after in pairwise(values[:period]))
-            return len({*values}) >= MIN_PERIOD and num_rises >= period / 4 and median(last) > 0.9 * median(first)
-    return False
-
-
 def zero_tail(series: MetricSeries) -> int | None:
     """The step from which on a curve is zero to its end."""
     return None if (at := constant_tail(series.values)) is None or series.values[-1] else series.steps[at]
-
-
-def is_level(values: Sequence[float]) -> bool:
-    """Whether the thirds of a curve are equally high, and it has so little noise that a small fall would show."""
-    third = len(values) // 3
-    if third < MIN_LEVEL:
-        return False
-    (first, noise), (middle, _), (last, last_noise) = (
-        level_of(values[start : start + third]) for start in (0, third, len(values) - third)
-    )
-    error = math.hypot(noise, last_noise) / math.sqrt(third)
-    is_same = max(first, middle, last) - min(first, middle, last) < STILL_CHANGE * abs(first)
-    return is_same and error < STILL_ERROR * abs(first)
-
-
-def is_stuck(values: Sequence[float]) -> bool:
-    """Whether a curve, or its last third, is level, and hardly lower than its first points."""
-    last = values[-(len(values) // 3) :]
-    if not (is_level(values) or is_level(last)):
-        return False
-    return median(values[:SPIKE]) - median(last) < STUCK_FALL * abs(median(last))
 
 
 def turn_of(values: Sequence[float]) -> int | None:
@@ -387,6 +376,15 @@ def turn_of(values: Sequence[float]) -> int | None:
     if not beyond or rise <= VALIDATION_RISE * abs(smooth[at]) or min(last) <= smooth[at]:
         return None
     return min(range(max(0, at - 1), at + 2), key=values.__getitem__)
+
+
+def turn_with_score(series: MetricSeries, scores: Sequence[float]) -> int | None:
+    """Where a curve of few points is lowest, all later ones are far higher, and the score is best there or before."""
+    at = min(range(len(scores)), key=series.values.__getitem__)
+    lowest, after = series.values[at], series.values[at + 1 :]
+    is_few = len(after) >= MIN_AFTER and len(scores) < MIN_VALIDATION
+    is_worse = is_few and max(scores[at + 1 :]) < WORSE * scores[at] and min(after) > (1 + FEW_RISE) * lowest > 0
+    return at if is_worse else None
 
 
 def turn_of_few(values: Sequence[float]) -> int | None:

@@ -42,10 +42,10 @@ STEP = re.compile(
 # 2.5, '2.5', nan.0, tensor(nan, np.float64(nan)
 VALUE = (
     r"['\"]?\s*(?:[:=|]|is\b(?: (?:not finite|non-finite|NaN)[:,]?)?)?\s*(?:[\w.]{1,20}\()?['\"]?"
-    r"(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b"
+    r"(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b(?![\d.]*%)"  # a share is no measure
 )
 LOSS = re.compile(
-    r"loss(?: (?:train|average|avg|mean)|_(?!scal|weight|fn|func|type)[a-z]\w{0,15}|/[a-z][\w/]{0,30}"
+    r"loss(?: (?:train|average|avg|mean)|_(?!scal|weight|fn|func|type|tok)[a-z]\w{0,15}|/[a-z][\w/]{0,30}"
     r"|[_-]?\d{1,2}(?= ?[:=]|[ ]+[-+]?\d))?" + VALUE,
     re.IGNORECASE,
 )
@@ -57,10 +57,8 @@ WORDS = re.compile(r"[A-Za-z_ -]*[A-Za-z]")  # in front of the value
 OF_TRAINING = re.compile(r"(?i)epoch|(?<![a-z])tra?i?n|^\W*\d+/\d+\]")  # a line that may report one of training
 HELD_OUT_WORD = r"(?:vali?|eval|valid(?:_\d)?|validation|dev|test)"
 GAP = r"(?:'s)?(?:[_ /.:{'\"-]+(?:[a-z0-9]{2,8}_)?)?(?:log)?"  # from there to the measure
-HELD_OUT_LOSS = re.compile(
-    rf"(?<![a-z])(?:{HELD_OUT_WORD}{GAP}(?:loss|{ERROR_NAME})|loss[_ /]{HELD_OUT_WORD}){VALUE}",
-    re.IGNORECASE,
-)
+HELD_OUT_NAME = rf"(?<![a-z])(?:{HELD_OUT_WORD}{GAP}(?:loss|{ERROR_NAME})|loss[_ /]{HELD_OUT_WORD})"
+HELD_OUT_LOSS = re.compile(HELD_OUT_NAME + VALUE, re.IGNORECASE)
 HELD_OUT_WORDS = ("val", "dev", "test")
 OF_WHOLE_RUN = re.compile(r"train_runtime|^ *train_loss +=")  # a line whose loss is a mean
 NAN_OUTPUT = re.compile(r"['\"]log(?:p|it)s/\w+['\"]: nan")  # of a model whose loss is written as 0
@@ -114,11 +112,12 @@ EVALUATION_TITLE = re.compile(r"(?i)^\W*(?:test|validation|evaluation)(?: (?:err
 SCORES = r"(?:acc|accuracy|f1|top-?1|au(?:ro)?c|dice|m?iou)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
 SCORE = re.compile(rf"(?i)(?<![a-z]){SCORES}")  # higher is better
 HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT_WORD}[ _/.-]*{SCORES}")
-SHORT_NAN = re.compile(r"(?<![\w.])(?:avg_)?L=nan\b")
+SHORT_LOSS = re.compile(r"(?<![\w.])(?:avg_)?L=(?P<value>nan|\d+\.\d+(?:e[-+]?\d+)?)\b")  # beside a step
+MEAN_LOSS = "train_mean_loss"  # of a whole run: of interest where it is exactly 0
+LONG_RUN = re.compile(r"'train_runtime': \d{3,}\.")  # in seconds: not one that had nothing left to do
 REWARD = re.compile(rf"(?i)(?<![\w/])(?:(?:train|critic)/)?(?:mean_)?rewards?(?:[/_]mean)?{VALUE}")
-RECORD_LOSS = re.compile(
-    r"(?:best|min|prev|(?:keep\w*|the) last)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$", re.IGNORECASE
-)  # infinite at first
+# infinite at first
+RECORD_LOSS = re.compile(r"(?:best|min|prev|(?:keep\w*|the) last)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$", re.IGNORECASE)
 OTHER_WORDS = (*HELD_OUT_WORDS, "best", "min", "prev", "keep", "last")  # one is before a loss of these two kinds
 # the words of losses, evaluations, trainings and epochs in other languages: each alternative becomes the English word
 FOREIGN_TRAIN = (
@@ -200,7 +199,7 @@ def read_step_and_loss(text: str) -> StepLoss | None:
         loss_match = find_measure(ERROR_MEASURE, text)
     loss = read_value(loss_match)
     if loss is not None and math.isfinite(loss) and OF_WHOLE_RUN.search(text):
-        return None
+        return StepLoss(None, loss, name=MEAN_LOSS) if loss == 0 and LONG_RUN.search(text) else None
     has_held_out = loss is not None and has_word(lowered, HELD_OUT_WORDS)
     held_out = read_value(HELD_OUT_LOSS.search(text)) if has_held_out else None
     has_norm = "norm" in lowered
@@ -211,11 +210,13 @@ def read_step_and_loss(text: str) -> StepLoss | None:
         return None  # prose, such as "takes 3 steps 2 at a time"
     number = parse_count(step["step"]) if step else None
     is_last = bool(step and step["of"] and parse_count(step["of"].strip("/ \t")) == number)
-    if (loss == 0 and NAN_OUTPUT.search(text)) or (loss is None and SHORT_NAN.search(text)):
+    if loss == 0 and NAN_OUTPUT.search(text):
         loss = math.nan
+    elif loss is None:
+        loss = read_value(SHORT_LOSS.search(text))
     if loss == 0 and "reward" in lowered and lowered.count("nan") == 1:
         grad_norm = (
-            None  # of GRPO, whose loss is 0 by design: as long as rewards and KL are finite, only the step is skipped
+            None  # of GRPO, whose loss is 0 by design: while rewards and KL are finite, only the step is skipped
         )
     name = name_of(loss_match) if loss_match else "loss"
     name = "eval_loss" if EVALUATION.match(text) else name
@@ -279,11 +280,7 @@ def read_memory(text: str) -> Iterator[tuple[str, float]]:
                 words = COUNTERS.sub(r"\1", name).split()
                 named = " ".join(words).strip(" :=([{'\"")[-MAX_NAME:]
                 unit = UNITS.get(match["unit"][:1].lower())
-                yield (
-                    (named, float(match["value"]))
-                    if unit is None
-                    else (f"{named} (bytes)", float(match["value"]) * unit)
-                )
+                yield (f"{named} (bytes)" if unit else named), float(match["value"]) * (unit or 1)
 
 
 def read_speed(text: str) -> float | None:
@@ -347,8 +344,7 @@ def read_counter(text: str) -> StepLoss | None:
         return None
     step = parse_count(match["step"] or match["at"] or match["n"] or match["iteration"] or match["place"])
     if match["learn"]:
-        learn, test = (
-            float(value) if value and NUMBER_CELL.fullmatch(value) else None for value in match.group("learn", "test")
-        )
+        values = match.group("learn", "test")
+        learn, test = (float(value) if value and NUMBER_CELL.fullmatch(value) else None for value in values)
         return StepLoss(step, learn, held_out=test)
     return StepLoss(step, math.nan if match["value"] == "nan" else None)

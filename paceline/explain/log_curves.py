@@ -6,18 +6,18 @@ the limits are wider here, and a loss that hardly moves is no failure, but no si
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from paceline.explain.curve_verdict import (
     DIVERGED,
     MIN_POINTS,
     NAN,
-    SPIKE,
     STANDS_STILL,
     START_RISE,
     STRETCHES,
-    STUCK_FALL,
     CurveFinding,
     add_findings,
     find_growth,
@@ -25,31 +25,31 @@ from paceline.explain.curve_verdict import (
     find_rises,
     find_slowdown,
     find_still,
-    is_level,
-    is_stuck,
     is_whole,
 )
 from paceline.explain.explanation import Explanation, format_value
+from paceline.explain.line_measures import MEAN_LOSS
 from paceline.explain.log import Log
 from paceline.explain.progress import LossPoint
 from paceline.explain.series import (
     LOSS,
     MEMORY,
     REWARD,
+    SCORE,
     THROUGHPUT,
     VALIDATION,
     MetricSeries,
+    SeriesTable,
     evenly_spaced,
-    line_series,
     show_curve,
 )
 from paceline.explain.verdict import HEALTHY, UNKNOWN
-from paceline.noise import median, standard_errors_below
+from paceline.noise import SPIKE, STUCK_FALL, is_level, is_stuck, median, standard_errors_below
 
 LOG_RISE = 1.0  # of a loss that was higher at first
 PART_RISE = 9.0  # of one whose first steps are not in the log
 ZEROS, ZERO_REWARDS = 3, 10  # on the lines of a log, if no others are there
-NO_REWARD = "every reward is 0"
+NO_REWARD, MEAN_OF_ALL = "every reward is 0", "the mean of all steps is exactly 0"
 LOG_GROWTH, LOG_SLOWER = 0.2, 1.0  # of memory, of the time for a sample
 MIN_FLAT, FLAT_RANGE = 5, 0.0015  # points of a loss, and the share of its level that they span
 MIN_STILL = 12  # such points that are no longer few
@@ -57,6 +57,8 @@ Z_FALL, MAX_FALL = 2.0, 0.05  # of a loss, in standard errors and as a share: le
 # classes between which a model guesses: the loss is the logarithm of their number; how near to it, of many points and of few
 MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
 MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations
+# how near to a half the accuracy is of a guess between two classes
+HALF, TWO_CLASSES = 0.05, "ln 2, as of a guess between 2 classes"
 MIN_SCORES, NEAR_BEST = 3, 0.02  # points of evaluations, and the share by which the last may miss the best
 MIN_SAME_SCORES = 20  # evaluations
 VANISHED = 0.02  # of its first points
@@ -72,34 +74,31 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         name: max((getattr(log, name) for log in logs), key=len, default=())
         for name in ("losses", "held_out", "scores", "memory", "rewards", "speeds")
     }
-    reported = line_series(points["losses"], source="log")
+    reported = line_series(points["losses"])
     losses, held_out = ([item for item in reported if item.kind == kind] for kind in (LOSS, VALIDATION))
-    memories = [evenly_spaced(item) for item in line_series(points["memory"], source="log", kind=MEMORY)]
-    speeds = [evenly_spaced(item) for item in line_series(points["speeds"], source="log", kind=THROUGHPUT)]
-    still = (
-        finding
-        for finding in find_still(losses, [], [])
-        if finding.at < len(finding.series.values) // 2 or is_stuck(finding.series.values)
-    )
-    evaluations = [*line_series(points["held_out"], source="log"), *held_out]
-    ends_best = any(map(is_lowest_at_end, evaluations))
+    memories = [evenly_spaced(item) for item in line_series(points["memory"], kind=MEMORY)]
+    speeds = [evenly_spaced(item) for item in line_series(points["speeds"], kind=THROUGHPUT)]
+    lengths = ((finding, len(finding.series.values)) for finding in find_still(losses, [], []))
+    still = (item for item, length in lengths if item.at < length // 2 or is_stuck(item.series.values))
+    evaluations = [*line_series(points["held_out"]), *held_out]
+    if not losses and all(point.step is point.epoch is None for point in points["losses"]):
+        evaluations = []  # results of several programs
+    scores = line_series(points["scores"], kind=SCORE)
+    unlearned = [] if any(map(is_lowest_at_end, evaluations)) else [item for item in losses if not is_learned(item)]
     # transformers writes 0 for a loss that is NaN, but not in evaluations
-    has_nan = any(math.isnan(value) for name in ("losses", "held_out") for _, _, value in points[name])
+    has_nan = any(math.isnan(point.value) for name in ("losses", "held_out") for point in points[name])
     findings = [
-        *(
-            rise
-            for item in losses
-            if not (ends_best or is_learned(item))
-            for rise in find_rises([item], least_rise(item))
-        ),
+        *(rise for item in unlearned for rise in find_rises([item], least_rise(item))),
         *still,
         *find_unlearned(losses, held_out),
         *find_chance(losses, held_out),
+        *find_guesses(losses, evaluations, scores),
         *find_zeros(losses, ZEROS, cause=NAN if has_nan else STANDS_STILL),
-        *find_zeros(line_series(points["rewards"], source="log", kind=REWARD), ZERO_REWARDS, reason=NO_REWARD),
+        *find_zeros([item for item in losses if item.name == MEAN_LOSS], 1, reason=MEAN_OF_ALL),
+        *find_zeros(line_series(points["rewards"], kind=REWARD), ZERO_REWARDS, reason=NO_REWARD),
         *find_growth(memories, LOG_GROWTH),
         *find_slowdown({THROUGHPUT: speeds}, LOG_SLOWER),
-        *(() if is_best_at_end(points["scores"]) else find_turns(losses, evaluations)),
+        *(() if is_best_at_end(points["scores"]) else find_turns(losses, evaluations, scores)),
         *(() if any(map(falls, losses)) else find_same(points["scores"], points["held_out"])),
     ]
     if not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None)):
@@ -107,6 +106,26 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
             return unproven(explanation, flat)
         findings = [CurveFinding(STANDS_STILL, flat, 0)]
     return add_findings(explanation, findings[:1])
+
+
+def line_series(points: Sequence[LossPoint], *, kind: str | None = None) -> list[MetricSeries]:
+    """The curves by name that lines of a log report, over steps, or else epochs, or else their number. kind: of all of them."""
+    table = SeriesTable("log", kind=kind)
+    has_steps = all(point.step is not None for point in points)
+    by_name: dict[str, list[LossPoint]] = defaultdict(list)
+    for point in points:
+        by_name[point.name].append(point)
+    by_epoch = {name for name, curve in by_name.items() if has_epochs(curve)}
+    for number, (step, name, value, epoch) in enumerate(points):
+        step = step if has_steps else epoch if name in by_epoch else number
+        table.add(name, number if step is None else step, value, math.nan)
+    return table.series()
+
+
+def has_epochs(curve: Sequence[LossPoint]) -> bool:
+    """Whether each point of a curve is of a later epoch than the one before, or the same one reported twice."""
+    ascends = all(before == point or (before.epoch or 0) < (point.epoch or 0) for before, point in pairwise(curve))
+    return ascends and curve[0].epoch is not None and 2 * len({*curve}) >= len(curve)
 
 
 def is_lowest_at_end(series: MetricSeries) -> bool:
@@ -117,7 +136,7 @@ def is_lowest_at_end(series: MetricSeries) -> bool:
 
 def is_best_at_end(scores: Sequence[LossPoint]) -> bool:
     """Whether the accuracy of evaluations has risen and ends at about its best: a loss that rises is no failure then."""
-    values = [value for _, _, value in scores]
+    values = [point.value for point in scores]
     return len(values) >= MIN_SCORES and values[0] < median(values[-MIN_SCORES:]) >= (1 - NEAR_BEST) * max(values)
 
 
@@ -151,26 +170,45 @@ def find_chance(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]
             continue
         chance = math.log(number)
         is_near = len(half) >= MIN_CHANCE and is_level(half) and abs(median(half) - chance) < NEAR_CHANCE * chance
+        stays = len(values) >= MIN_CHANCE and min(values) > (1 - ABOUT_CHANCE) * chance
+        stays = number == 2 and stays and is_near_half(values[0])
         curves = [values, *(item.values for item in held_out)]
         has_few = number == 2 and len(curves) > 1 and min(map(len, curves)) >= MIN_FEW
-        if is_near or (
-            has_few and all(abs(value - chance) < ABOUT_CHANCE * chance for curve in curves for value in curve)
-        ):
+        has_few = has_few and all(abs(value - chance) < ABOUT_CHANCE * chance for curve in curves for value in curve)
+        if is_near or stays or has_few:
             at = len(series.values) // 2 if is_near else 0
             yield CurveFinding(STANDS_STILL, series, at, f"ln {number}, as of a guess between {number} classes")
+
+
+def find_guesses(
+    losses: Sequence[MetricSeries], evaluations: Sequence[MetricSeries], scores: Sequence[MetricSeries]
+) -> Iterator[CurveFinding]:
+    """Losses that begin and end where a guess between two classes is, as those of evaluations do, whose accuracy is a half."""
+    ends = [item.values[-1] for item in scores if len(item.values) >= MIN_POINTS]
+    is_half = bool(ends) and all(min(abs(end - 0.5), abs(end / 100 - 0.5)) < HALF for end in ends)
+    parts = [part for item in (*losses, *evaluations) for part in (item.values[:MIN_FEW], item.values[-MIN_FEW:])]
+    if is_half and losses and evaluations and all(is_near_half(median(part)) for part in parts):
+        yield CurveFinding(STANDS_STILL, losses[0], 0, TWO_CLASSES)
+
+
+def is_near_half(loss: float) -> bool:
+    """Whether a loss is about ln 2."""
+    return abs(loss - math.log(2)) < ABOUT_CHANCE * math.log(2)
 
 
 def find_same(*evaluations: Sequence[LossPoint]) -> Iterator[CurveFinding]:
     """The score or loss of evaluations that is the same in each of them, and not perfect."""
     for points in evaluations:
-        values = {value for _, _, value in points}
+        values = {point.value for point in points}
         if len(points) >= MIN_SAME_SCORES and len(values) == 1 and not values & {0.0, 1.0, 100.0}:
-            yield CurveFinding(STANDS_STILL, line_series(points, source="log", kind=LOSS)[0], 0, "in every evaluation")
+            yield CurveFinding(STANDS_STILL, line_series(points, kind=LOSS)[0], 0, "in every evaluation")
 
 
-def find_turns(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+def find_turns(
+    losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries], scores: Sequence[MetricSeries]
+) -> Iterator[CurveFinding]:
     """Validation losses that turn up; where the loss of training is higher at its end than at that time, it is no overfitting."""
-    for finding in find_overfitting([item for item in held_out if not is_learned(item)]):
+    for finding in find_overfitting([item for item in held_out if not is_learned(item)], scores):
         share = finding.at / len(finding.series.values)
         rises = (rise for item in losses if (rise := rise_since(item, int(share * len(item.values)))))
         yield next(rises, finding)

@@ -7,12 +7,13 @@ import re
 import sys
 from collections import Counter, deque
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from paceline.explain.explanation import LogProgress
 from paceline.explain.line_measures import (
     EVALUATION_TITLE,
     HELD_OUT_WORDS,
+    MEAN_LOSS,
     MEMORY_WORDS,
     StepLoss,
     in_english,
@@ -41,6 +42,7 @@ SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are los
 EPOCH = re.compile(
     r"(?i)(?:^|[|\]] {0,3}| [-:] )\W*(?:train\w*\W+)?(?:epoch(?: (?:number|num|no))?|ep\b)\W{0,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
 )
+MIN_MEAN = 10  # steps whose mean loss counts
 MIN_EPOCHS = 3  # of a training behind which another begins
 DONE = re.compile(
     r"(?:train|tun)ing (?:is |was |has been )?(?:successfully )?(?:completed?|finished|done)"
@@ -55,26 +57,23 @@ DONE = re.compile(
     re.IGNORECASE,
 )
 DONE_WORDS = (  # one is in every text that matches; the pattern alone takes a fourth of the time of a line
-    *(
-        "finish",
-        "done",
-        "complet",
-        "runtime",
-        "final",
-        "reached",
-        "passed",
-        "training time",
-        "own accord",
-        "conclu",
-        "bandwidth",
-        "termin",
-    ),
-    *("abgeschl", "beendet", "завершен", "закончен", "完", "结束", "終了", "완료", "종료"),
-)
+    "finish", "done", "complet", "runtime", "final", "reached", "passed", "training time", "own accord", "conclu", "bandwidth",
+    "termin", "abgeschl", "beendet", "завершен", "закончен", "完", "结束", "終了", "완료", "종료",
+)  # fmt: skip
+# rewards of preference pairs, whose loss is one as of any classifier
+PAIR_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 
 Point = TypeVar("Point")
-LossPoint = tuple[int | None, str, float]  # step, name, value
 ProgressLine = tuple[int, int | None, int | None]  # number in the log, rank, step
+
+
+class LossPoint(NamedTuple):
+    """One value of a curve. epoch: the last one that was reported before it."""
+
+    step: int | None
+    name: str
+    value: float
+    epoch: int | None = None
 
 
 class ProgressTracker:
@@ -85,11 +84,11 @@ class ProgressTracker:
         self.steps_by_rank: dict[int, int] = {}  # the last step of each rank whose lines have a rank
         self.first_step: int | None = None
         self._losses: list[LossPoint] = []
-        self._held_out: list[LossPoint] = []
+        self.held_out: list[LossPoint] = []  # losses of evaluations
         self._memory: dict[str, list[tuple[int, float]]] = {}
-        self._speeds: list[LossPoint] = []
+        self.speeds: list[LossPoint] = []  # throughput
         self._loss_rank: int | None = None  # whose losses are stored: the first that reported one
-        self._is_policy = False
+        self._is_policy, self._has_rewards = False, False
         self._is_dict = False  # the line is one of transformers' Trainer
         self._is_filtered = False  # the losses are 0 in place of NaN
         self._columns: tuple[str, ...] = ()  # of the table whose rows may follow
@@ -101,8 +100,8 @@ class ProgressTracker:
         self._non_finite: dict[str, list[ProgressLine]] = {}  # by measure: its values since the last finite one
         self._finite: set[str] = set()  # measures that were finite at least once
         self._infinite: set[str] = set()  # measures of which one of those values is infinite, not NaN
-        self._rewards: list[LossPoint] = []
-        self._scores: list[LossPoint] = []
+        self.rewards: list[LossPoint] = []  # of a policy
+        self.scores: list[LossPoint] = []  # accuracies of evaluations
         self._epoch, self._first_epoch = 0, sys.maxsize
         self._finite_lines: list[str] = []  # the first lines without NaN
         self._labels: Counter[str] = Counter()  # by the words before a value: how often it was finite on these
@@ -121,12 +120,17 @@ class ProgressTracker:
         if has_word(lowered, DONE_WORDS) and DONE.search(line.text):
             self._done_line = number
         self._is_dict = "'loss':" in text
-        self._is_policy = self._is_policy or "reward" in lowered
+        if "reward" in lowered:
+            self._has_rewards = True
+            self._is_policy = self._is_policy or not has_word(lowered, PAIR_REWARDS)
         self._columns = read_columns(text) or self._columns
         match = EPOCH.search(text) if "epoch" in lowered or lowered.startswith("ep") or " ep" in lowered else None
         if match is not None:
             self._begin_epoch(int(match["epoch"]))
         progress = read_row(text, self._columns) or read_line(text, bar)
+        if progress is not None and progress.name == MEAN_LOSS:
+            counts = not self._losses and (self._last_step or 0) >= MIN_MEAN
+            progress = replace(progress, step=self._last_step) if counts else None
         if progress is None and match is not None:
             progress = StepLoss(None, None)
         if progress is not None and progress.loss is not None and self._is_evaluation:
@@ -140,7 +144,7 @@ class ProgressTracker:
                 self._add_labels(text, (number, line.rank, self._last_step))
             elif len(self._finite_lines) < LABELLED_LINES:
                 self._finite_lines.append(text)
-        is_sampled = len(self._speeds) < MAX_SPEEDS or not self._num_lines % SPEED_EVERY
+        is_sampled = len(self.speeds) < MAX_SPEEDS or not self._num_lines % SPEED_EVERY
         if is_sampled and progress is not None and progress.step is not None and ("/s" in lowered or "per" in lowered):
             self._add_speed(line)
         if has_word(lowered, MEMORY_WORDS):
@@ -151,16 +155,15 @@ class ProgressTracker:
         """Notes the epoch of a line. Where the epochs begin again, another training does: curves do not go on from the last one."""
         self._first_epoch = min(epoch, self._first_epoch)
         if epoch <= max(1, self._first_epoch) + 1 and self._epoch >= epoch + MIN_EPOCHS:
-            for points in (self._losses, self._held_out, self._rewards, self._scores, self._speeds):
+            for points in (self._losses, self.held_out, self.rewards, self.scores, self.speeds):
                 points.clear()
             self._memory.clear()
         self._epoch = epoch
 
     def _add_progress(self, number: int, rank: int | None, progress: StepLoss) -> None:
         self._num_lines += 1
-        overruns = (
-            self._is_last and progress.step == (self._last_step or 0) + 1
-        )  # tqdm goes on counting without the total
+        # tqdm goes on counting without the total
+        overruns = self._is_last and progress.step == (self._last_step or 0) + 1
         says_more = self._is_last and progress.step == self._last_step  # of the last step, such as its checkpoint
         self._is_last = progress.is_last or overruns or says_more
         if progress.step is not None:
@@ -173,16 +176,16 @@ class ProgressTracker:
             fell_to_zero = progress.loss == 0 and (self._last_loss or 0.0) > ABRUPT and self._is_dict
             self._is_filtered = fell_to_zero or (progress.loss == 0 and self._is_filtered)
             self._last_loss = progress.loss
-            self._add_loss(rank, (progress.step, progress.name, progress.loss))
+            self._add_loss(rank, self._point(progress.step, progress.name, progress.loss))
         if progress.reward is not None:
-            store(self._rewards, (progress.step, "reward", progress.reward))
+            store(self.rewards, self._point(progress.step, "reward", progress.reward))
         if progress.score is not None:
-            store(self._scores, (progress.step, "score", progress.score))
+            store(self.scores, self._point(progress.step, "score", progress.score))
         if progress.held_out is not None and rank == self._loss_rank:
-            store(self._held_out, (progress.step, "eval_loss", progress.held_out))
+            store(self.held_out, self._point(progress.step, "eval_loss", progress.held_out))
         for measure, value in (("loss", progress.loss), ("grad_norm", progress.grad_norm)):
             if value is not None:
-                value = math.nan if measure == "loss" and self._is_filtered and not self._is_policy else value
+                value = math.nan if measure == "loss" and self._is_filtered and not self._has_rewards else value
                 self._add_value(measure, value, (number, rank, progress.step))
         self.lines.append((number, rank, progress.step))
 
@@ -213,42 +216,25 @@ class ProgressTracker:
         """Notes the score of an evaluation whose line has no loss."""
         has_words = has_word(lowered, HELD_OUT_WORDS)
         if has_words and (score := read_score(text)) is not None:
-            store(self._scores, (self._last_step, "score", score))
+            store(self.scores, self._point(self._last_step, "score", score))
 
     def _add_speed(self, line: LogLine) -> None:
         """Notes the throughput of one rank."""
         if (speed := read_speed(line.text)) is not None and line.rank == self._loss_rank:
-            store(self._speeds, (self._last_step, "throughput", speed))
-
-    @property
-    def speeds(self) -> tuple[LossPoint, ...]:
-        """The throughput, by step."""
-        return tuple(self._speeds)
+            store(self.speeds, LossPoint(self._last_step, "throughput", speed))
 
     @property
     def memory(self) -> tuple[LossPoint, ...]:
         """The memory in use, by step and name."""
-        return tuple((step, name, value) for name, points in self._memory.items() for step, value in points)
+        return tuple(LossPoint(step, name, value) for name, points in self._memory.items() for step, value in points)
 
     @property
     def losses(self) -> tuple[LossPoint, ...]:
         """The losses of one rank; none of a policy, whose loss rises while it learns."""
         return () if self._is_policy else tuple(self._losses)
 
-    @property
-    def rewards(self) -> tuple[LossPoint, ...]:
-        """A policy's rewards."""
-        return tuple(self._rewards)
-
-    @property
-    def scores(self) -> tuple[LossPoint, ...]:
-        """The accuracies of evaluations."""
-        return tuple(self._scores)
-
-    @property
-    def held_out(self) -> tuple[LossPoint, ...]:
-        """The losses of evaluations."""
-        return tuple(self._held_out)
+    def _point(self, step: int | None, name: str, value: float) -> LossPoint:
+        return LossPoint(step, name, value, None if self._first_epoch == sys.maxsize else self._epoch)
 
     def _add_loss(self, rank: int | None, point: LossPoint) -> None:
         if not self._losses:

@@ -30,7 +30,7 @@ from paceline.rundir import RunDir, open_file, read_json_lines
 from paceline.units import format_number_of, unix_time
 
 LOSS, VALIDATION, GRADIENT, RATE = "loss", "validation loss", "gradient norm", "learning rate"
-MEMORY, THROUGHPUT, STEP_TIME, REWARD = "memory", "throughput", "step time", "reward"
+MEMORY, THROUGHPUT, STEP_TIME, REWARD, SCORE = "memory", "throughput", "step time", "reward", "score"
 HELD_OUT, ERROR = rf"(?:{HELD_OUT_WORD}|validation_metrics)", f"(?:logloss|{ERROR_NAME})"
 KINDS = (  # a kind, and the names that mean it, in lower case with _ between words: the first that matches counts
     (VALIDATION, rf"(?:.+_)?{HELD_OUT}(?:_.+)?_(?:loss|{ERROR})(?:_epoch|_step)?|loss_{HELD_OUT}|lm_loss_validation"),
@@ -57,6 +57,7 @@ KINDS = (  # a kind, and the names that mean it, in lower case with _ between wo
         r"(?:(?:train|perf|timing_s|time_metrics)_)?(?:step_ms|dt|(?:iter|iteration|step|batch)_time(?:_ms|_s)?|time_per_step"
         r"|end_to_end_s|step_timing_in_s)",
     ),
+    (SCORE, rf"{HELD_OUT}_(?:acc|accuracy|f1|auc|auroc)"),
     (REWARD, r"(?:train_|objective_|critic_|actor_)?(?:rewards?(?:_mean)?|(?:approx_|ppo_)?kl)"),
 )
 STEP_NAMES = (  # the first that a record has is its step
@@ -127,17 +128,6 @@ class SeriesTable:
             steps, values, times = map(list, zip(*in_order(points), strict=True))
             series.append(MetricSeries(name, str(self._kind or kind_of(name)), self.source, steps, values, times))
         return series
-
-
-def line_series(
-    points: Sequence[tuple[int | None, str, float]], *, source: str, kind: str | None = None
-) -> list[MetricSeries]:
-    """The curves by name that lines of a log report; points: step, name, value. kind: of all of them."""
-    table = SeriesTable(source, kind=kind)
-    has_steps = all(step is not None for step, _, _ in points)
-    for number, (step, name, value) in enumerate(points):
-        table.add(name, step if has_steps and step is not None else number, value, math.nan)
-    return table.series()
 
 
 def thinned(series: MetricSeries) -> MetricSeries:
@@ -342,7 +332,7 @@ def json_records(texts: Sequence[str | bytes]) -> list[dict[str, Any]]:
 READERS: tuple[tuple[re.Pattern[str], Reader], ...] = (  # by the name of a file
     (re.compile(r"tfevents"), read_events),
     (re.compile(r"\.wandb$"), read_wandb),
-    (re.compile(r"^trainer_state\.json$"), read_trainer_state),
+    (re.compile(r"(?:^|[._-])trainer_state\.json$"), read_trainer_state),
     (re.compile(r"\.csv$"), read_csv),
     (re.compile(r"^(?:metrics|trainer_log)\.jsonl$"), read_json_metrics),
 )

@@ -58,6 +58,9 @@ ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain
 
 DIGITS = str.maketrans("", "", "0123456789")
 TRAINING_BEGINS = re.compile(r"(?i)\b(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training\W*$")
+METRICS = re.compile(
+    r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}'
+)  # a record of numbers
 MONITOR = re.compile(r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|")
 
 
@@ -201,7 +204,8 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     if trouble := [] if progress.finished else [Evidence(n, shorten(text)) for n, text in trouble_at_end(logs)]:
         return explain_silence(logs, progress, trouble)
     if progress.finished or (progress.steps >= MIN_STEPS and not stays_at_start(progress)) or is_late_step(progress):
-        return explain_health(progress)
+        is_log = not all(METRICS.fullmatch(text) for log in logs for _, text in log.last_lines[-1:])
+        return explain_health(replace(progress, silent_end=progress.silent_end and is_log))
     if any(map(hardly_began, logs)):
         return explain_silence(logs, progress, ())
     last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]

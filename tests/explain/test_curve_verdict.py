@@ -1,6 +1,8 @@
 """The curves of healthy runs show no finding, whatever their noise; each fault is found within a stated number of points."""
 
+import json
 import math
+import random
 import time
 from collections import Counter
 
@@ -11,7 +13,7 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
 from paceline.explain.explanation import Explanation, format_explanation
 from paceline.explain.run_folder import explain
-from paceline.explain.series import GRADIENT, LOSS, MEMORY, RATE, REWARD, STEP_TIME, THROUGHPUT, VALIDATION
+from paceline.explain.series import GRADIENT, LOSS, MEMORY, RATE, REWARD, SCORE, STEP_TIME, THROUGHPUT, VALIDATION
 
 RUNS = 200  # of each noise level
 SEEDS = 60
@@ -136,7 +138,7 @@ def test_a_loss_that_rises_before_it_is_nan_shows_both():
     [loss] = jump(Noise(1, 0.01), 150, 30, factor=3)
     explanation = explain_curves([series(LOSS, loss.values + [math.nan] * 30)], [], names="x")
     assert [curve.cause for curve in explanation.curves] == ["loss-nan", "loss-diverged"]
-    assert "at step 1800" not in explanation.curves[1].summary and "nan" not in explanation.curves[1].summary
+    assert explanation.curves[1].step == 1510 and "and 8.08 at step 1800" in explanation.curves[1].summary
 
 
 def test_gradients_that_overflow_now_and_then_are_fp16_and_five_in_a_row_are_not():
@@ -695,3 +697,93 @@ def test_an_evaluation_that_gives_the_same_loss_each_time_shows_that_nothing_is_
     lines = "".join(f"STEP {n * 10} training loss: -0.0{31 + n % 7} - eval loss: {{}}\n" for n in range(30))
     assert explain([lines.format(*["-0.035561230"] * 30).encode()]).cause == "loss-stands-still"
     assert explain([lines.format(*[f"-0.0355612{n}" for n in range(30)]).encode()]).cause == "healthy"
+
+
+def test_noise_that_is_low_for_a_while_by_chance_is_no_divergence():
+    chance = random.Random(190)
+    assert judge_curves([series(LOSS, [2.3 * (1 + 0.22 * chance.gauss(0, 1)) for _ in range(50)])]) == []
+
+
+def test_a_leap_to_several_times_any_value_before_is_found_in_five_points():
+    losses = [0.1, 0.04, *[0.02] * 10, 0.9, 0.7, 0.8, 0.6, 0.9]
+    [finding] = judge_curves([series(LOSS, [0.03] * 10 + losses)])
+    assert (finding.cause, finding.at) == ("loss-diverged", 22)
+    assert judge_curves([series(LOSS, [*losses, 0.02])]) == []
+
+
+def test_a_short_curve_that_leaves_its_first_value_for_one_that_never_changes_has_diverged():
+    [finding] = judge_curves([series(LOSS, [1.6, 11.8, 11.6, 10.38, *[10.37] * 6])])
+    assert (finding.cause, finding.reason) == ("loss-diverged", "from its first value on")
+    assert judge_curves([series(LOSS, [1.6, 11.8, 11.6, 10.38, 9.3, 8.1, 7.2, 6.8])]) == []  # it comes down
+
+
+def test_few_evaluations_whose_loss_stays_far_above_its_lowest_are_overfitting_if_the_score_is_worse():
+    loss = series(VALIDATION, [1.7, 1.3, 2.0, 2.6, 2.3])
+    [finding] = judge_curves([loss, series(SCORE, [0.47, 0.59, 0.5, 0.49, 0.54])])
+    assert (finding.cause, finding.at) == ("validation-turns-up", 1)
+    assert judge_curves([loss, series(SCORE, [0.47, 0.59, 0.6, 0.61, 0.61])]) == []
+
+
+def test_the_values_of_a_sentence_are_those_of_its_steps():
+    losses = [0.5, *[0.011, 0.012, 0.01] * 10, *[0.8, 0.9, 0.7] * 10, 0.644]
+    explanation = explain_curves([series(LOSS, losses)], [], names="x")
+    assert "loss is 0.011 at step 290 and 0.7 at step 610" in explanation.summary
+
+
+def test_a_short_curve_that_has_fallen_is_healthy():
+    explanation = explain_curves([series(LOSS, [8.3, 1.2, 0.5, 0.4])], [], names="x")
+    assert (explanation.cause, explanation.confidence) == ("healthy", 0.6)
+
+
+PAIRS = (
+    "{{'loss': {loss}, 'rewards/chosen': 0.05, 'rewards/rejected': 0.04, 'rewards/accuracies': 0.5, 'epoch': 0.5}}\n"
+)
+CLASSES = "Epoch [{step}/40], Train Loss: {loss}, Train Accuracy: 51.0%, Val Loss: {loss}, Val Accuracy: {score}%\n"
+
+
+@pytest.mark.parametrize("line", [PAIRS, CLASSES])
+def test_a_loss_of_two_classes_that_ends_where_it_began_stands_still(line):
+    def log(losses, score):
+        return [line.format(step=step, loss=loss, score=score).encode() for step, loss in enumerate(losses, 1)]
+
+    dip = [0.69, 0.66, 0.65, 0.66] if line == CLASSES else [0.71, 0.72, 0.74, 0.73]
+    explanation = explain(log([0.695, 0.694, 0.693, *dip * 9, 0.692, 0.696, 0.694], 50.6))
+    assert explanation.cause == "loss-stands-still" and "2 classes" in explanation.summary
+    assert explain(log([0.695, 0.694, *(0.69 - 0.004 * n for n in range(40))], 58.2)).cause == "healthy"
+
+
+def test_a_curve_without_steps_is_told_by_its_epochs():
+    losses = [0.9, 0.5, 0.4, 0.45, 0.5, 0.56, 0.63, 0.7, 0.78, 0.86]
+    lines = (f"Epoch {n}/10, loss: {1 / n:.3f}, val loss: {loss}\n" for n, loss in enumerate(losses, 1))
+    explanation = explain(["".join(lines).encode()])
+    assert (explanation.cause, explanation.step) == ("validation-turns-up", 3)
+    assert "0.86 at step 10" in explanation.summary
+
+
+def test_results_without_a_step_or_an_epoch_are_no_curve():
+    losses = [0.03, 0.02, 0.01, 0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6]
+    assert explain([b"".join(b"eval_loss = %.3f\neval_f1 = 0.8\n" % loss for loss in losses)]).cause == "healthy"
+
+
+def test_a_mean_loss_of_exactly_zero_over_a_long_run_stands_still():
+    end = "{{'train_runtime': {seconds}, 'train_steps_per_second': 0.2, 'train_loss': {loss}, 'epoch': 3.0}}\n"
+    bars = "".join(f"{n:3}%|###       | {n}/100 [00:10<00:10,  1.00it/s]\n" for n in range(0, 101, 10))
+    explanation = explain([(bars + end.format(seconds=2823.2, loss=0.0)).encode()])
+    assert (explanation.cause, explanation.step) == ("loss-stands-still", 100)
+    for seconds, loss in ((0.0153, 0.0), (2823.2, 0.4)):  # of a run that was resumed at its end
+        assert explain([(bars + end.format(seconds=seconds, loss=loss)).encode()]).cause == "healthy"
+    losses = "".join(LINES[2].format(loss=1 / n) for n in range(1, 9))
+    assert explain([(losses + bars + end.format(seconds=2823.2, loss=0.0)).encode()]).cause == "healthy"
+
+
+def test_a_copy_of_a_trainer_state_is_read_as_metrics(tmp_path):
+    path = tmp_path / "run7_trainer_state.json"
+    records = [{"step": 20 * n, "eval_loss": loss} for n, loss in enumerate([1.7, 1.4, 2.0, 2.2, 2.8], 1)]
+    path.write_text(json.dumps({"log_history": records}, indent=2))
+    explanation = explain(path)
+    assert (explanation.cause, explanation.step) == ("validation-turns-up", 40)
+
+
+def test_a_file_of_metrics_has_no_final_message():
+    records = "".join(f'{{"step": {n}, "loss": {2 - 0.1 * n:.1f}}}\n' for n in range(12))
+    assert explain([records.encode()]).summary == "no failure found: 12 progress lines, step 0 to 11, loss 0.9"

@@ -3,7 +3,7 @@
 import pytest
 from log_samples import read
 
-from paceline.explain.line_measures import read_step_and_loss
+from paceline.explain.line_measures import read_step_and_loss, strip_bars
 from paceline.explain.lines import LogLine, split_prefix
 from paceline.explain.progress import MAX_LOSSES, ProgressTracker
 
@@ -100,9 +100,26 @@ def test_a_loss_has_the_name_that_its_line_gives_it(line, name):
     assert read_step_and_loss(line).name == name
 
 
+@pytest.mark.parametrize(
+    ("line", "loss"),
+    [
+        ("[ep 0 step   50 t= 49s] L=0.0353  D=0.0284  PSNR=15.47", 0.0353),
+        ("step 7 L=12 heads=8", None),  # a number of layers
+        ('{"step": 3, "num_loss_tokens": 915.0, "train_mean_nll": 0.71}', 0.71),
+        ("step 7 packet loss: 12.5%", None),
+    ],
+)
+def test_a_loss_is_no_count_and_no_share(line, loss):
+    assert read_step_and_loss(line).loss == loss
+
+
+def test_the_percentage_of_a_bar_is_no_loss():
+    assert strip_bars("Computing loss:  12%|#         | 1/8 [00:01<00:07,  1.00it/s]")[1].loss is None
+
+
 def test_the_losses_of_one_rank_are_stored_and_those_of_a_policy_are_not():
     lines = "".join(f"[rank{rank}]: step {step} loss: {step}.5\n" for step in range(3) for rank in (1, 0))
-    assert read(lines).losses == ((0, "loss", 0.5), (1, "loss", 1.5), (2, "loss", 2.5))
+    assert [point[:3] for point in read(lines).losses] == [(0, "loss", 0.5), (1, "loss", 1.5), (2, "loss", 2.5)]
     assert read(lines + "[rank1]: step 3 loss: 0.1 reward: 0.7\n").losses == ()
 
 
@@ -110,7 +127,7 @@ def test_of_many_losses_the_last_are_stored_and_a_part_of_the_first():
     tracker = ProgressTracker()
     for step in range(5 * MAX_LOSSES):
         tracker.add(step, LogLine(f"step {step} loss: 2.5"), None)
-    steps = [step for step, _, _ in tracker.losses]
+    steps = [point.step for point in tracker.losses]
     assert steps[0] == 0 and steps[-3:] == [5 * MAX_LOSSES - n for n in (3, 2, 1)]
     assert len(steps) <= MAX_LOSSES and steps == sorted(steps)
 

@@ -45,7 +45,7 @@ VALUE = (
     r"(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b(?![\d.]*%)"  # a share is no measure
 )
 LOSS = re.compile(
-    r"loss(?: (?:train|average|avg|mean)|_(?!scal|weight|fn|func|type|tok)[a-z]\w{0,15}|/[a-z][\w/]{0,30}"
+    r"loss(?: (?:train|average|avg|mean)|_(?!scal|weight|fn|func|type|tok|per_)[a-z]\w{0,15}|/[a-z][\w/]{0,30}"
     r"|[_-]?\d{1,2}(?= ?[:=]|[ ]+[-+]?\d))?" + VALUE,
     re.IGNORECASE,
 )

@@ -1254,3 +1254,8 @@ def test_a_package_that_could_not_be_imported_under_a_warning_is_optional():
 )  # fmt: skip
 def test_shells_launchers_and_empty_trainings_are_known(text, cause):
     assert verdict(text).cause == cause
+
+
+def test_a_field_of_a_summary_that_was_never_computed_is_no_loss():
+    text = "eval_avg_loss_per_sentence=1.62\neval_avg_loss_per_word=nan\nbest_loss_mean=1.63\nactual_iterations=86\n"
+    assert verdict(text).cause != "loss-nan"

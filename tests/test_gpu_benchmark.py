@@ -140,7 +140,10 @@ def call(bare_machine, out, *words):
 @pytest.mark.slow
 def test_the_planner_and_the_trainer_import_nothing_that_a_bare_machine_lacks(bare_machine):
     files = [file for name in ("plan", "data", "model", "train") for file in (ROOT / "paceline" / name).glob("*.py")]
-    modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if "kernel" not in file.stem]
+    files = [
+        file for file in files if "kernel" not in file.stem and file.stem != "modeling_paceline"
+    ]  # for transformers
+    modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
     script = (
         f"import importlib, sys; sys.path.insert(0, {str(ROOT)!r}); [importlib.import_module(m) for m in {modules!r}]"
     )

@@ -72,7 +72,9 @@ MIN_VALIDATION, MIN_AFTER = 6, 3  # points of a validation curve, and after its 
 VALIDATION_RISE, Z_VALIDATION = 0.02, 5.0
 # of a validation curve of fewer points: one after the other, and all of them as a share of the lowest
 MIN_RISES, FEW_RISE, WORSE = 2, 0.3, 0.98  # and of the score there, which no later one reaches
-CONFIDENCE, FEW_CONFIDENCE = 0.8, 0.6
+# of a validation curve alone, as a share of its first value: above it nothing shows that the run works
+NO_HEALTH, CONFIDENCE, FEW_CONFIDENCE = 0.1, 0.8, 0.6
+HIGHER = "compare it with the loss of training: where that falls, use the checkpoint with the lowest validation loss"
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,9 @@ def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, name
     shown = next((item for item in judged if item.kind == LOSS), judged[0])
     first, last = (format_value(shown.name, shown.values[at]) for at in (0, -1))
     points, steps = f"{len(shown.values):,} points", f"step {shown.steps[0]:,} to {shown.steps[-1]:,}"
+    if shown.kind == VALIDATION and shown.values[-1] > (1 + NO_HEALTH) * abs(shown.values[0]):
+        summary = f"no failure is certain, but {shown.name} ends above its first value: {first} to {last}, {points}"
+        return Explanation(UNKNOWN, summary=summary, fix=HIGHER, curves=(show_curve(shown),), notes=tuple(notes))
     return Explanation(
         HEALTHY,
         confidence=CONFIDENCE if long else FEW_CONFIDENCE,

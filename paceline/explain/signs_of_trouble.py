@@ -37,6 +37,7 @@ WEAK, MAX_WEAK = re.compile(r"(?i)cannot|can't|unable"), 80  # where a sentence 
 MIN_REPEATED = 3  # suspicious lines that are alike, far from the end: the program went on each time
 RESULT = re.compile(  # of work that ended
     r"(?i).*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)[!.。！]*$"
+    r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://)"  # of a server that waits
     r"|(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
     r"(?! (?:before|until|so far))"
 )

@@ -787,3 +787,10 @@ def test_a_copy_of_a_trainer_state_is_read_as_metrics(tmp_path):
 def test_a_file_of_metrics_has_no_final_message():
     records = "".join(f'{{"step": {n}, "loss": {2 - 0.1 * n:.1f}}}\n' for n in range(12))
     assert explain([records.encode()]).summary == "no failure found: 12 progress lines, step 0 to 11, loss 0.9"
+
+
+def test_a_validation_loss_alone_that_ends_higher_is_no_sign_of_health(tmp_path):
+    rows = "".join(f"{n},{value}\n" for n, value in enumerate((0.34, 0.50, 0.36, 0.47, 0.39, 0.48)))
+    (tmp_path / "metrics.csv").write_text("epoch,val_loss\n" + rows)
+    explanation = explain(tmp_path / "metrics.csv")
+    assert explanation.cause == "unknown" and "ends above its first value: 0.34 to 0.48" in explanation.summary

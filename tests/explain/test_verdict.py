@@ -1242,6 +1242,10 @@ def test_a_package_that_could_not_be_imported_under_a_warning_is_optional():
     ("text", "cause"),
     [
         ("***** Running training *****\n  Num Epochs = 0\n  Total optimization steps = -1\n0it [00:00, ?it/s]\n", "config-error"),
+        ("ValueError: in user code:\n\n    ValueError: Input 0 of layer pool is incompatible with the layer: expected ndim=4\n",
+         "shape-mismatch"),
+        ("tensorflow.errors.NotFoundError: Key LSTM2/bias not found in checkpoint\n", "state-dict-mismatch"),
+        (" * Running on all addresses (0.0.0.0)\n * Running on http://127.0.0.1:5000\nPress CTRL+C to quit\n", "healthy"),
         ("slurm_script: line 98: syntax error: unexpected end of file\n", "user-code-exception"),
         (f"{'/long' * 40}/job.sim: line 54: 2449926 Killed    ./run\nmv: cannot stat 'x': No such file or directory\n",
          "host-oom-killed"),

@@ -124,12 +124,8 @@ def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, floa
                 check_utf8(file.path, line, offset=offset)
                 cut = "" if line.endswith(b"\n") else ", and the file ends within the line: it may be cut short"
                 is_spread = number == 1 and line.strip() in {b"{", b"["}  # over several lines
-                raise UnreadableFile(
-                    f"{where} is not JSON: {_first_line(error)}{cut}",
-                    fix=_one_line_fix(file.path, line)
-                    if is_spread
-                    else "fix or delete that line, or get the file again",
-                ) from error
+                fix = _one_line_fix(file.path, line) if is_spread else "fix or delete that line, or get the file again"
+                raise UnreadableFile(f"{where} is not JSON: {_first_line(error)}{cut}", fix=fix) from error
             if not isinstance(record, dict):
                 is_array = number == 1 and isinstance(record, list)
                 fix = _one_line_fix(file.path, line) if is_array else 'write each line as {"text": "..."}'

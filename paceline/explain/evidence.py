@@ -50,9 +50,8 @@ RAS_DEAD = re.compile(r"^\s+Process \d+ on node \S+ managing GPUs? [\d,]+", re.M
 RAS_BYTES, MAX_LATE = 1 << 20, 8
 SLURM_LINE = re.compile(rb"(?:slurmstepd|srun)[-\w]*: (?!.*DUE TO JOB REQUEUE)")
 RANK = re.compile(r"(\d+)$")
-PID = re.compile(
-    r"(?:(?<=\bprocess )|(?<=\bpid[=:])|(?<=\w\[))\d{1,9}\b", re.IGNORECASE
-)  # no other number: pgtables:104kB
+# no other number, such as that of pgtables:104kB
+PID = re.compile(r"(?i)(?:(?<=\bprocess )|(?<=\bpid[=:])|(?<=\w\[))\d{1,9}\b")
 OOM_KILL = re.compile(r"Killed process \d+|oom-kill:")
 KERNEL_ERROR = re.compile(r"Killed process|oom-kill|Out of memory|Xid|segfault at|general protection", re.IGNORECASE)
 BROKEN_DUMP = (

@@ -6,6 +6,7 @@ their classes tell whether two versions do not fit.
 """
 
 import re
+import sys
 
 from paceline.explain.explanation import Record
 from paceline.explain.log import Log
@@ -13,22 +14,27 @@ from paceline.explain.run_bounds import ended_program
 
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\]")
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")  # a file that is not the user's
-MODULES = (  # the first part of a module's name, of packages whose names come and go
-    r"(?:torch|numpy|np|scipy|pandas|sklearn|skimage|cv2|PIL|matplotlib|tensor|keras|tf_keras|jax|flax|optax|orbax|transformers"
-    r"|tokenizers|datasets|evaluate|accelerate|peft|trl|diffusers|deepspeed|megatron|apex|xformers|flash_attn|triton|bitsandbytes"
-    r"|lightning|pytorch_lightning|gym|gymnasium|stable_baselines3|ray|vllm|sglang|wandb|mlflow|hydra|omegaconf|pkg_resources"
-    r"|setuptools|collections|inspect|asyncio|time|fractions|ast|typing|ssl|google|pyarrow|h5py|onnx|tensorrt|cupy|numba|dgl"
-    r"|timm|open_clip|whisper|fairseq|mm[a-z]+|detectron2|faiss|yaml|requests|urllib3|openai|huggingface_hub|nltk|spacy|gensim"
-    r"|librosa|sacrebleu|xgboost|lightgbm|catboost|optuna|shap|networkx|imageio|albumentations|pynvml|tiktoken|langchain|gradio"
-    r"|unsloth\w*|axolotl|verl|nemo|composer|torchtitan|torchtune|litgpt|mamba_ssm|auto_gptq|awq|optimum|compressed_tensors|monai"
-    r"|kornia|rdkit|pettingzoo|mujoco|dm_control|tianshou|d4rl|zarr|xarray|soundfile|sentencepiece|aiohttp|httpx|fastapi|starlette"
-    r"|streamlit|OpenSSL|attr|pydantic|ultralytics|paddle|mindspore|tvm|pl|nn|st|plt|sb3)"
+MODULES = re.compile(  # the first part of a module's name, of packages whose names come and go
+    r"(?:torch|tensor|tf|jax|keras|onnx|nvidia|unsloth|mm[a-z])\w*|numpy|np|scipy|pandas|sklearn|skimage|cv2|PIL|matplotlib|seaborn"
+    r"|plotly|bokeh|flax|optax|orbax|transformers?|transformer_engine|tokenizers|datasets|evaluate|accelerate|peft|trl|diffusers"
+    r"|deepspeed|megatron|apex|xformers|flash_attn|triton|bitsandbytes|lightning|pytorch_lightning|gym|gymnasium|ale_py|pybullet"
+    r"|baselines|stable_baselines3|ray|vllm|sglang|wandb|mlflow|comet_ml|neptune|clearml|hydra|omegaconf|pkg_resources|setuptools"
+    r"|distutils|google|protobuf|pyarrow|h5py|cupy|numba|dgl|timm|open_clip|clip|whisper|fairseq|fairscale|detectron2|faiss|yaml|six"
+    r"|requests|urllib3|chardet|openai|huggingface_hub|safetensors|nltk|spacy|gensim|librosa|pydub|ffmpeg|speechbrain|espnet|TTS"
+    r"|sacrebleu|xgboost|lightgbm|catboost|optuna|shap|networkx|sympy|statsmodels|imageio|albumentations|pynvml|psutil|tqdm|einops"
+    r"|tiktoken|langchain|gradio|axolotl|verl|nemo|composer|litgpt|mamba_ssm|auto_gptq|awq|optimum|compressed_tensors|monai|kornia"
+    r"|rdkit|pettingzoo|mujoco\w*|dm_control|tianshou|d4rl|zarr|xarray|soundfile|sentencepiece|aiohttp|httpx|fastapi|starlette|flask"
+    r"|click|jinja2|markupsafe|tornado|zmq|IPython|bs4|lxml|streamlit|OpenSSL|Crypto|attr|pydantic|ultralytics|paddle\w*|mindspore"
+    r"|mxnet|theano|lasagne|chainer|caffe\w*|dlib|face_recognition|pycocotools|pyspark|dask|cudf|cuml|horovod|mpi4py|colossalai|tvm"
+    r"|pl|nn|st|plt|sb3"
 )
 CLASSES = (
     r"(?:Llama|Llava|Qwen|Mi[sx]tral|Gemma|Phi|GPT(?:2|Neo|J)|Bert|Roberta|T5|Bart|Whisper|CLIP|Auto|Pre[tT]rained|Lora|Peft"
     r"|Training|Generation|BitsAndBytes|SFT|DPO|GRPO|PPO|Reward|ORPO|KTO|RLOO|Seq2Seq|Deepseek|DeepSpeed|FSDP|LLM|Vllm|Cache)\w*"
     r"|\w*(?:Trainer|TrainingArguments|Tokenizer|TokenizerFast|Accelerator|Pipeline|ForCausalLM|Optimizer|AdamW?|LR|Scheduler"
-    r"|Callback|Checkpoint|EarlyStopping|Logger|DataLoader|Sampler|Cache|Plugin|Strategy|Classifier|Regressor|GradScaler|DataParallel)"
+    r"|Callback|Checkpoint|EarlyStopping|Logger|DataLoader|Sampler|Cache|Plugin|Strategy|Classifier|Regressor|DataParallel|Scaler"
+    r"|Vectorizer|CV|KFold|Imputer|Executor|Writer)|(?:OneHot|Label|Ordinal)Encoder|SentenceTransformer|Async\w*|Client|OpenAI|HfApi"
+    r"|LSTM|GRU|Conv[123]D|Dense|Dropout|BatchNormalization|LayerNorm\w*|\w*EntropyLoss|MultiheadAttention|DataFrame|Process|Popen"
 )
 OWN = re.compile(  # whoever calls it: a file outside of the packages, a function inside of another one
     r"ImportError: cannot import name '[^']+' from '[^']+' "
@@ -38,7 +44,7 @@ OWN = re.compile(  # whoever calls it: a file outside of the packages, a functio
 OWN_IF_CALLED = re.compile(  # by the user's file, as it is more often its own than a package's
     r"TypeError: [a-z_]\w*\(\) got an unexpected keyword argument|AttributeError: '\w+' object has no attribute '_[a-z]"
     rf"|(?<![\w.])(?!(?:{CLASSES})\.)[A-Z]\w*\.__init__\(\) got an unexpected keyword argument"
-    rf"|AttributeError: (?:partially initialized )?module '(?!{MODULES}\b|{MODULES}_)[\w.]+' has no attribute"
+    r"|AttributeError: (?:partially initialized )?module '(?P<module>\w+)[\w.]*' has no attribute"
 )
 BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ("system-tool-missing", 0.9, r"FileNotFoundError: \[Errno 2\] .*: '(?P<tool>[^']+)'", r"\bin _execute_child\b"),
@@ -67,9 +73,11 @@ def is_own(record: Record) -> bool:
     """Whether an exception is about a function, a module or something private of the user's own code."""
     if OWN.match(record.text):
         return True
-    if not OWN_IF_CALLED.search(record.text):
+    called = OWN_IF_CALLED.search(record.text)
+    if called is None or (record.frames and INSTALLED.search(record.frames[-1])):
         return False
-    return not (record.frames and INSTALLED.search(record.frames[-1]))
+    module = called["module"] or ""
+    return module not in sys.stdlib_module_names and not MODULES.fullmatch(module)
 
 
 def match_frames(record: Record) -> tuple[str, float, dict[str, str]] | None:

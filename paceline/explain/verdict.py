@@ -58,9 +58,8 @@ ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain
 
 DIGITS = str.maketrans("", "", "0123456789")
 TRAINING_BEGINS = re.compile(r"(?i)\b(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training\W*$")
-METRICS = re.compile(
-    r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}'
-)  # a record of numbers
+# a record of numbers
+METRICS = re.compile(r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}')
 MONITOR = re.compile(r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|")
 
 

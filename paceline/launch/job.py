@@ -247,9 +247,9 @@ def first_step(run: RunDir) -> int:
             step, num_launches = None, num_launches + 1
         elif event.get("event") == "resumed" and step is None:
             step = event["step"]
-    return (
-        step or 0 if num_launches > 1 else 0
-    )  # the first command began at 0, whatever its later attempts resumed from
+    if step is None or num_launches < 2:  # the first command began at 0, whatever its later attempts resumed from
+        return 0
+    return int(step)
 
 
 def quoted(text: str) -> str:

@@ -38,7 +38,8 @@ def listen(port: int | None) -> socket.socket:
         except OSError as error:
             reason = os.strerror(error.errno or 0)
     ports = f"port {port}" if port is not None else f"ports {PORT} to {PORT + PORT_ATTEMPTS - 1}"
-    fix = "paceline watch --web --port 0 takes any free port" if port != 0 else "sudo ip addr add 127.0.0.1/8 dev lo"
+    loopback = "sudo ip link set lo up && sudo ip addr replace 127.0.0.1/8 dev lo"
+    fix = "paceline watch --web --port 0 takes any free port" if port != 0 else loopback
     raise PacelineError(f"cannot listen on {ports} of 127.0.0.1: {reason}", fix=fix)
 
 

@@ -147,9 +147,8 @@ def attempt_seconds(attempt: Attempt, *, last_step: float) -> dict[str, float]:
         seconds[kind] += float((wall - steps_s)[mask].sum())
     tail_s = max(0.0, attempt.end - float(lines["time"][-1]))
     ended_well = attempt.state in ("finished", "interrupted", "regrouped") and len(lines) == len(attempt.lines)
-    if last_step == math.inf or (
-        ended_well and not is_repeated
-    ):  # its last weights were saved, and nothing of it was done again
+    is_kept = ended_well and not is_repeated
+    if last_step == math.inf or is_kept:  # its last weights were saved, and nothing of it was done again
         seconds["checkpoint"] += tail_s
     else:
         unlogged_s = min(tail_s, (last_step - float(lines["step"][-1])) * float(lines["step_ms"][-1]) / 1000)

@@ -201,9 +201,8 @@ def test_a_cut_or_damaged_run_of_wandb_gives_what_is_whole_and_says_so(wandb_fol
     damaged[whole.index(json.dumps(LOSSES[60]).encode())] ^= 1
     (tmp_path / "a.wandb").write_bytes(damaged)
     curves, notes = read(tmp_path / "a.wandb")
-    assert (
-        0 < len(curves["train/loss"].values) < 101
-    )  # the rest of that block is lost, whatever else wandb wrote into it
+    # the rest of that block is lost, whatever else wandb wrote into it
+    assert 0 < len(curves["train/loss"].values) < 101
     assert "cut or damaged at byte" in notes[0]
 
 

@@ -1175,6 +1175,10 @@ PACKAGE_FRAME = USER_FRAME + '  File "/x/site-packages/pkg/core.py", line 3, in 
     [
         (USER_FRAME + "AttributeError: module 'config' has no attribute 'FREEZE'\n", "user-code-exception"),
         (USER_FRAME + "AttributeError: module 'numpy' has no attribute 'float'\n", "version-mismatch"),
+        (USER_FRAME + "AttributeError: module 'tensorflow' has no attribute 'Session'\n", "version-mismatch"),
+        (USER_FRAME + "AttributeError: module 'torchvision.ops' has no attribute 'misc'\n", "version-mismatch"),
+        (USER_FRAME + "AttributeError: module 'collections' has no attribute 'Mapping'\n", "version-mismatch"),
+        (USER_FRAME + "TypeError: OneHotEncoder.__init__() got an unexpected keyword argument 'sparse'\n", "version-mismatch"),
         (PACKAGE_FRAME + "AttributeError: module 'core' has no attribute 'go'\n", "version-mismatch"),
         (USER_FRAME + "TypeError: HardMiner.__init__() got an unexpected keyword argument 'ratio'\n", "user-code-exception"),
         (USER_FRAME + "TypeError: GRPOTrainer.__init__() got an unexpected keyword argument 'ratio'\n", "version-mismatch"),

@@ -23,6 +23,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -134,24 +135,25 @@ def largest_processes(*, own_cgroup: bool) -> list[dict[str, Any]]:
     own_cgroup: only those that share our limit.
     """
     processes, own_group = [], read_text("/proc/self/cgroup")
-    command, *above = ancestors(os.getpid())
     for name in names_in("/proc"):
         pages = (read_text(f"/proc/{name}/statm") or "").split() if name.isdigit() else []
-        if len(pages) < 2 or int(name) in (command, *above) or command in ancestors(int(name)):
-            continue
-        if not own_cgroup or read_text(f"/proc/{name}/cgroup") == own_group:
+        if len(pages) > 1 and (not own_cgroup or read_text(f"/proc/{name}/cgroup") == own_group):
             processes.append((int(pages[1]) * os.sysconf("SC_PAGE_SIZE"), int(name)))
-    largest = sorted(processes, reverse=True)[:3]
-    return [{"pid": pid, "name": process_name(pid) or "unknown", "rss_bytes": rss} for rss, pid in largest]
+    command, *above = ancestors(os.getpid())
+    others = (
+        (rss, pid)
+        for rss, pid in sorted(processes, reverse=True)
+        if pid not in (command, *above) and command not in ancestors(pid)
+    )
+    return [{"pid": pid, "name": process_name(pid) or "unknown", "rss_bytes": rss} for rss, pid in islice(others, 3)]
 
 
 def ancestors(pid: int) -> list[int]:
     """Returns the ids of the processes that started this one, its parent first."""
     pids: list[int] = []
     while pid:
-        fields = (
-            (read_text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
-        )  # a name may contain spaces and brackets
+        # the name before the last bracket may contain spaces and brackets
+        fields = (read_text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
         pid = int(fields[1]) if len(fields) > 1 else 0
         pids.append(pid)
     return pids

@@ -296,7 +296,7 @@ def measure_folder(folder: Path, *, types: tuple[str, ...], skip: set[str]) -> d
             if name.startswith("."):
                 continue
             if types and not name.lower().endswith(types):
-                others.append(os.path.relpath(os.path.join(here, name), folder))  # noqa: PTH118
+                others.append(os.path.join(here, name))  # noqa: PTH118
                 continue
             try:
                 num_files += 1
@@ -313,7 +313,7 @@ def measure_folder(folder: Path, *, types: tuple[str, ...], skip: set[str]) -> d
         "exists": True,
         "bytes": num_bytes,
         "num_others": len(others),
-        "others": sorted(others)[:SHOWN_FILES],
+        "others": [os.path.relpath(path, folder) for path in sorted(others)[:SHOWN_FILES]],
         "error": error,
     }
 

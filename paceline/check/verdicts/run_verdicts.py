@@ -264,14 +264,12 @@ def text_empty(host: Host) -> Cases:
 
 
 def text_of_other_types(host: Host) -> Cases:
+    """For `check` alone: other commands say so while they read the folder."""
     data, count, others = (host.at(f"text.{name}") for name in ("data", "num_others", "others"))
-    if (
-        count and host.at("text.bytes") and data != Config.data and host.intent.command == "check"
-    ):  # others say so themselves
-        left_out = f"{data}: left out {format_number_of(count, 'file')} of other types: "
-        yield Case(
-            left_out + format_list(others) + (", ..." if count > len(others) else ""), "rename plain text to *.txt"
-        )
+    if count and host.at("text.bytes") and data != Config.data and host.intent.command == "check":
+        shown = format_list(others) + (", ..." if count > len(others) else "")
+        what = f"{data}: left out {format_number_of(count, 'file')} of other types: {shown}"
+        yield Case(what, "rename plain text to *.txt")
 
 
 def tokenizer_missing(host: Host) -> Cases:

@@ -3,7 +3,7 @@ The training loop: micro-steps, one collective for what ranks must agree on, upd
 
 Seeds: what must be equal on all ranks (initial weights, order of rows) comes from `seed` alone; what must differ between ranks
 (torch's global generators) is seeded with (seed, rank) and saved in the checkpoint. Only rank 0 writes shared files. Ranks wait for
-each other only in the optimizer's own collectives and in the evaluation's sum; nothing else needs a barrier.
+each other only in the optimizer's own collectives, in the evaluation's sum and at the end; nothing else needs a barrier.
 """
 
 import gc

@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,14 @@ from paceline.rundir import RunDir, append_event, read_json_lines, utc_now, writ
 from paceline.train.evaluate import val_bpb, write_sample
 from paceline.train.loop import Loop, TrainLoader
 from paceline.train.optim import make_optimizer
-from paceline.train.process import MemoryEvents, StopRequest, answer_with_stacks, broadcast_object, run_rank
+from paceline.train.process import (
+    MemoryEvents,
+    StopRequest,
+    all_reduce_sum,
+    answer_with_stacks,
+    broadcast_object,
+    run_rank,
+)
 from paceline.train.setup import choose_compile, make_model, resume, rng_pieces, start_ranks
 from paceline.train.trouble import LossTrouble, answer_trouble, load_skipped
 from paceline.units import format_bytes
@@ -45,6 +53,9 @@ from paceline.units import format_bytes
 gc.enable()
 
 # B rows in a micro-batch, T tokens in a row
+
+LAST_SAVE_WAIT_S = 3600.0  # for room for the last checkpoint: until then the last weights exist in memory alone
+LAST_SAVE_POLL_S = 0.5
 
 log = logging.getLogger("paceline")
 
@@ -144,11 +155,14 @@ def make_writer(run: RunDir, config: Config, plan: Plan, *, attempt: int, rank: 
         log.info(f"checkpoint at step {step}: {format_bytes(num_bytes)} in {seconds:.1f} s")
 
     def on_no_space(error: NoSpace) -> None:
+        is_last = error.step == plan.num_steps
         if rank == 0:
             sizes = {"needed_bytes": error.needed_bytes, "free_bytes": error.free_bytes}
             host = {"host": error.host} if error.host else {}
-            append_event(run, "save_failed", step=error.step, **sizes, **host, message=error.message)
-        log.warning(f"{error.message}; the training goes on, and saves as soon as there is room")
+            last = {"last": True} if is_last else {}
+            append_event(run, "save_failed", step=error.step, **sizes, **host, **last, message=error.message)
+        effect = "the run waits" if is_last else "training continues"
+        log.warning(f"{error.message}; {effect} and saves as soon as there is room")
 
     return CheckpointWriter(
         run.checkpoints,
@@ -205,17 +219,38 @@ def finite(value: float) -> float | None:
 
 
 def finish(loop: Loop, writer: CheckpointWriter, *, step: int, bpb: float | None, stopped: bool) -> None:
-    """Writes the run's last event, once the last checkpoint is on disk; raises NoSpace where it could not be saved."""
-    loop.progress.beat(step, "ending")
-    writer.wait()
-    if writer.no_space:
-        raise writer.no_space  # the last weights are lost: the run is not finished
+    """Writes the run's last event, once the last checkpoint is on disk; raises NoSpace where it could not be saved. Collective."""
+    wait_s = 0.0 if stopped else LAST_SAVE_WAIT_S
+    save_last(loop, writer, step=step, bpb=bpb, deadline=time.monotonic() + wait_s)
     if loop.rank == 0:
         if bpb is None:  # an earlier attempt may have evaluated these weights; a score of others is not theirs
             scores = [line.get("val_bpb") for line in read_json_lines(loop.run.metrics) if line.get("step") == step]
             bpb = scores[-1] if scores else None
         append_event(loop.run, "stopped" if stopped else "finished", step=step, val_bpb=bpb)
     loop.progress.beat(step, "stopped" if stopped else "done")
+
+
+def save_last(loop: Loop, writer: CheckpointWriter, *, step: int, bpb: float | None, deadline: float) -> None:
+    """Waits for the last save, and repeats it when a disk that was full has room again. Collective.
+
+    Raises NoSpace at the deadline, on time.monotonic's clock, or when a stop is requested: these weights are lost.
+    """
+    while True:
+        loop.progress.beat(step, "ending")
+        writer.wait()
+        ends = loop.stop.is_set or time.monotonic() >= deadline
+        counts = torch.tensor([writer.no_space is not None, ends, loop.can_save_again()], dtype=torch.float32)
+        counts = counts.to(loop.device)
+        all_reduce_sum(counts)  # of the ranks, so that all of them do the same
+        num_full, num_ending, num_saving = counts.tolist()
+        if num_full and num_ending and writer.no_space:
+            raise writer.no_space
+        if not num_full or num_ending:
+            return
+        if num_saving:
+            loop.save(step, bpb)
+        else:
+            time.sleep(LAST_SAVE_POLL_S)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def start(shop: Workshop, disk: Path, *words: str, **keys: object) -> tuple[subprocess.Popen, Path]:
-    command = [*shop.train_command("run", nproc=2, num_steps=STEPS, runs_dir=disk, **keys), *words]
+    command = [*shop.train_command("run", **{"nproc": 2, "num_steps": STEPS, "runs_dir": disk, **keys}), *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return process, disk / "run"
 
@@ -105,18 +105,35 @@ def test_lines_of_metrics_that_found_no_space_are_written_when_there_is_some(sho
     assert [line["step"] for line in metrics(run)] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.soak
-def test_a_run_that_cannot_save_its_end_fails_and_resumes_when_there_is_space(shop, disk):
-    process, run = start(shop, disk, "--no-recover", save_every=60)
-    wait_for(lambda: (run / "checkpoints" / "step_000060").exists(), process)
+def wait_until_the_end_finds_no_room(shop: Workshop, disk: Path, *words: str) -> tuple[subprocess.Popen, Path, Path]:
+    process, run = start(shop, disk, *words, num_steps=30, save_every=10)
+    wait_for(lambda: (run / "checkpoints" / "step_000010").exists(), process)
     filler = fill(disk, left=300_000)
+    wait_for(lambda: any(e["step"] == 30 for e in events(run, "save_failed")), process)
+    return process, run, filler
+
+
+def test_a_run_that_cannot_save_its_end_waits_for_room_and_trains_no_step_twice(shop, disk):
+    process, run, filler = wait_until_the_end_finds_no_room(shop, disk)
+    filler.unlink()
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "free; the run waits and saves as soon as there is room" in output
+    assert [event["step"] for event in events(run, "finished")] == [30]
+    assert len(events(run, "attempt")) == 1
+    assert final_bits(run) == final_bits(shop.train("unbroken-30", nproc=2, num_steps=30))
+
+
+def test_a_stop_ends_the_wait_for_room_and_the_run_resumes_when_there_is_some(shop, disk):
+    process, run, filler = wait_until_the_end_finds_no_room(shop, disk)
+    process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=300)
     assert process.returncode not in (0, 130), output
-    assert "error: no space for the checkpoint of step 150" in output
-    assert [event["event"] for event in read_json_lines(run / "events.jsonl") if event["event"] == "finished"] == []
+    assert "error: no space for the checkpoint of step 30" in output
+    assert events(run, "finished") == []
     filler.unlink()
     shop.resume(run)
-    assert [line["step"] for line in metrics(run)] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in metrics(run)] == list(range(1, 31))
 
 
 @pytest.mark.soak

@@ -14,7 +14,7 @@ from gpu_proof.fake_card import CARDS, on_card
 from gpu_proof.table import UPDATE
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.compiler,
     NEEDS_CARD,
     NEEDS_TRITON,
@@ -41,7 +41,7 @@ WALKS: dict[int, dict[str, dict[str, Any]]] = {
         SINGLE: STEP | {"depth": 6, "compile": False, "broken": SINGLE},
     },
 }
-ON_CARDS = pytest.mark.parametrize("capability", [pytest.param(90, marks=pytest.mark.soak), 120])
+ON_CARDS = pytest.mark.parametrize("capability", WALKS)
 Facts = dict[str, Any]
 
 
@@ -100,8 +100,7 @@ def test_flex_attention_fits_the_shared_memory_of_a_card(walks, capability):
     check_shared_memory(walks(capability)["head_dim 128"], capability)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("capability", WALKS)
+@ON_CARDS
 def test_one_gpu_s_graph_of_depth_12_launches_no_more_kernels_than_today(tmp_path, capability):
     """The whole model is one graph there, and all matrices of a shape are updated together."""
     alone = STEP | {"gpus": 1, "total_batch_size": 8 * 2048}

@@ -378,7 +378,8 @@ def turn_of(values: Sequence[float]) -> int | None:
     noise = max(1.4826 * median(jumps) / math.sqrt(6), 1e-4 * abs(smooth[at]))
     rise = median(last) - smooth[at]
     beyond = rise > Z_VALIDATION * noise * math.sqrt(1 / len(last) + 1 / 3)
-    if not beyond or rise <= VALIDATION_RISE * abs(smooth[at]) or min(last) <= smooth[at]:
+    comes_down = rise < COMING_DOWN * (max(smooth[at:]) - smooth[at])
+    if not beyond or rise <= VALIDATION_RISE * abs(smooth[at]) or min(last) <= smooth[at] or comes_down:
         return None
     return min(range(max(0, at - 1), at + 2), key=values.__getitem__)
 

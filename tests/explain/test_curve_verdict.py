@@ -531,6 +531,12 @@ def test_evaluations_of_a_long_log_are_read_over_its_whole_length():
     assert explain(["".join(lines).encode()]).cause == "validation-turns-up"
 
 
+def test_a_validation_loss_that_comes_down_again_after_a_jump_is_no_overfitting():
+    falls, jumps = [4.3, 2.6, 2.1, 1.8, 1.62, 1.54], [2.0, 1.9, 1.82, 1.76, 1.71, 1.67]
+    assert judge_curves([series(VALIDATION, [*falls, *jumps])]) == []
+    assert [finding.cause for finding in judge_curves([series(VALIDATION, [*falls, *jumps[::-1]])])]
+
+
 def test_the_result_of_a_validation_is_no_loss_of_the_training():
     line = "Validation result (greedy) at epoch {step}, step {step}000: token_accuracy: 6.2, loss: {loss}, ppl: 22.9\n"
     assert explain(log_of(enumerate([38782.66, 49468.65, 52000.5], 1), line)).cause == "validation-turns-up"

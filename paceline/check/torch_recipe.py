@@ -209,7 +209,11 @@ def make_recipe(
     wheel = first_wheel(cards, driver, machine)
     if wheel and not build:
         why = f"CUDA {wheel.cuda} has kernels for {join(cards)} and runs on driver {wheel.driver} and later"
+        native = [f"sm_{arch}" for arch in wheel.kernels(machine) if not arch.startswith("+")]
+        newer_cards = [card for card in cards if not any(runs_on(arch, card) for arch in native)]
         notes: tuple[str, ...] = ()
+        if newer_cards:
+            why = f"CUDA {wheel.cuda} has PTX, from which the driver compiles kernels for {join(newer_cards)} at the first start"
         if wheel.last is not None:
             newer = next(other for other in WHEELS if other.last is None and other.driver > wheel.driver)
             fits = f"with driver {newer.driver} or later {newer.tag} fits, up to torch {NEWEST_TORCH}"

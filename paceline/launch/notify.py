@@ -110,6 +110,8 @@ def parse_receiver(address: str) -> Receiver:
     )
     url = parts._replace(path=path, query=query).geturl()
     form: Form = "ntfy" if host.startswith("ntfy.") else "slack" if host == "hooks.slack.com" else "json"
+    if (prefix or form) == "ntfy" and not path.strip("/"):
+        raise UsageError("--notify: the address of ntfy has no topic", fix="--notify https://ntfy.sh/TOPIC")
     return Receiver(url, prefix or form, host + (f":{port}" if port else ""))  # type: ignore[arg-type]
 
 

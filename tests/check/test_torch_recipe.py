@@ -46,6 +46,11 @@ def test_the_wheel_has_kernels_for_all_cards_and_runs_on_the_driver(capabilities
     assert (made.kind, made.command) == ("wheel", f"pip install --force-reinstall torch -i {INDEX}/{tag}")
 
 
+def test_a_card_newer_than_every_kernel_runs_on_ptx():
+    assert recipe((13, 0)).why == "CUDA 13.0 has PTX, from which the driver compiles kernels for 13.0 at the first start"
+    assert "PTX" not in recipe((12, 1)).why
+
+
 def test_without_a_card_the_cpu_wheel_is_right():
     assert recipe().command == f"pip install --force-reinstall torch -i {INDEX}/cpu"
 

@@ -96,6 +96,12 @@ def test_what_is_no_address_is_refused_without_telling_it(word):
     assert "s3cret" not in str(error.value) or word.startswith("@")
 
 
+@pytest.mark.parametrize("address", ["https://ntfy.sh", "https://ntfy.sh/", "ntfy+http://box:8080"])
+def test_an_address_of_ntfy_without_a_topic_is_refused(address):
+    with pytest.raises(UsageError, match="no topic"):
+        parse_receiver(address)
+
+
 def test_plain_json_has_all_facts(server):
     assert send(parse_receiver(server.url), MESSAGE) is None
     assert [(path, json.loads(body)) for path, _, body in server.came] == [("/s3cret", MESSAGE)]

@@ -47,7 +47,9 @@ def test_the_wheel_has_kernels_for_all_cards_and_runs_on_the_driver(capabilities
 
 
 def test_a_card_newer_than_every_kernel_runs_on_ptx():
-    assert recipe((13, 0)).why == "CUDA 13.0 has PTX, from which the driver compiles kernels for 13.0 at the first start"
+    assert (
+        recipe((13, 0)).why == "CUDA 13.0 has PTX, from which the driver compiles kernels for 13.0 at the first start"
+    )
     assert "PTX" not in recipe((12, 1)).why
 
 

@@ -86,7 +86,7 @@ REPORTED = re.compile(  # what a program says before an error that it caught
 )
 GOES_ON = re.compile(
     r"(?i)\bretrying in \d|\b(?:is|are) optional\b|\bwill be disabled\b|^Using .* (?:since|because)\b|\bno out of memory\b"
-    r"|^\W*(?:from [\w.]+ )?import \w|│ +(?:❱ +)?\d+ │|│ │ "  # source below a warning, source and locals in rich's boxes
+    r"|^\W*(?:from [\w.]+ import \w|import [\w.]+$)|│ +(?:❱ +)?\d+ │|│ │ "  # source: below a warning, in the boxes of rich
 )
 MESSAGE_TYPES = ("Error", "RuntimeError", "ValueError", "KeyError", "OSError", "AssertionError")
 PYTHON_MESSAGE = re.compile(  # what Python itself says about a mistake in code, without its type

@@ -55,3 +55,14 @@ def test_an_environment_that_a_script_could_not_activate_is_not_why_its_program_
     assert verdict(activate).cause == "system-tool-missing"
     killed = "./run.sh: line 9: 74849 Killed: 9               python3 train.py\n"
     assert verdict(activate + killed).cause == "host-oom-killed"
+
+
+@pytest.mark.parametrize(("error", "path"), [
+    ("FileNotFoundError: [Errno 2] No such file or directory: '../nets/first'", "../nets/first"),
+    ("ValueError: No json files found in D:\\work\\rows", "D:\\work\\rows"),
+    ("hub.RepositoryNotFoundError: 404 Client Error.\nRepository Not Found for url: https://huggingface.co/me/net/resolve/main/a",
+     "me/net"),
+])  # fmt: skip
+def test_the_path_that_does_not_exist_is_in_the_summary(error, path):
+    log = f'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    main()\n{error}\n'
+    assert path in verdict(log).summary

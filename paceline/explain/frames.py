@@ -13,7 +13,8 @@ from paceline.explain.log import Log
 from paceline.explain.run_bounds import ended_program
 
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\]")
-INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")  # a file that is not the user's
+# a file that is not the user's
+INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|/transformers/models/|<frozen |^<")
 MODULES = re.compile(  # the first part of a module's name, of packages whose names come and go
     r"(?:torch|tensor|tf|jax|keras|onnx|nvidia|unsloth|mm[a-z])\w*|numpy|np|scipy|pandas|sklearn|skimage|cv2|PIL|matplotlib|seaborn"
     r"|plotly|bokeh|flax|optax|orbax|transformers?|transformer_engine|tokenizers|datasets|evaluate|accelerate|peft|trl|diffusers"
@@ -45,6 +46,7 @@ OWN_IF_CALLED = re.compile(  # by the user's file, as it is more often its own t
     r"TypeError: [a-z_]\w*\(\) got an unexpected keyword argument|AttributeError: '\w+' object has no attribute '_[a-z]"
     rf"|(?<![\w.])(?!(?:{CLASSES})\.)[A-Z]\w*\.__init__\(\) got an unexpected keyword argument"
     r"|AttributeError: (?:partially initialized )?module '(?P<module>\w+)[\w.]*' has no attribute"
+    r"|KeyError: (?P<key>'[a-z][\w.-]*')$"
 )
 BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ("system-tool-missing", 0.9, r"FileNotFoundError: \[Errno 2\] .*: '(?P<tool>[^']+)'", r"\bin _execute_child\b"),
@@ -54,7 +56,13 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ("disk-full", 0.85, r"RuntimeError: Unknown error -1$", r"\bserialization\.py\", line \d+, in (?:_save|save|__exit__)\b"),
     (  # the folder of an output is missing
         "user-code-exception", 0.5, "FileNotFoundError",
-        r"\bin (?:mkdir|makedirs|savefig|print_\w+|open_file_cm|to_csv|to_parquet|to_json|imsave|imwrite)\b",
+        r"\bin (?:mkdir|makedirs|savefig|print_\w+|open_file_cm|to_csv|to_parquet|to_json|to_filename|imsave|imwrite"
+        r"|write_text|write_bytes)\b|\blogging[/\\]__init__\.py\", line \d+, in _open\b",
+    ),
+    ("user-code-exception", 0.5, r"FileNotFoundError: .*\n.*\bopen\(", ""),  # likewise, by the statement
+    (
+        "config-error", 0.85, r"TypeError: .*__init__\(\) got an unexpected keyword argument '(?P<argument>(?!render_mode)\w+)'",
+        r"gym(?:nasium)?[/\\]envs[/\\]registration\.py\", line \d+, in make\b",
     ),
 )  # fmt: skip
 IN_THREAD = re.compile(r"threading\.py\", line \d+,? in _bootstrap")  # the first frame of what ends a thread alone
@@ -64,8 +72,10 @@ TRACKER = re.compile(  # or a server of notebooks, or what looks for a build of 
     r"(?:site|dist)-packages/(?:bitsandbytes/c\w+\.py|(?:tornado|jupyter\w*|notebook|wandb|tensorboardX?|mlflow|comet_ml|neptune"
     r"|trackio|clearml|swanlab)/)"
 )
-# where logging prints what a wrong call raised
-LOGGING = re.compile(r"\blogging[/\\]__init__\.py\", line \d+, in emit$")
+# where logging prints what a wrong call raised, and a server what a request did
+LOGGING = re.compile(
+    r"\blogging[/\\]__init__\.py\", line \d+, in emit$|\bsocketserver\.py\", line \d+, in _?(?:handle|process)_request_\w+$"
+)
 LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
 
 
@@ -74,7 +84,7 @@ def is_own(record: Record) -> bool:
     if OWN.match(record.text):
         return True
     called = OWN_IF_CALLED.search(record.text)
-    if called is None or (record.frames and INSTALLED.search(record.frames[-1])):
+    if called is None or (INSTALLED.search(record.frames[-1]) if record.frames else called["key"]):
         return False
     module = called["module"] or ""
     return module not in sys.stdlib_module_names and not MODULES.fullmatch(module)
@@ -82,7 +92,7 @@ def is_own(record: Record) -> bool:
 
 def match_frames(record: Record) -> tuple[str, float, dict[str, str]] | None:
     """The cause, its weight and its values that the innermost frames of an exception show."""
-    frames = "\n".join(record.frames[-4:])
+    frames = "\n".join(record.frames[-8:])
     for cause, weight, message, frame in BY_FRAME if frames else ():
         if (match := re.match(message, record.text)) and re.search(frame, frames):
             return cause, weight, match.groupdict()

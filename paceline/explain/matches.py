@@ -30,6 +30,7 @@ CODE_ERROR = re.compile(  # what Python itself says about a mistake in code
     r"|RecursionError|SyntaxError|IndentationError|TabError|NotImplementedError)\b"
 )
 MAX_EVENTS = 400  # of one log, from either end
+RACE, MANY_FILES = "rank-file-race", 20  # what fails for so many files needs no other process
 PEER_DIED = "peer-died"
 WAITING = {DESYNC, FIRST_TRANSFER, PEER_DIED}  # reported by ranks that wait for another
 
@@ -47,7 +48,7 @@ EXIT_ZERO = (
     r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)[ :=]*0\b|exit[ -]?code[ :=]+0\b"
     r"|return code[ :=]+0\b|ExitCode 0:0"
 )
-NO_FAILURE = re.compile(rf"{EXIT_ZERO}|(?<!sigkill_)handler", re.IGNORECASE)
+NO_FAILURE = re.compile(rf"{EXIT_ZERO}|(?<!sigkill_)handler|^Terminated at \w{{3}} ", re.IGNORECASE)  # LSF's time
 CANNOT_START = re.compile(r"can't open file '[^']+': \[Errno 2\]")  # Python itself, before any program runs
 NOT_FOUND = re.compile(  # said by a script or a shell
     r"(?:^|: )(?:line )?\d+: [\w./-]+: (?:command )?not found|^(?:ba)?sh: [\w./-]+: command not found"
@@ -73,6 +74,8 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|_cgroup_procs_check: |Cannot write to cgroup\.procs|TensorDispatcher: dlopen failed|\bexits with return code = [1-9]"
     r"|failed call to cuInit|Ignore above cudart dlerror"  # TensorFlow and XLA go on with the CPU
     r"|NCCL WARN NET/OFI (?:Failed to initialize \w+ protocol|aws-ofi-nccl initialization failed|Initializing plugin)"  # others do
+    r"|^\S+\.pyi?:\d+:(?:\d+:)? (?:error|note): |^\d+\. \w+ \(-?[\d.]+\)$"  # mypy's lines, ranked words of a topic
+    r"|^Exception happened during processing of request from "  # a server's, which goes on
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
 WARNED = re.compile(r"\bWARN(?:ING)?\b")
@@ -83,6 +86,7 @@ REPORTED = re.compile(  # what a program says before an error that it caught
 )
 GOES_ON = re.compile(
     r"(?i)\bretrying in \d|\b(?:is|are) optional\b|\bwill be disabled\b|^Using .* (?:since|because)\b|\bno out of memory\b"
+    r"|^\W*(?:from [\w.]+ import \w|import [\w.]+$)|│ +(?:❱ +)?\d+ │|│ │ "  # source: below a warning, in the boxes of rich
 )
 MESSAGE_TYPES = ("Error", "RuntimeError", "ValueError", "KeyError", "OSError", "AssertionError")
 PYTHON_MESSAGE = re.compile(  # what Python itself says about a mistake in code, without its type
@@ -100,9 +104,12 @@ FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog
     r"Stop training$|terminating training|block: \[[\d,]+\], thread: \[[\d,]+\] Assertion "
     r"|Watchdog caught collective operation timeout|taking the entire process down"
 )
+DIED = re.compile(r"\bdied with <Signals\.SIG")  # as Python reports the end of a child
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
 NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt|\w*Warning)(?:\w+\.)*(?:[A-Z]\w+|error)(?::|$)")
-OWN_CLASS_WEIGHT = 0.3
+# behind a bar that did not get to its end: of a process that could not clean up
+CUT_BAR = re.compile(r"(?<!\d)\d{1,2}%\|(?!.*\d%\|).*resource_tracker: There appear to be \d+ leaked")
+OWN_CLASS_WEIGHT, KILL_WEIGHT = 0.3, 0.6
 NOT_OWN = {"version-mismatch", "config-error"}
 USAGE = re.compile(r"error: (?:unrecognized arguments|argument |the following arguments|ambiguous option)")
 
@@ -167,6 +174,9 @@ def find_events(log: Log, *, number: int) -> list[Event]:
             was_harmless = continued and not cause.silent
             score = weight * factor * (CONTINUED if was_harmless else 1.0)
             events.append(Event(record, cause, values, score, was_harmless, (number, record.line), from_launcher))
+    own = load_catalogue().causes[FALLBACK]
+    if len({event.values.get("path") for event in events if event.cause.id == RACE}) >= MANY_FILES:
+        events = [replace(event, cause=own) if event.cause.id == RACE else event for event in events]
     return events if len(events) <= 2 * MAX_EVENTS else [*events[:MAX_EVENTS], *events[-MAX_EVENTS:]]
 
 
@@ -178,6 +188,8 @@ def matches_of(record: Record, log: Log) -> list[tuple[Cause, float, dict[str, s
     is_of_package = any(map(PACKAGE.search, record.frames[-3:]))
     if record.text.startswith("FileExistsError") and not is_of_package and log.has_one_process:  # an earlier run's
         matches = [(causes[FALLBACK], GUESS, {})]
+    if any(number == record.line and CUT_BAR.search(text) for number, text in log.last_lines):
+        matches = [(causes["killed-from-outside"], KILL_WEIGHT, {})]
     if is_own(record):
         matches = [match for match in matches if match[0].id not in NOT_OWN]
         matches = matches or [(causes[FALLBACK], GUESS, {})]
@@ -243,6 +255,8 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     last_line = log.last_lines[-1][0] if log.last_lines else 0
     if FATAL.search(record.text) and last_line - record.line <= BUFFERED_LINES:
         return False  # the process ends; the steps behind it are other processes' or were in a buffer
+    if record.kind == "signal" and any(0 < r.line - record.line < WENT_ON and DIED.search(r.text) for r in log.records):
+        return False
     if record.line in continuation.done:
         return True
     if USAGE.search(record.text) and last_line > record.line + BUFFERED_LINES:

@@ -65,12 +65,17 @@ RAISED = re.compile(
 BARE_ASSERTION = re.compile(r"^AssertionError:?\s*$")
 LONELY_TYPE = re.compile(r"^((?:\w+\.)*\w+:) *\n(?=\S)")  # its message is on the next line, as rich breaks it
 REQUEST_ID = re.compile(r"\(Request ID: [^)]*\)$")  # of huggingface_hub, whose message follows a blank line
-SHOWN_WITH_SOURCE = ("ZeroDivisionError: ", "IndexError: list index out of range")  # which says what was empty
+# whose statement says what was empty or never begun, or that a file was to be written
+SHOWN_WITH_SOURCE = ("ZeroDivisionError: ", "IndexError: list index out of range", "UnboundLocalError: ")
+WRITES = re.compile(r"\bopen\((?:.*, *)?(?:mode *= *)?['\"][wax][bt+]{0,2}['\"]")
+ONE_LINE = re.compile(
+    r"(?:\w+\.)*(?:KeyError: |\w+Error: \[(?:Errno|WinError) -?\d+\] .*)(?P<quote>['\"]).*(?P=quote)$"
+)
 NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
     r"^\[|^\d{4}-\d\d|^(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|FATAL)\b|^(?:wandb|srun|slurmstepd|INFO|W|E|I) ?[:\[]"
     r"|^Traceback|^During handling|^The above exception|^Exception ignored|^-- Process|^\$ |^>>> |^[=*#_-]{8,}"
     r"|^Process \S+:$|^\s*File \"|^real\s|^NCCL |^terminate called|^Exception raised from|^frame #\d+|^Killed|^Aborted"
-    r"|^Dumping (?:input data|scheduler output)\b"  # vLLM, all its settings
+    r"|^Dumping (?:input data|scheduler output)\b|^\S+\.py:\d+: \w*Warning: "  # vLLM, all its settings; a warning
     r"|^make: |^In \[\d|^[WEIFC] \S+\.(?:py|cpp|cc|cu|h|hpp):\d+\]|^(?:Current )?[Tt]hread 0x|^Fatal Python error"
 )
 
@@ -108,15 +113,15 @@ class TracebackReader:
         """Returns the records that this line completes, and whether the line is part of an error."""
         error, done = self._open.get(line.stream), []
         if error and error.message:
-            if continues(error, line.text):
+            if continues(error, line):
                 error.message.append(line.text)
                 return [], True
             done = self._finish(line.stream)
         return done, self._is_part(number, line, step)
 
-    def flush(self) -> list[Record]:
-        """Completes every unfinished error, at a gap in the log or at its end."""
-        for key in list(self._open):
+    def flush(self, *, at_end: bool = False) -> list[Record]:
+        """Completes the unfinished errors at a gap in the log or its end; behind a gap comes the message of IPython's."""
+        for key in [key for key, error in self._open.items() if at_end or error.message or not error.type]:
             self._cut += self._finish(key)
         records, self._cut = self._cut, []
         return records
@@ -142,7 +147,7 @@ class TracebackReader:
 
     def close(self) -> list[Record]:
         """Completes every unfinished error at the end of the log, with the exceptions that sys.excepthook did not print."""
-        return [*self.flush(), *self._hooks.values()]
+        return [*self.flush(at_end=True), *self._hooks.values()]
 
     def _is_part(self, number: int, line: LogLine, step: int | None) -> bool:
         """Whether the line belongs to an error whose message has not begun yet."""
@@ -212,7 +217,7 @@ class TracebackReader:
         if EXCEPTION.match(text) or (error.frames and IN_TRACEBACK.match(text) and not NOT_MESSAGE.match(text)):
             error.message.append(text)
             return True
-        if text.startswith((" ", "\t", "-->", "│", "^")) or not text or text[:1].isdigit():
+        if text.startswith((" ", "\t", "--", "│", "^")) or not text or text[:1].isdigit():
             error.source.append(text)
             return True
         error.noise += 1
@@ -238,8 +243,10 @@ class TracebackReader:
         self._hooks.pop(key, None)
         if BARE_ASSERTION.match(text) and (expression := asserted_expression(error.source)):
             text = f"AssertionError: {expression}"
-        if text.startswith(SHOWN_WITH_SOURCE) and (source := [line for line in error.source if line.strip(" ^~")]):
-            text += f": {source[-1].strip()}"
+        if text.startswith(SHOWN_WITH_SOURCE) and (statement := failed_statement(error.source)):
+            text += f": {statement}"
+        elif text.startswith("FileNotFoundError: ") and WRITES.search(statement := failed_statement(error.source)):
+            text += f"\n{statement}"
         child = UNREADABLE.match(text) and any(map(SPAWN_CHILD.search, error.frames[-2:]))
         kind: RecordKind = "banner" if child or WRAPPER.search(text) else "exception"
         return [replace(error.record, kind=kind, text=text or CUT_OFF, frames=tuple(error.frames[-MAX_FRAMES:]))]
@@ -255,8 +262,15 @@ def frame_text(frame: re.Match[str]) -> str:
 
 def raised_text(source: Sequence[str]) -> str:
     """The error that a raise statement makes of one string, where a log ends there; source: the lines below the frame."""
-    match = RAISED.match(next((line for line in reversed(source) if line.strip(" ^~")), ""))
+    match = RAISED.match(failed_statement(source))
     return f"{match['type']}: {match['message']}" if match else ""
+
+
+def failed_statement(source: Sequence[str]) -> str:
+    """The last of the lines below a frame, or the one that IPython's arrow points at."""
+    lines = [line for line in source if line.strip(" ^~")]
+    line = next((line for line in reversed(lines) if line.startswith("-")), lines[-1] if lines else "")
+    return NOTEBOOK_SOURCE.sub("", line).strip()
 
 
 def asserted_expression(source: Sequence[str]) -> str:
@@ -271,8 +285,11 @@ def asserted_expression(source: Sequence[str]) -> str:
     return " ".join([first.strip(), *(line.strip() for line in others)])
 
 
-def continues(error: Unfinished, text: str) -> bool:
-    """Whether the line is a further line of the error's message."""
+def continues(error: Unfinished, line: LogLine) -> bool:
+    """Whether the line is a further line of the error's message; a logger's own line has a time."""
+    text = line.text
+    if (line.time is not None and error.record.time is None) or ONE_LINE.match(error.message[0]):
+        return False
     if not text.strip() and len(error.message) == 1 and REQUEST_ID.search(error.message[0]):
         return True
     if not text.strip() or "%|" in text or len(error.message) >= MAX_MESSAGE_LINES or NOT_MESSAGE.match(text):

@@ -156,3 +156,56 @@ def test_a_division_by_zero_shows_its_source_line():
     text = 'Traceback (most recent call last):\n  File "t.py", line 3, in fit\n    e = step // self.steps_per_epoch\n'
     [record] = exceptions(read(f"{text}ZeroDivisionError: integer division or modulo by zero\n"))
     assert record.text == "ZeroDivisionError: integer division or modulo by zero: e = step // self.steps_per_epoch"
+
+
+def test_a_message_ends_where_a_logger_writes_a_line_with_a_time():
+    text = TRACEBACK + "2026-03-04 10:00:00,123\tlogger.py:34 -- no tracker: No module named 'aim'\n"
+    (record,) = exceptions(read(text))
+    assert record.text == "ValueError: sample 1841 has 3 fields"
+
+
+def test_every_line_of_a_message_may_have_a_time():
+    (record,) = exceptions(read(prefixed("2026-03-04 10:00:00,123 ", TRACEBACK + "expected one of:\n")))
+    assert record.text == "ValueError: sample 1841 has 3 fields\nexpected one of:"
+
+
+@pytest.mark.parametrize("message", ["KeyError: 'large'", "FileNotFoundError: [Errno 2] No such file: 'a.txt'"])
+def test_a_message_that_ends_with_a_quoted_value_is_one_line(message):
+    text = TRACEBACK.replace("ValueError: sample 1841 has 3 fields", message)
+    assert [record.text for record in exceptions(read(text + "Using device: cuda\n"))] == [message]
+
+
+def test_a_warning_is_no_part_of_the_message_before_it():
+    text = TRACEBACK + "/opt/xgb/compat.py:36: FutureWarning: pandas.Int64Index is deprecated\n"
+    assert [record.text for record in exceptions(read(text))] == ["ValueError: sample 1841 has 3 fields"]
+
+
+@pytest.mark.parametrize(("statement", "shown"), [
+    ("with open(path, 'wb') as file:", True),
+    ("file = path.open(mode='a')", True),
+    ("with open(path, encoding='utf-8') as file:", False),
+    ("rows = open('data/words.txt').readlines()", False),
+])  # fmt: skip
+def test_a_statement_that_writes_a_file_is_shown_with_the_error_that_its_folder_is_missing(statement, shown):
+    error = "FileNotFoundError: [Errno 2] No such file or directory: 'out/a'"
+    text = TRACEBACK.replace("loss = model(x)", statement).replace("ValueError: sample 1841 has 3 fields", error)
+    (record,) = exceptions(read(text))
+    assert record.text == (f"{error}\n{statement}" if shown else error)
+
+
+def test_the_statement_of_ipython_is_the_one_with_the_arrow():
+    text = (
+        "UnboundLocalError                         Traceback (most recent call last)\n"
+        "Cell In[4], line 2\n      1 for x in rows:\n----> 2     loss += x\n      3 print(loss)\n\n"
+        "UnboundLocalError: local variable 'loss' referenced before assignment\n"
+    )
+    (record,) = exceptions(read(text))
+    assert record.text.endswith("before assignment: loss += x")
+
+
+def test_the_message_of_ipython_may_stand_far_below_its_header():
+    header = "TypeError                                 Traceback (most recent call last)\n"
+    source = "".join(f"   {number} x = {'a' * number}\n" for number in range(10, 70))
+    (record,) = exceptions(read(f"{header}Cell In[4], line 2\n{source}\nTypeError: Invalid shape (16, 64, 64)\n"))
+    assert record.text == "TypeError: Invalid shape (16, 64, 64)"
+    assert record.frames

@@ -1,0 +1,60 @@
+"""Frames: whose code is wrong, and that the folder for an output is missing."""
+
+import pytest
+from log_samples import raised
+
+from paceline.explain.run_folder import explain
+
+PACKAGE = "/env/lib/python3.11/site-packages"
+MISSING = "FileNotFoundError: [Errno 2] No such file or directory: 'out/weights/model.pt'"
+
+
+def verdict(text):
+    return explain([text.encode()])
+
+
+def traceback(error, *frames, statement="run()"):
+    places = "".join(f'  File "{file}", line 3, in {name}\n    {statement}\n' for file, name in frames)
+    return f'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    main()\n{places}{error}\n'
+
+
+@pytest.mark.parametrize("log", [
+    traceback(MISSING, ("train.py", "main"), statement="with open(path, 'wb') as file:"),
+    traceback(MISSING, (f"{PACKAGE}/joblib/numpy_pickle.py", "dump"), statement="with open(filename, 'wb') as f:"),
+    traceback(MISSING, (f"{PACKAGE}/nibabel/filebasedimages.py", "to_filename"), *[("openers.py", "__init__")] * 5),
+    traceback(MISSING, ("/usr/lib/python3.11/pathlib.py", "write_text"), ("/usr/lib/python3.11/pathlib.py", "open")),
+    traceback(MISSING, ("/usr/lib/python3.11/logging/__init__.py", "_open")),
+])  # fmt: skip
+def test_a_file_that_cannot_be_written_lacks_its_folder(log):
+    explanation = verdict(log)
+    assert explanation.cause == "user-code-exception"
+    assert "os.makedirs" in explanation.fix
+
+
+def test_a_file_that_cannot_be_read_is_missing():
+    log = traceback(MISSING, ("train.py", "main"), statement="with open(path, 'rb') as file:")
+    assert verdict(log).cause == "checkpoint-missing-or-perm"
+
+
+def test_the_name_of_a_model_that_only_the_users_own_table_lacks_is_no_mismatch_of_versions():
+    own = traceback("KeyError: 'gemma-7-9b'", ("main.py", "batch_size"))
+    package = traceback(
+        "KeyError: 'gemma7'", (f"{PACKAGE}/transformers/models/auto/configuration_auto.py", "__getitem__")
+    )
+    assert verdict(own).cause == "user-code-exception"
+    assert verdict(package).cause == "version-mismatch"
+
+
+def test_an_argument_that_an_environment_of_gym_does_not_have_is_one_of_the_configuration():
+    make = (f"{PACKAGE}/gym/envs/registration.py", "make")
+    error = "TypeError: __init__() got an unexpected keyword argument '{}'"
+    assert verdict(traceback(error.format("map_name"), make)).cause == "config-error"
+    assert verdict(traceback(error.format("render_mode"), make)).cause == "version-mismatch"
+
+
+def test_an_exception_while_a_request_is_answered_ends_no_server():
+    error = raised(None, "BrokenPipeError: [Errno 32] Broken pipe", file="/usr/lib/python3.8/socketserver.py")
+    error = error.replace("in main", "in process_request_thread")
+    log = "Exception happened during processing of request from ('10.0.0.7', 41134)\n" + error + "-" * 40 + "\n"
+    served = '10.0.0.7 - - [30/Mar/2026 00:20:48] "GET /a.png HTTP/1.1" 200 -\n'
+    assert verdict(served * 9 + log + served * 2).cause == "healthy"

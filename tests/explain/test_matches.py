@@ -1,0 +1,68 @@
+"""Events: what a line or an exception shows beside the lines around it."""
+
+import pytest
+from log_samples import STEPS
+
+from paceline.explain.run_folder import explain
+
+BAR = "Epoch 1/50:  23%|##3       | 3/13 [01:45<06:22, 38.27s/it, loss=0.86]"
+LEAKED = "resource_tracker.py:324: UserWarning: resource_tracker: There appear to be 1 leaked semaphore objects\n"
+
+
+def verdict(text):
+    return explain([text.encode()])
+
+
+def test_what_fails_for_every_file_is_no_race():
+    move = "[FAIL] part {0}: [Errno 2] No such file or directory: 'part_{0}.npy.tmp' -> 'part_{0}.npy'\n"
+    assert verdict(move.format(7)).cause == "rank-file-race"
+    assert verdict("".join(map(move.format, range(30)))).cause == "user-code-exception"
+
+
+def test_leaked_semaphores_behind_a_bar_that_was_not_finished_are_of_a_process_that_was_killed():
+    steps = "Epoch 1/50:   8%|8         | 1/13 [00:27<05:25, 27.14s/it, loss=2.04]\n"
+    assert verdict(steps + BAR + LEAKED).cause == "killed-from-outside"
+    assert verdict(steps + BAR.replace(" 23%", "100%").replace("3/13", "13/13") + LEAKED).cause == "healthy"
+
+
+def test_a_signal_is_what_ended_a_process_that_goes_down_with_another_one():
+    log = STEPS + "*** SIGTERM received at time=1759753629 on cpu 42 ***\n" + STEPS.replace("step 0", "step 1")
+    assert verdict(log).cause == "healthy"
+    assert verdict(log + "Command '['simulate']' died with <Signals.SIGABRT: 6>.\n").cause == "preempted-sigterm"
+
+
+@pytest.mark.parametrize("line", [
+    "  from vllm.version import __version__ as VERSION",
+    "models/data/images.py:41: error: Function is missing a type annotation  [no-untyped-def]",
+    "7. panic (0.009856)",
+])  # fmt: skip
+def test_what_a_warning_or_a_checker_quotes_is_no_failure(line):
+    assert verdict("reading the data\n" * 9 + line + "\n").cause == "healthy"
+
+
+def test_source_in_the_box_of_a_forwarded_traceback_shows_no_cause():
+    box = "12:00:00 | ERROR |   │   118 │   def call(*args, **kwargs):   │\n"
+    assert verdict("reading the data\n" * 9 + box).cause == "unknown"
+
+
+def test_the_time_at_which_lsf_ended_a_job_is_no_signal():
+    report = "Started at Mon Mar  3 09:12:24 2025\nTerminated at Mon Mar  3 09:12:44 2025\n\nSuccessfully completed.\n"
+    assert verdict("reading the data\n" * 9 + report).cause == "healthy"
+
+
+def test_an_environment_that_a_script_could_not_activate_is_not_why_its_program_was_killed():
+    activate = "./run.sh: line 3: /home/me/venv/bin/activate: No such file or directory\n"
+    assert verdict(activate).cause == "system-tool-missing"
+    killed = "./run.sh: line 9: 74849 Killed: 9               python3 train.py\n"
+    assert verdict(activate + killed).cause == "host-oom-killed"
+
+
+@pytest.mark.parametrize(("error", "path"), [
+    ("FileNotFoundError: [Errno 2] No such file or directory: '../nets/first'", "../nets/first"),
+    ("ValueError: No json files found in D:\\work\\rows", "D:\\work\\rows"),
+    ("hub.RepositoryNotFoundError: 404 Client Error.\nRepository Not Found for url: https://huggingface.co/me/net/resolve/main/a",
+     "me/net"),
+])  # fmt: skip
+def test_the_path_that_does_not_exist_is_in_the_summary(error, path):
+    log = f'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    main()\n{error}\n'
+    assert path in verdict(log).summary

@@ -54,16 +54,7 @@ RANK = re.compile(r"(\d+)$")
 PID = re.compile(r"(?i)(?:(?<=\bprocess )|(?<=\bpid[=:])|(?<=\w\[))\d{1,9}\b")
 OOM_KILL = re.compile(r"Killed process \d+|oom-kill:")
 KERNEL_ERROR = re.compile(r"Killed process|oom-kill|Out of memory|Xid|segfault at|general protection", re.IGNORECASE)
-BROKEN_DUMP = (
-    OSError,
-    EOFError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    MemoryError,
-    pickle.UnpicklingError,
-)
+BROKEN_DUMP = (OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, MemoryError, pickle.PickleError)
 
 Sample = dict[str, Any]
 # a field of samples, that with its limit, and what they are about

@@ -60,7 +60,11 @@ START = 4  # characters by which two lines begin alike
 RULE = 12  # different characters; fewer are a line of dashes
 # when a cell began to run, in the metadata of JupyterLab and Kaggle, of papermill and ExecuteTime, of Colab
 BEGINNINGS = ("iopub.execute_input", "start_time", "timestamp")
-PIP, PIP_ERROR = re.compile(r"\bpip3? install\b"), re.compile(r"(?m)^(?:\x1b\[[\d;?]*\w)*ERROR: .*")
+PIP = re.compile(r"\bpip3? install\b")
+PRINTED_ERROR = re.compile(r"(?m)^(?:\x1b\[[\d;?]*\w)*(?:ERROR: |usage: |\S+: error: ).*")  # pip's and argparse's
+SHELL = re.compile(  # commands alone that start no program of the user's: they say nothing about an error before them
+    r"\s*(?:#.*\n\s*)*(?:!(?!.*(?:python|torchrun|accelerate|deepspeed|\.sh\b)).*(?:\n\s*|$))+"
+)
 ROW_END = re.compile(r" ?(?:</(?:tr|div|p)>|<br ?/?>|<table[^>]*>) ?")
 CELL_END, HTML_TAG = re.compile(r" ?</t[dh]> ?"), re.compile(r" ?<[^>]*> ?")
 
@@ -240,7 +244,9 @@ def printed_outputs(content: bytes) -> tuple[list[bytes], str]:
         cells = [cell for cell in json.loads(content)["cells"] if cell.get("outputs") or cell.get("execution_count")]
         errors = [[str(item["ename"]) for item in cell.get("outputs", ()) if "ename" in item] for cell in cells]
         counts = count_cells(cells)
-        survived = [is_survived(at, counts, errors) for at in range(len(cells))]
+        is_shell = [SHELL.fullmatch(joined(cell.get("source"))) for cell in cells]
+        works = [not (failed or shell) for failed, shell in zip(errors, is_shell, strict=True)]
+        survived = [is_survived(at, counts, works) for at in range(len(cells))]
         last_errors = {name for at, names in enumerate(errors) if not survived[at] for name in names}
         lacks_package = not last_errors.isdisjoint({"ImportError", "ModuleNotFoundError"})
         texts = []
@@ -249,7 +255,8 @@ def printed_outputs(content: bytes) -> tuple[list[bytes], str]:
             outputs = [item for item in cells[at].get("outputs", ()) if not (survived[at] and "ename" in item)]
             text = "\n".join([*map(output_text, outputs), ""])
             is_install = survived[at] and not lacks_package and PIP.search(joined(cells[at].get("source")))
-            texts.append((PIP_ERROR.sub("", text) if is_install else text).encode("utf-8", "replace"))
+            is_usage = survived[at] and "SystemExit" in errors[at]
+            texts.append((PRINTED_ERROR.sub("", text) if is_install or is_usage else text).encode("utf-8", "replace"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [content], ""  # it is cut
     past = [names for at, names in enumerate(errors) if survived[at] and names]
@@ -270,11 +277,14 @@ def count_cells(cells: Sequence[Fields]) -> list[int]:
     return counts if any(counts) else [*range(1, 1 + len(cells))]
 
 
-def is_survived(at: int, counts: Sequence[int], errors: Sequence[Sequence[str]]) -> bool:
-    """Whether a cell ran later and worked: one below, or one above if its count is near, as a new kernel counts from 1."""
+def is_survived(at: int, counts: Sequence[int], works: Sequence[bool]) -> bool:
+    """Whether a cell ran later and worked: one below, or one above if its count is near, as a new kernel counts from 1.
+
+    works: whether each cell ran a program without an error.
+    """
     is_unique = counts[at] > 0 and counts.count(counts[at]) == 1
     return any(
-        count > counts[at] and not errors[other] and (other > at or (is_unique and count - counts[at] <= len(counts)))
+        count > counts[at] and works[other] and (other > at or (is_unique and count - counts[at] <= 2 * len(counts)))
         for other, count in enumerate(counts)
     )
 

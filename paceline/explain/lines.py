@@ -91,16 +91,7 @@ MAX_BEFORE = 200  # bytes of another program's prefix before the object
 MAX_DEPTH = 3  # of objects in the object
 
 MESSAGES = (
-    "log",
-    "message",
-    "msg",
-    "event",
-    "text",
-    "textPayload",
-    "body",
-    "short_message",
-    "error.message",
-    "MESSAGE",
+    *("log", "message", "msg", "event", "text", "textPayload", "body", "short_message", "error.message", "MESSAGE"),
 )
 TRACEBACKS = (
     *("exc_info", "exception", "exc_text", "traceback", "stack_trace", "stacktrace", "stack", "full_message"),
@@ -110,6 +101,7 @@ NESTED = ("error", "err", "exception", "exc_info", "jsonPayload", "record", "att
 RANKS = ("rank", "global_rank", "RANK")
 TIME_FIELDS = ("time", "timestamp", "@timestamp", "asctime", "ts")
 LEVELS = ("level", "levelname", "severity", "log.level", "lvl")
+SAMPLE_FIELDS = {"role", "messages", "prompt", "completion", "question", "task_id"}  # of an object whose texts are data
 SHOWN_LEVEL = re.compile(r"(?i)(?:WARN(?:ING)?|ERROR|CRITICAL|FATAL)$")
 EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b")
 
@@ -199,8 +191,13 @@ def unwrap_json(raw: bytes) -> list[bytes]:
         fields = json.loads(raw[start:])
     except (ValueError, RecursionError):
         return [raw]
-    if not isinstance(fields, dict) or not (lines := list(logged_lines(fields))):
+    if not isinstance(fields, dict):
         return [raw]
+    if not (lines := list(logged_lines(fields))):
+        message = fields.get("message")
+        is_sample = not SAMPLE_FIELDS.isdisjoint(message if isinstance(message, dict) else fields)
+        numbers = {name: value for name, value in fields.items() if isinstance(value, int | float)}
+        return [json.dumps(numbers).encode() if is_sample else raw]
     prefix = raw[:start] + prefix_of(fields).encode("utf-8", "replace")
     return [prefix + line.encode("utf-8", "replace") for line in lines]
 

@@ -15,7 +15,7 @@ from paceline.explain.collectives import DESYNC, FIRST_TRANSFER
 from paceline.explain.explanation import Record
 from paceline.explain.frames import PACKAGE, is_own, left_program_running, match_frames
 from paceline.explain.log import LAST_LINES, Log
-from paceline.explain.run_bounds import BUFFERED_LINES, ended_program, shape_of
+from paceline.explain.run_bounds import BUFFERED_LINES, ended_program, failed_at_import, shape_of
 
 MIN_STEPS = 2  # progress lines that show that a run goes on
 STEPS_AFTER = 3  # different steps after an error: it did not end the run
@@ -78,6 +78,8 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|^Exception happened during processing of request from "  # a server's, which goes on
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
+HANDLED = re.compile(r"(?i)\bfail\w*, (?:re)?(?:trying|installing|falling back)\b")
+MAX_QUOTED = 16  # lines below it that quote the error
 WARNED = re.compile(r"\bWARN(?:ING)?\b")
 NO_IMPORT = re.compile(r"(?i)\bfailed to import\b|\bcould not (?:be )?import")
 REPORTED = re.compile(  # what a program says before an error that it caught
@@ -259,8 +261,10 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return False
     if record.line in continuation.done:
         return True
-    if USAGE.search(record.text) and last_line > record.line + BUFFERED_LINES:
-        return True  # argparse ends a program before it has done anything: another one wrote what follows
+    # another program wrote what follows the end of one that had done nothing
+    did_nothing = USAGE.search(record.text) is not None or failed_at_import(record)
+    if last_line > record.line + BUFFERED_LINES and (did_nothing or is_handled(record, log)):
+        return True
     if CANNOT_START.search(record.text):
         return any(other.line > record.line and other.frames for other in log.records)  # of another program
     if last_line > record.line + WENT_ON and (is_serving(log) or is_warned_of(record, log)):
@@ -284,6 +288,12 @@ def is_warned_of(record: Record, log: Log) -> bool:
     """Whether a logger wrote an exception behind a warning of its own."""
     before = [other for other in log.records if other.kind == "line" and 0 < record.line - other.line <= 2]
     return record.kind == "exception" and bool(before) and WARNED.search(before[-1].text) is not None
+
+
+def is_handled(record: Record, log: Log) -> bool:
+    """Whether the program announced above a line what it does in place of what failed."""
+    before = (other for other in log.records if 0 < record.line - other.line <= MAX_QUOTED)
+    return not record.frames and any(HANDLED.search(other.text) for other in before)
 
 
 def continuation_of(log: Log) -> Continuation:

@@ -93,6 +93,9 @@ SNIPPET_RANK = re.compile(r"^\[Rank (?P<rank>\d{1,6}) Error Snippet\]:$")  # Ray
 EXCEPTION_REPR = re.compile(  # alone on its line, as Hydra and loggers print it
     r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))\((?P<quote>['\"])(?P<message>.*)(?P=quote),?\)$"
 )
+LINTED = re.compile(  # by mypy, flake8 or ruff
+    r"\S+\.pyi?:\d+(?::\d+)?: (?:(?:error|note): .* +\[[a-z-]+\]$|[A-Z]{1,3}\d{3,4}\b)"
+)
 ESCAPED = re.compile(rb'\\n *File \\?"')  # a traceback as one text, with its newlines as two characters
 GLUED = re.compile(rb"(?<=[^\s:\]])(?=\[rank\d+\]:)")  # where two ranks have written on one line
 
@@ -305,7 +308,7 @@ class LogParser:
         step = self._run.progress.step_of(line.rank)
         completed, is_part = self._tracebacks.feed(number, line, step)
         self._add(completed)
-        if not is_part and line.text.strip():
+        if not is_part and line.text.strip() and not LINTED.match(line.text):
             self._add([self._record(number, line, step)])
 
     def _is_apart(self, number: int, time: float | None) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from paceline.explain.explanation import Record
 from paceline.explain.line_measures import StepLoss
+from paceline.explain.progress import EPOCH
 
 BUFFERED_LINES = 120  # that a buffer may still hold when a program ends
 MAX_SHAPES, SHAPE_CHARS = 64, 30
@@ -31,19 +32,26 @@ START_WORD = re.compile(  # in the lower-case bytes of every line that either ca
     rb"^\s*\++ |\$ +[a-z/]|nohup: |omp_num_threads|\] cmd = |nvidia-smi \d|tracking run with|namespace\("
     rb"|^(?:args|arguments|config|configuration|options)\W"
 )
-OUTERMOST = re.compile(r"in (?:<module>|_run_module_as_main)$")  # the first frame of what nobody has caught
+# the first frame of what nobody has caught; behind it may stand what is left of a progress bar
+OUTERMOST = re.compile(r"in (?:<module>|_run_module_as_main)(?:  .*)?$")
 CANCELLED_JOB = re.compile(r"\*\*\* (?:JOB|STEP) (?P<job>\d+)\S* (?:ON \S+ )?CANCELLED")
 # without a caller: Python could not begin to run the program
 UNCOMPILED = re.compile(r"(?:Syntax|Indentation|Tab)Error")
 SHELL_END = re.compile(  # of a program, as what has started it reports
     r"ChildFailedError|^(?:.*: line \d+: +\d+ +)?(?:Killed|Aborted|Terminated|Segmentation fault|Bus error)\b"
     r"|srun: error: .*(?:[Ee]xited with|Killed|Terminated|Aborted|Segmentation)|exits with return code = -?[1-9]"
+    r"|^Port \d+ is in use by another program"  # Flask
 )
 
 
 def ended_program(record: Record) -> bool:
     """Whether nobody has caught an exception."""
     return bool(record.frames) and OUTERMOST.search(record.frames[0]) is not None
+
+
+def failed_at_import(record: Record) -> bool:
+    """Whether a script ended at one of its own imports, before it had done anything."""
+    return record.text.startswith("ModuleNotFoundError") and len(record.frames) == 1 and ended_program(record)
 
 
 @dataclass
@@ -56,6 +64,7 @@ class RunBounds:
     has_exception: bool = False
     is_shared: bool = False  # several processes write, of which some go on for a while when another one ends
     shapes: set[str] = field(default_factory=set)  # how lines of progress and settings began before the first end
+    epoch: int | None = None  # the last one before it
 
     def starts_run(self, number: int, text: str, *, is_first: bool) -> bool:
         """Whether the run is over and a new one begins at a line. is_first: the log began with such a line."""
@@ -78,6 +87,8 @@ class RunBounds:
             return False
         step, last_step = progress.step, self.end.step
         goes_back = last_step is None or (step is not None and 2 * step < last_step)
+        if self.epoch is not None and (match := EPOCH.search(text)) and int(match["epoch"]) > self.epoch:
+            goes_back = number - self.end.line > BUFFERED_LINES  # nearer it is the next epoch, still in a buffer
         return goes_back and self._is_new(number, text, is_shared=self.is_shared)
 
     def first_line_behind(self, record: Record) -> int | None:
@@ -96,7 +107,7 @@ class RunBounds:
     def add_record(self, record: Record) -> None:
         self.has_content = True
         self.has_exception = self.has_exception or record.kind == "exception"
-        is_closed = bool(CANCELLED_JOB.search(record.text) or SHELL_END.search(record.text))
+        is_closed = bool(CANCELLED_JOB.search(record.text) or SHELL_END.search(record.text)) or failed_at_import(record)
         if is_closed or ended_program(record):
             self.end, self.is_closed = record, is_closed or self.is_closed
 
@@ -105,6 +116,8 @@ class RunBounds:
         self._remember(text)
 
     def _remember(self, text: str) -> None:
+        if self.end is None and (match := EPOCH.search(text)):
+            self.epoch = int(match["epoch"])
         if self.end is None and len(self.shapes) < MAX_SHAPES:
             self.shapes.add(shape_of(text))
 

@@ -20,7 +20,7 @@ from paceline.explain.matches import (
     is_serving,
     matches_of_message,
 )
-from paceline.explain.run_bounds import shape_of
+from paceline.explain.run_bounds import failed_at_import, shape_of
 from paceline.explain.tracebacks import IGNORED
 
 LAST_CHECKED = 3  # lines at the end of a log
@@ -31,17 +31,22 @@ TROUBLE = re.compile(
 )
 NAME = re.compile(  # of an argument or a test, with such a word in it
     r"\b[\w-]*(?:error|exception|fail|timeout|abort|kill|invalid|crash)[a-z]*_\w+"
-    r"|\b[\w-]+[_-](?:errors?|exceptions?|timeout|invalid)\b\s*[=<>]+"
+    r"|\b[\w-]+[_-](?:errors?|exceptions?|timeout|invalid)\b\s*[=<>|]+"
 )
 WEAK, MAX_WEAK = re.compile(r"(?i)cannot|can't|unable"), 80  # where a sentence begins so; further on it is prose
 MIN_REPEATED = 3  # suspicious lines that are alike, far from the end: the program went on each time
 RESULT = re.compile(  # of work that ended
     r"(?i).*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)[!.。！]*$"
-    r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://)"  # of a server that waits
+    # of a server that waits or has answered
+    r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
     r"|(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
     r"(?! (?:before|until|so far))"
 )
 SUCCESS = re.compile(r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b")
+SUMMARY = re.compile(  # of all the work, with the errors in it that a program expects
+    r"^\W*(?:STATUS\W+)?(?:SUCCESS|COMPLETED?)\b(?! RATE)|\b0 failed\b|^\|.*\| *(?:±|\+/-) *\| *\d"
+    r"|(?i:\btotal (?:elapsed |run )?time\b)\D{0,12}\d|총 (?:소요 )?시간\W*\d"
+)
 SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in a server of vLLM for one
 # a launcher says it as a warning, and Python in place of processes that were killed
 ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")
@@ -62,12 +67,13 @@ NO_TROUBLE = re.compile(
     r"|error during autotuning|\berrors?:$|\bfailures?:(?: \d+)?$"
     # PowerShell's words around whatever a program writes to stderr, transformers' about a mask that it builds itself
     r"|RemoteException|FullyQualifiedError|NativeCommandErr|attention mask is not set and cannot be inferred"
-    r"|\bpassed$|may contain errors|^\[['\"]|conditions not met|not supported for all configurations of models"
+    r"|\bpassed$|may contain errors|^\[['\"]|^\d+\. \w+ \(\d|conditions not met|not supported for all configurations of models"
     r"|\btimeout(?: is| was)? ?(?:set to|[:=] ?\d)"
     # what a program does about it, a line that is marked as good
     r"|terminat\w+ condition\b|, attempting\b|[.,;:-] (?:but )?continu(?:e|es|ing)\b|^\W*[ℹ✅✓✔🏆🎉]"
     # terminals, locales, screens and sound that a server lacks, decoders of pictures, films and sound, what looks for a device
     r"|Inappropriate ioctl|\bset(?:ting )?locale\b|XDG_RUNTIME_DIR|^(?:ALSA|Xlib|libEGL|libpng|libva|MESA-LOADER|qt\.\w+)\b"
+    r"|\bGLFWError\b|are not found in the checkpoint"
     r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` secret"
     r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored|^fatal: not a git repository"
     # Debian's packages, the head of nccl-tests' table, logging's own report, what docker build quotes of a command
@@ -78,7 +84,7 @@ ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?
 
 def last_errors(log: Log) -> list[Record]:
     """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived twice."""
-    if any(SUCCESS.search(text) for _, text in log.last_lines[-LAST_CHECKED:]) or is_serving(log):
+    if ends_in(SUCCESS, log) or ends_in(SUMMARY, log) or is_serving(log):
         return []
     last_line = log.last_progress_line
     records = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
@@ -88,6 +94,10 @@ def last_errors(log: Log) -> list[Record]:
         for record in records
         if record.line > last_line and survived[shape_of(record.text)] < 2 and not is_harmless(record.text)
     ]
+
+
+def ends_in(pattern: re.Pattern[str], log: Log) -> bool:
+    return any(pattern.search(split_prefix(text).text) for _, text in log.last_lines[-LAST_CHECKED:])
 
 
 def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
@@ -114,11 +124,12 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
     return [
         (record.line, record.text)
         for log in logs
+        if not ends_in(SUMMARY, log)
         for passed in [passed_shapes(log)]
         for last_line in [log.last_lines[-1][0] if log.last_lines else 0]
         for record in log.records
         if record.line > last_line - WENT_ON or not (passed is None or shape_of(record.text) in passed)
-        if is_trouble(record.text) and not left_program_running(record, log)
+        if is_trouble(record.text) and not (left_program_running(record, log) or failed_at_import(record))
     ]
 
 
@@ -151,7 +162,7 @@ def is_harmless(text: str) -> bool:
 def is_result(text: str) -> bool:
     """Whether a line tells that the work is done: saved, done, completed successfully."""
     text = split_prefix(text).text
-    return RESULT.match(text) is not None or SUCCESS.search(text) is not None
+    return any((RESULT.match(text), SUCCESS.search(text), SUMMARY.search(text)))
 
 
 def ends_well(log: Log) -> bool:

@@ -46,7 +46,8 @@ STACK = re.compile(r"\(most recent call first\)|^Stack \(most recent call|^Fatal
 CHAIN = re.compile(r"During handling of the above exception|direct cause of the following exception")
 MAX_BEHIND = 6  # lines, from its announcement to an exception that Python ignores
 IGNORED = re.compile(
-    r"^Exception ignored (?:in|on|while)|^Error in atexit|^Exception in Tkinter|^Error in (?P<hook>sys\.excepthook)"
+    r"^Exception (?:ignored (?:in|on|while)|happened during processing of request)"  # a server goes on
+    r"|^Error in atexit|^Exception in Tkinter|^Error in (?P<hook>sys\.excepthook)"
 )
 SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 WRAPPER = re.compile(

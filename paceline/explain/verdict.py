@@ -244,7 +244,7 @@ def hardly_began(log: Log) -> bool:
     """Whether a log's last run printed little and no step, although runs before it reported steps."""
     has_steps = any(run.progress.steps >= MIN_STEPS for run in log.earlier)
     last_line = log.last_lines[-1][0] if log.last_lines else 0
-    return log.is_restart and has_steps and last_line - log.first_line <= BUFFERED_LINES
+    return log.is_restart and has_steps and last_line - log.first_line <= BUFFERED_LINES and not ends_well(log)
 
 
 def is_ordinary(log: Log) -> bool:

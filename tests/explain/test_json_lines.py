@@ -182,3 +182,24 @@ def test_an_array_of_output_with_one_object_a_line_is_read_as_its_text():
     objects = [json.dumps({"stream_name": "stderr", "time": 1.5, "data": f"{line}\n"}) for line in lines]
     text = "[" + "\n,".join(objects) + "\n]\n"
     assert explain([text.encode()]).cause == "cuda-oom"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "task_id": "sort/7",
+            "step": 7,
+            "answer": {"err": "Traceback (most recent call last):\n  File 'a.py'\n" + OOM},
+        },
+        {"type": "user", "step": 7, "message": {"role": "user", "content": f"the log says:\n{OOM}\n"}},
+    ],
+)
+def test_the_texts_of_samples_and_transcripts_are_data(fields):
+    assert unwrap_json(json.dumps(fields).encode()) == [json.dumps({"step": 7} if "step" in fields else {}).encode()]
+    assert (
+        explain([b"".join(json.dumps({**fields, "step": step}).encode() + b"\n" for step in range(9))]).cause
+        != "cuda-oom"
+    )
+    logged = {**fields, "message": OOM}  # of a scheduler whose tasks have ids
+    assert explain([json.dumps(logged).encode() + b"\n"]).cause == "cuda-oom"

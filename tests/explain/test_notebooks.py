@@ -130,3 +130,23 @@ def test_the_advice_for_one_process_names_no_ranks():
     assert trouble.fix.startswith("read what stands around line 2, and look for its text")
     ranks = b"[rank0]: reading the table\n[rank1]: reading the table\n"
     assert explain([ranks]).fix.startswith("pass the whole log of every rank: torchrun")
+
+
+def test_commands_of_the_shell_show_nothing_about_an_error_in_python():
+    def behind_an_error(source):
+        return verdict(cell(1, STEPS), cell(2, error=BUG), cell(3, "32 GB\n", source=source)).cause
+
+    assert behind_an_error("# space?\n!df -h\n!ls") == "user-code-exception"
+    assert behind_an_error("!df -h\nrows()") == behind_an_error("!python train.py") == "healthy"
+
+
+def test_what_argparse_wrote_in_a_cell_that_later_ones_survived_is_history():
+    error = "ipykernel_launcher.py: error: unrecognized arguments: -f kernel.json\n"
+    failed = cell(1, f"usage: ipykernel_launcher.py [-h]\n{error}", error="SystemExit: 2")
+    assert verdict(failed, cell(2, "12 rows\n")).cause == "healthy"
+    assert verdict(failed).cause == "config-error"
+
+
+def test_a_cell_above_counts_although_the_cells_ran_twice_on_the_average():
+    assert verdict(cell(9, "12 rows\n"), cell(2), cell(3, error=BUG)).cause == "healthy"
+    assert verdict(cell(10, "12 rows\n"), cell(2), cell(3, error=BUG)).cause == "user-code-exception"

@@ -213,3 +213,45 @@ def test_a_file_that_python_cannot_open_ends_no_program_that_ran_behind_it():
     typo = "python: can't open file 'trian.py': [Errno 2] No such file or directory\n"
     assert verdict(typo + STEPS + uncaught("KeyboardInterrupt")).cause == "keyboard-interrupt"
     assert verdict(typo).cause != "healthy"
+
+
+def test_the_next_epoch_behind_an_interrupt_was_in_a_buffer():
+    rows = "".join(f"Epoch {epoch} | Iter {at} | images 32\n" for epoch in range(4) for at in range(1, 31))
+    more = "".join(f"Epoch 4 | Iter {at} | images 32\n" for at in range(1, 6))
+    interrupted = uncaught("KeyboardInterrupt")
+    assert verdict(rows + interrupted + more).cause == "keyboard-interrupt"
+    again = more.replace("Epoch 4", "Epoch 0")
+    assert verdict(rows + interrupted + again).cause == "healthy"  # another run
+
+
+def test_what_a_bar_leaves_behind_the_first_frame_is_no_part_of_it():
+    frame = '  File "train.py", line 9, in <module>                | 405/1198 [04:36<12:11,  1.08it/s]\n    main()\n'
+    header = "  6%|█     | 50/897 [04:26<1:15:04,  5.32s/it]Traceback (most recent call last):\n"
+    explanation = verdict(header + STEPS + frame + "KeyboardInterrupt\n")
+    assert explanation.cause == "keyboard-interrupt"
+
+
+def test_a_server_that_answers_is_what_counts_behind_one_whose_port_was_taken():
+    first = "settings: {'encoder': 'bert-base', 'port': 9000}\n * Serving Flask app 'translate'\n" + OTHER_OUTPUT[:250]
+    taken = "Address already in use\nPort 9000 is in use by another program. Stop that program, or use another port.\n"
+    answered = '127.0.0.1 - - [21/Sep/2026 16:18:33] "POST /translate HTTP/1.1" 200 -\n'
+    assert verdict(first + taken + first + answered).cause == "healthy"
+    assert verdict(first + answered + first + taken).cause == "port-in-use"
+    assert (
+        verdict(LAUNCH + uncaught(BUG) + "+ bash tidy.sh\nremoved 3 files\nwrote tidy.txt\n").cause
+        == "user-code-exception"
+    )
+
+
+def test_a_short_run_that_ends_with_a_result_did_its_work():
+    runs = START + STEPS + OTHER_OUTPUT + START + "INFO - 12 samples\n"
+    assert verdict(runs).cause == "unknown"
+    assert verdict(runs + "INFO - total time: 83.7 s\n").cause == "healthy"
+
+
+def test_behind_a_failed_import_settings_begin_a_run_and_other_output_is_another_program_s():
+    missing = uncaught("ModuleNotFoundError: No module named 'deepspeed'").replace("    main()", "    import deepspeed")
+    settings = "Namespace(epochs=100, gpu='cuda')\n"
+    assert verdict(missing + settings + uncaught(OOM)).cause == "cuda-oom"
+    assert verdict(missing + settings).cause == "import-error"
+    assert verdict(OTHER_OUTPUT + missing + 3 * OTHER_OUTPUT).cause == "healthy"

@@ -488,6 +488,24 @@ def test_few_lines_of_output_that_end_with_a_result_are_healthy():
     assert verdict("[1/2] clip\n[2/2] scale\n").cause == "unknown"
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        "COMPLETE: 15 pictures drawn",
+        "[STATUS]  SUCCESS - table.parquet is ready",
+        "12 ok, 0 failed, 2 skipped",
+        "|math:hard:0 |       |pass@k |0.6980|±  |0.0206|",
+        "Total time  1.2901980876922607",
+        "2026-07-29 21:10:49 - INFO - 총 소요 시간: 1255.8초",
+    ],
+)
+def test_a_program_that_counts_its_work_at_the_end_expected_the_errors_in_it(end):
+    lines = "variant 3: parse error (attempt 1/4)\nERROR variant 3 is invalid\n" + "variant\n" * 9
+    assert verdict(f"{lines}{end}\n").cause == "healthy"
+    assert verdict(lines).cause == "unknown"
+    assert verdict(f"{lines}{raised(None, BUG)}{end}\n").cause == "user-code-exception"
+
+
 def test_a_traceback_of_ipython_that_is_cut_off_has_the_type_in_its_header():
     header = "OutOfMemoryError                          Traceback (most recent call last)\n"
     frame = "/usr/lib/python3.11/dist-packages/transformers/trainer.py in train(self, **kwargs)\n   2236\n"
@@ -1209,6 +1227,29 @@ def test_errors_of_single_requests_end_no_server():
     assert verdict(ok + trace).cause == "sequence-too-long"
 
 
+def test_a_client_that_has_gone_away_ends_no_server():
+    request = '10.0.0.1 - - [30/Mar/2026 00:20:48] "GET /index.html HTTP/1.1" 200 -\n'
+    gone = "Exception happened during processing of request from ('10.0.0.1', 41134)\n"
+    assert (
+        verdict(request + gone + raised(None, "BrokenPipeError: [Errno 32] Broken pipe") + request).cause == "healthy"
+    )
+    assert verdict(request + raised(None, "BrokenPipeError: [Errno 32] Broken pipe")).cause != "healthy"
+
+
+def test_an_error_that_is_quoted_below_what_the_program_does_about_it_is_handled():
+    announced = "the bridge failed, installing it: an error occurred:\n[ Info: importing\n"
+    quoted = "ConfigError: package bridge is required but does not seem to be installed:\n"
+    output = "".join(f"package {n} is compiled\n" for n in range(130))
+    assert verdict(announced + quoted + output + raised(None, BUG)).summary.startswith(BUG)
+    assert not verdict(quoted + output + raised(None, BUG)).summary.startswith(BUG)
+
+
+def test_what_a_login_shell_cannot_read_stops_no_script():
+    shell = "/home/ana/.zshrc: line 97: syntax error near unexpected token `('\n"
+    assert verdict(shell + raised(None, BUG)).summary.startswith(BUG)
+    assert verdict(shell.replace(".zshrc", "job.sh") + raised(None, BUG)).fix.startswith("run `bash -n SCRIPT`")
+
+
 def test_an_exception_that_is_logged_as_a_warning_ends_nothing():
     lines = "".join(f"INFO - node {n} is optimized\n" for n in range(80))
     trace = PACKAGE_FRAME.replace("<module>", "convert") + "KeyError: 'a'\n"
@@ -1229,6 +1270,10 @@ def test_an_exception_that_is_logged_as_a_warning_ends_nothing():
         "[2026-06-07] Decode batch, #running-req: 1, #token: 66, token usage: 0.00, cuda graph: True",
         "W tensorflow/stream_executor/cuda/cuda_driver.cc:312] failed call to cuInit: UNKNOWN ERROR (303)",
         "slurmstepd: error: _cgroup_procs_check: failed on path (null)/cgroup.procs: No such file or directory",
+        "glfw/__init__.py:834: GLFWError: (65544) b'X11: The DISPLAY environment variable is missing'",
+        "Some model parameters or buffers are not found in the checkpoint:",
+        "| exit_timeout          | 30         |",
+        "7. panic (0.009856)",
     ],
 )
 def test_words_that_only_look_like_trouble_hide_no_health(line):

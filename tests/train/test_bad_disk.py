@@ -124,6 +124,7 @@ def test_a_run_that_cannot_save_its_end_waits_for_room_and_trains_no_step_twice(
     assert final_bits(run) == final_bits(shop.train("unbroken-30", nproc=2, num_steps=30))
 
 
+@pytest.mark.soak
 def test_a_stop_ends_the_wait_for_room_and_the_run_resumes_when_there_is_some(shop, disk):
     process, run, filler = wait_until_the_end_finds_no_room(shop, disk)
     process.send_signal(signal.SIGINT)

@@ -69,7 +69,7 @@ def check_against_profiler(setup: MemorySetup, profiled: dict[str, int]) -> None
 @pytest.mark.parametrize(
     "setup",
     [
-        setup_of(depth=3, world_size=2, activation_checkpointing=True),
+        pytest.param(setup_of(depth=3, world_size=2, activation_checkpointing=True), marks=pytest.mark.soak),
         setup_of(depth=4, world_size=2, precision="bf16", logits_budget_bytes=MIB),
         setup_of(depth=3, world_size=2, precision="bf16", shard="full"),
         pytest.param(setup_of(depth=4, world_size=2, optimizer="adamw", shard="none"), marks=pytest.mark.soak),

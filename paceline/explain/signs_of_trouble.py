@@ -45,7 +45,7 @@ RESULT = re.compile(  # of work that ended
 SUCCESS = re.compile(r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b")
 SUMMARY = re.compile(  # of all the work, with the errors in it that a program expects
     r"^\W*(?:STATUS\W+)?(?:SUCCESS|COMPLETED?)\b(?! RATE)|\b0 failed\b|^\|.*\| *(?:±|\+/-) *\| *\d"
-    r"|(?i:\btotal (?:elapsed |run )?time\b)\D{0,12}\d|총 (?:소요 )?시간\W*\d"
+    r"|완료!?$"  # not the time that it took, which a script also prints behind what failed
 )
 SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in a server of vLLM for one
 # a launcher says it as a warning, and Python in place of processes that were killed

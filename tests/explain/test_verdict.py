@@ -495,8 +495,7 @@ def test_few_lines_of_output_that_end_with_a_result_are_healthy():
         "[STATUS]  SUCCESS - table.parquet is ready",
         "12 ok, 0 failed, 2 skipped",
         "|math:hard:0 |       |pass@k |0.6980|±  |0.0206|",
-        "Total time  1.2901980876922607",
-        "2026-07-29 21:10:49 - INFO - 총 소요 시간: 1255.8초",
+        "2026-07-29 21:10:49 - INFO - 파라미터 스위핑 완료!",
     ],
 )
 def test_a_program_that_counts_its_work_at_the_end_expected_the_errors_in_it(end):
@@ -504,6 +503,7 @@ def test_a_program_that_counts_its_work_at_the_end_expected_the_errors_in_it(end
     assert verdict(f"{lines}{end}\n").cause == "healthy"
     assert verdict(lines).cause == "unknown"
     assert verdict(f"{lines}{raised(None, BUG)}{end}\n").cause == "user-code-exception"
+    assert verdict(f"{lines}total time: 12.5 s\n").cause == "unknown"
 
 
 def test_a_traceback_of_ipython_that_is_cut_off_has_the_type_in_its_header():

@@ -1,5 +1,5 @@
 """
-The level of a noisy curve and how certain it is, its quartiles, its lowest stretch, its growth, where it stands still. Pure.
+The level of a noisy curve and how certain it is, quartiles, the lowest stretch, growth, leaps, where it stands still. Pure.
 
 Values are clipped at three standard deviations first, so that single spikes and heavy tails are noise. Python's own module for
 statistics also computes with fractions and takes longer to load than all of this takes to run.
@@ -24,6 +24,14 @@ MAX_PAUSE = (
     10  # times the usual time between two lines: an evaluation; beyond it the machine slept, or its clock was set
 )
 EVENNESS = 4  # times that one of them may be as large or small as their median
+MIN_RISES, FEW_RISE = 2, 0.3  # of few points: one after the other, and all of them as a share of the lowest
+MIN_POINTS, JUMP_FROM, Z_FALL = 20, 10, 2.0  # of a curve that is judged; of one before a jump; standard errors
+# times the lowest stretch, the height, the number of the last points of a few; times a single first point
+LEAP, MIN_LEAP, LEAP_POINTS, FAR_LEAP = 100.0, 10.0, 3, 300.0
+# last points of a plateau; the ratio of the highest to the lowest, also of nearly the same; how many times any value before
+PLATEAU, PLATEAU_SPREAD, SAME_SPREAD, JUMP = 5, 1.6, 1.01, 4.0
+# the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
+TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
 
 
 def seconds_per_step(steps: Sequence[float], times: Sequence[float]) -> float | None:
@@ -106,6 +114,59 @@ def grows_evenly(values: Sequence[float], min_growth: float) -> bool:
     if not EVEN_RISES <= len(rises) <= MAX_EVEN_RISES or values[1] <= 0 or values[-1] < (1 + min_growth) * values[1]:
         return False
     return min(rises) > median(rises) / EVENNESS > 0 and max(rises) < EVENNESS * median(rises)
+
+
+def falls(values: Sequence[float], max_fall: float) -> bool:
+    """Whether the last third of a curve is lower than its first, beyond the noise or by a share of its level."""
+    first, last = values[: len(values) // 3], values[-(len(values) // 3) :]
+    fell = median(first) - median(last)
+    return standard_errors_below(last, first) > Z_FALL or fell > max_fall * abs(median(first))
+
+
+def leap(values: Sequence[float]) -> int | None:
+    """Where a curve, also one of few points, leaves its level by orders of magnitude and stays there to its end."""
+    before, last = values[:-LEAP_POINTS], values[-LEAP_POINTS:]
+    if len(values) > LEAP_POINTS and min(values[1:]) >= max(MIN_LEAP, FAR_LEAP * values[0]):
+        return 1
+    if len(before) < LEAP_POINTS:
+        return None
+    start = lowest_stretch(before, LEAP_POINTS)
+    if min(last) < (limit := max(MIN_LEAP, LEAP * max(before[start : start + LEAP_POINTS]))):
+        return None
+    return max(at for at, value in enumerate(values) if value < limit) + 1
+
+
+def short_rise(values: Sequence[float]) -> int | None:
+    """The last point of a short curve before it leaves the level of its first two for one of twice that height."""
+    last, first = values[-PLATEAU:], max(values[:2])
+    if len(values) >= PLATEAU + 2 and min(values[1:]) > JUMP * values[0] and max(last) <= SAME_SPREAD * min(last):
+        return 1
+    if not PLATEAU + 2 <= len(values) < MIN_POINTS or min(last) <= 2 * first or max(last) > PLATEAU_SPREAD * min(last):
+        return None
+    return max(at for at, value in enumerate(values) if value <= first)
+
+
+def jump(values: Sequence[float]) -> int | None:
+    """Where a curve leaps to several times any value before, and stays there."""
+    places = range(JUMP_FROM, len(values) - PLATEAU + 1)
+    jumps = (at for at in places if values[at] > JUMP * values[at - 1])
+    return next((at for at in jumps if min(values[at:]) > JUMP * max(values[:at])), None)
+
+
+def is_too_high(values: Sequence[float]) -> bool:
+    half, lowest = len(values) // 2, min(values)
+    if len(values) < MIN_HIGH:
+        return len(values) >= LEAP_POINTS and lowest > ABSURD
+    stays = median(values[half:]) > 0.9 * median(values[:half]) or values[-1] > values[0]
+    return lowest > ABSURD or (stays and min(values[half:]) > TOO_HIGH)
+
+
+def turn_of_few(values: Sequence[float]) -> int | None:
+    """Where a curve of few points is lowest that rises from there to its end: one after the other, and far."""
+    at = max((at for at, value in enumerate(values) if value == min(values)), default=0)
+    after = values[at:]
+    rises = len(after) > MIN_RISES and all(low < high for low, high in pairwise(after))
+    return at if rises and after[-1] > (1 + FEW_RISE) * after[0] > 0 else None
 
 
 def start_of_growth(values: Sequence[float]) -> int:

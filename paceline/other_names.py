@@ -66,21 +66,9 @@ INSTEAD = {
 }
 # names that change nothing here at any value
 UNUSED = (
-    "wandb_",
-    "use_dummy_wandb",
-    "core_metric_",
-    "eval_iters",
-    "lr_decay_iters",
-    "min_lr",
-    "beta1",
-    "beta2",
-    "betas",
-    "fp8_recipe",
-    "total_training_time",
-    "always_save_checkpoint",
-    "config_keys",
-    "user_config",
-)
+    "wandb_", "use_dummy_wandb", "core_metric_", "eval_iters", "lr_decay_iters", "min_lr", "beta1", "beta2", "betas",
+    "fp8_recipe", "total_training_time", "always_save_checkpoint", "config_keys", "user_config",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -36,19 +36,8 @@ ENDED = (
 UNKNOWN_JOB = "Invalid job id"
 # of a node that takes no new job until somebody does something about it; man sinfo, NODE STATE CODES
 UNUSABLE = (
-    "down",
-    "drained",
-    "draining",
-    "drng",
-    "fail",
-    "failing",
-    "futr",
-    "future",
-    "inval",
-    "maint",
-    "unk",
-    "unknown",
-)
+    "down", "drained", "draining", "drng", "fail", "failing", "futr", "future", "inval", "maint", "unk", "unknown",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,12 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, LogProgress, format_value
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import (
+    ACCURACY,
+    ALL_STEPS,
     GRADIENT,
     LOSS,
     MEMORY,
+    PART_LOSS,
     RATE,
     REWARD,
     SCORE,
@@ -31,47 +34,50 @@ from paceline.explain.series import (
 )
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.noise import (
+    FEW_RISE,
+    LEAP_POINTS,
+    MIN_POINTS,
     SAME_VALUES,
     SPIKE,
     constant_tail,
+    falls,
     grows,
     grows_evenly,
     is_level,
     is_stuck,
+    is_too_high,
+    jump,
+    leap,
     lowest_stretch,
     median,
     quartile,
     repeats_epochs,
     running_median,
+    short_rise,
     standard_errors_below,
     start_of_growth,
+    turn_of_few,
 )
 
 NAN, DIVERGED, STANDS_STILL = "loss-nan", "loss-diverged", "loss-stands-still"
 MEMORY_GROWS, SLOWS_DOWN, OVERFITS = "memory-grows", "throughput-decays", "validation-turns-up"
 
 STRETCHES = (10, 20, 40)  # numbers of last points that are compared with an earlier stretch of the same length
-MIN_POINTS = 20  # of a curve that is judged
 Z_RISE = 5.0  # standard errors
 LOSS_RISE, SLOWER, MIN_SLOW_S = 0.15, 0.3, 60.0  # shares of the level that are somebody's concern; for how long
-START_RISE, COMING_DOWN = 0.5, 0.5  # of a loss that was never lower than in its first points; of its highest level
-# times the lowest stretch, the height, the number of the last points of a few; times a single first point
-LEAP, MIN_LEAP, LEAP_POINTS, FAR_LEAP = 100.0, 10.0, 3, 300.0
-# last points of a plateau; the ratio of the highest to the lowest, also of nearly the same; how many times any value before
-PLATEAU, PLATEAU_SPREAD, SAME_SPREAD, JUMP = 5, 1.6, 1.01, 4.0
-# the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
-TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
-FAR_BELOW = 1e8  # no likelihood of a batch
+# of a loss that was never lower than in its first points; of its highest level; of its first value: below it has learned
+START_RISE, COMING_DOWN, LEARNED = 0.5, 0.5, 0.5
+FAR_BELOW, VANISHED = 1e7, 0.04  # no likelihood of a batch; of the first points: a loss that low varies by factors
 NOT_NORMALIZED, FROM_START = "a loss of this size that does not fall", "from its first value on"
+BELOW_ZERO = "a cross entropy below 0: the labels are not between 0 and 1"
 NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer NaN
 REPEATED = "each epoch repeats the losses of the one before: no weight changes"
 LATEST_START = 0.1  # of the last step: a curve that begins later has lost its beginning
 MIN_GROWTH = 0.1  # of memory
 GROWTH_STARTS = (0.2, 0.4, 0.6)  # of the curve: memory grows in any run at first, and a leak may begin late
 MIN_VALIDATION, MIN_AFTER = 6, 3  # points of a validation curve, and after its lowest
-VALIDATION_RISE, Z_VALIDATION = 0.02, 5.0
-# of a validation curve of fewer points: one after the other, and all of them as a share of the lowest
-MIN_RISES, FEW_RISE, WORSE = 2, 0.3, 0.98  # and of the score there, which no later one reaches
+VALIDATION_RISE, Z_VALIDATION, WORSE = 0.02, 5.0, 0.98  # of the score at the lowest point, which no later one reaches
+FLAT_VALIDATION, MAX_FALL, LOW_ACCURACY = 0.005, 0.05, 0.5  # shares of the first value: less is no fall of a loss
 # of a validation curve alone, as a share of its first value: above it nothing shows that the run works
 NO_HEALTH, CONFIDENCE, FEW_CONFIDENCE = 0.1, 0.8, 0.6
 HIGHER = "compare it with the loss of training: where that falls, use the checkpoint with the lowest validation loss"
@@ -89,18 +95,20 @@ class CurveFinding:
 
 def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, names: str) -> Explanation:
     """The explanation of metrics alone. names: of the files, for the sentence that says that they show nothing."""
-    long = [item for item in series if item.kind != SCORE and is_judged(item)]
-    judged = long or [item for item in series if item.kind == LOSS and has_fallen(item.values)]
+    few = (2, 1 - MAX_FALL) if any(ALL_STEPS in note for note in notes) else (LEAP_POINTS, COMING_DOWN)
+    long = [item for item in series if item.kind not in (SCORE, ACCURACY) and is_judged(item)]
+    judged = long or [item for item in series if item.kind == LOSS and has_fallen(item.values, *few)]
+    judged = judged or [item for item in series if is_judged(item) and item.values[-1] > item.values[0]]
     if findings := judge_curves(series):
         return add_findings(Explanation(HEALTHY, notes=tuple(notes)), findings)
     if not judged:
-        few = "no curve has the name of a loss, of memory or of a speed"
+        reason = "no curve has the name of a loss, of memory or of a speed"
         if series:
-            few = f"{', '.join(f'{item.name} {len(item.values)}' for item in series[:3])}: too few points to judge"
+            reason = f"{', '.join(f'{item.name} {len(item.values)}' for item in series[:3])}: too few points to judge"
         elif notes:
-            few = "nothing whole to read"
+            reason = "nothing whole to read"
         fix = "pass the log of the run: paceline explain LOG"
-        return Explanation(UNKNOWN, summary=f"{names}: {few}", fix=fix, notes=tuple(notes))
+        return Explanation(UNKNOWN, summary=f"{names}: {reason}", fix=fix, notes=tuple(notes))
     shown = next((item for item in judged if item.kind == LOSS), judged[0])
     first, last = (format_value(shown.name, shown.values[at]) for at in (0, -1))
     points, steps = f"{len(shown.values):,} points", f"step {shown.steps[0]:,} to {shown.steps[-1]:,}"
@@ -143,6 +151,8 @@ def sentence_values(finding: CurveFinding) -> dict[str, str]:
     if finding.cause not in (OVERFITS, STANDS_STILL) and len(series.values) >= MIN_POINTS:
         (value, step), (last, last_step) = (middle_point(series, end) for end in (at + 1, len(series.values)))
     texts = {"value": format_value(series.name, value), "last_value": format_value(series.name, last)}
+    if finding.cause == STANDS_STILL and 0 <= last < LEARNED * value:
+        texts = {}  # single values of a noisy curve, which would contradict the sentence
     return clean_values({"series": series.name, "step": step, "last_step": last_step, "reason": finding.reason} | texts)
 
 
@@ -162,9 +172,10 @@ def judge_curves(series: Sequence[MetricSeries]) -> list[CurveFinding]:
     losses = [] if REWARD in by_kind else by_kind.get(LOSS, [])
     diverged = list(find_rises(losses))
     findings = [
-        *find_nan(by_kind.get(LOSS, []), by_kind.get(GRADIENT, [])),
+        *find_nan(by_kind),
         *diverged,
         *([] if diverged else find_still(losses, by_kind.get(RATE, []), by_kind.get(GRADIENT, []))),
+        *([] if diverged else find_unlearned(losses, by_kind.get(VALIDATION, []), by_kind.get(ACCURACY, []))),
         *find_growth(by_kind.get(MEMORY, [])),
         *find_slowdown(by_kind),
         *([] if diverged else find_overfitting(by_kind.get(VALIDATION, []), by_kind.get(SCORE, []))),
@@ -180,42 +191,52 @@ def is_whole(series: MetricSeries) -> bool:
     return series.steps[0] <= max(1, LATEST_START * series.steps[-1])
 
 
+def is_learned(series: MetricSeries) -> bool:
+    """Whether a loss has nearly vanished since its first points, where any noise multiplies it."""
+    return is_whole(series) and 0 <= series.values[-1] < VANISHED * max(series.values[:SPIKE])
+
+
 def is_judged(series: MetricSeries) -> bool:
     """Whether a curve has enough points to say that nothing is wrong with it."""
     return len(series.values) >= (MIN_VALIDATION if series.kind == VALIDATION else MIN_POINTS)
 
 
-def has_fallen(values: Sequence[float]) -> bool:
-    """Whether a curve of few points shows that something is learned."""
-    return len(values) >= LEAP_POINTS and 0 <= values[-1] < COMING_DOWN * values[0]
+def has_fallen(values: Sequence[float], least: int, share: float) -> bool:
+    """Whether a curve of few points shows that something is learned: it ends below a share of its first value."""
+    return len(values) >= least and 0 <= values[-1] < share * values[0]
 
 
-def find_nan(losses: Sequence[MetricSeries], gradients: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
-    """Losses, or gradient norms, that are NaN or infinite to their end."""
-    for series, at_least in [*((item, 1) for item in losses), *((item, NAN_GRADIENTS) for item in gradients)]:
-        at = len(series.values)
-        while at and not math.isfinite(series.values[at - 1]):
-            at -= 1
-        if len(series.values) - at >= at_least:
-            yield CurveFinding(NAN, series, at)
+def find_nan(by_kind: Mapping[str, Sequence[MetricSeries]]) -> Iterator[CurveFinding]:
+    """Losses, or gradient norms, that are NaN or infinite to their end; losses of parts only if half of them are."""
+    for kind, at_least in ((LOSS, 1), (GRADIENT, NAN_GRADIENTS), (PART_LOSS, NAN_GRADIENTS)):
+        curves, broken = by_kind.get(kind, ()), []
+        for item in curves:
+            at = max((at for at, value in enumerate(item.values, 1) if math.isfinite(value)), default=0)
+            broken += [CurveFinding(NAN, item, at)] if len(item.values) - at >= at_least else []
+        yield from broken if kind != PART_LOSS or 2 * len(broken) >= len(curves) else ()
 
 
 def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> Iterator[CurveFinding]:
     """Losses that have risen, by a share of their lowest level, to their end; or that are too high and do not fall."""
     for series in losses:
         finite = thinned(series)
-        if finite.values and max(finite.values[-LEAP_POINTS:]) < -FAR_BELOW:
-            if (at := leap([abs(value) for value in finite.values])) is not None:
+        values = finite.values
+        if not values or is_learned(finite):
+            continue
+        if "cross" in series.name.lower() and max(values[-LEAP_POINTS:]) < 0:
+            yield CurveFinding(DIVERGED, series, 0, BELOW_ZERO)
+        elif max(values[-LEAP_POINTS:]) < -FAR_BELOW:
+            if (at := leap([abs(value) for value in values])) is not None:
                 yield finding_at(DIVERGED, series, finite.steps[at])
-        elif finite.values and min(finite.values) >= 0 < min(finite.values[:LEAP_POINTS]):
-            long_rises = (rise(finite.values, min_rise) for rise in (rise_to_end, rise_from_start))
-            rises = (*long_rises, leap(finite.values), short_rise(finite.values), jump(finite.values))
+        elif min(values) >= 0 < min(values[:LEAP_POINTS]):
+            long_rises = (rise(values, min_rise) for rise in (rise_to_end, rise_from_start))
+            rises = (*long_rises, leap(values), short_rise(values), jump(values))
             at = next((at for at in rises if at is not None), None)
             if at is not None and at <= 1 and is_whole(series):
                 yield CurveFinding(DIVERGED, series, 0, FROM_START)
             elif at is not None:
                 yield finding_at(DIVERGED, series, finite.steps[at])
-            elif is_too_high(finite.values):
+            elif is_too_high(values):
                 yield CurveFinding(DIVERGED, series, 0, NOT_NORMALIZED)
 
 
@@ -235,7 +256,8 @@ def find_still(
             continue
         reasons = ((rates, "the learning rate is 0"), (gradients, "the gradient norm is 0"))
         for others, reason in reasons:
-            starts = [start for item in others if (start := zero_tail(item)) is not None]
+            tails = ((item, constant_tail(item.values)) for item in others if not item.values[-1])
+            starts = [item.steps[start] for item, start in tails if start is not None]
             if not starts or len(starts) < len(others):
                 continue
             after = [value for step, value in zip(steps, values, strict=True) if step >= max(starts)]
@@ -246,6 +268,28 @@ def find_still(
         else:
             if is_whole(series) and is_stuck(values):
                 yield finding_at(STANDS_STILL, series, steps[0 if is_level(values) else -(len(values) // 3)])
+
+
+def find_unlearned(
+    losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries], accuracies: Sequence[MetricSeries] = ()
+) -> Iterator[CurveFinding]:
+    """Losses that do not fall beyond their noise while no evaluation does, or while an accuracy below a half does not rise."""
+    low = [item.values for item in accuracies if is_judged(item) and max(item.values) < LOW_ACCURACY]
+    is_low = any(not falls([-value for value in values], math.inf) for values in low)
+    long = [item for item in losses if len(item.values) > 1]  # a single one is the mean of a run
+    falling = (may_fall(item, math.inf if is_low else MAX_FALL) for item in long)
+    if long and (is_low or not all(map(may_fall, held_out))) and not any(falling):
+        yield CurveFinding(STANDS_STILL, long[0], 0)
+
+
+def may_fall(series: MetricSeries, max_fall: float = MAX_FALL) -> bool:
+    """Whether a loss falls, or has too few points to tell: fewer will do for evaluations within half a percent."""
+    values = thinned(series).values or [0.0]
+    is_flat = series.kind == VALIDATION and max(values) - min(values) < FLAT_VALIDATION * abs(values[0])
+    if len(values) < (MIN_VALIDATION if is_flat else MIN_POINTS) or not is_whole(series):
+        return True
+    has_learned = series.kind == LOSS and 0 <= median(values[-(len(values) // 3) :]) < LEARNED * max(values[:SPIKE])
+    return has_learned or falls(values, max_fall)
 
 
 def find_growth(memories: Sequence[MetricSeries], min_growth: float = MIN_GROWTH) -> Iterator[CurveFinding]:
@@ -320,49 +364,6 @@ def rise_from_start(values: Sequence[float], min_rise: float) -> int | None:
     return 0 if rose and quartile(values[3:], 1) > max(first) and not comes_down else None
 
 
-def leap(values: Sequence[float]) -> int | None:
-    """Where a curve, also one of few points, leaves its level by orders of magnitude and stays there to its end."""
-    before, last = values[:-LEAP_POINTS], values[-LEAP_POINTS:]
-    if len(values) > LEAP_POINTS and min(values[1:]) >= max(MIN_LEAP, FAR_LEAP * values[0]):
-        return 1
-    if len(before) < LEAP_POINTS:
-        return None
-    start = lowest_stretch(before, LEAP_POINTS)
-    if min(last) < (limit := max(MIN_LEAP, LEAP * max(before[start : start + LEAP_POINTS]))):
-        return None
-    return max(at for at, value in enumerate(values) if value < limit) + 1
-
-
-def short_rise(values: Sequence[float]) -> int | None:
-    """The last point of a short curve before it leaves the level of its first two for one of twice that height."""
-    last, first = values[-PLATEAU:], max(values[:2])
-    if len(values) >= PLATEAU + 2 and min(values[1:]) > JUMP * values[0] and max(last) <= SAME_SPREAD * min(last):
-        return 1
-    if not PLATEAU + 2 <= len(values) < MIN_POINTS or min(last) <= 2 * first or max(last) > PLATEAU_SPREAD * min(last):
-        return None
-    return max(at for at, value in enumerate(values) if value <= first)
-
-
-def jump(values: Sequence[float]) -> int | None:
-    """Where a curve leaps to several times any value before, and stays there."""
-    places = range(STRETCHES[0], len(values) - PLATEAU + 1)
-    jumps = (at for at in places if values[at] > JUMP * values[at - 1])
-    return next((at for at in jumps if min(values[at:]) > JUMP * max(values[:at])), None)
-
-
-def is_too_high(values: Sequence[float]) -> bool:
-    half, lowest = len(values) // 2, min(values)
-    if len(values) < MIN_HIGH:
-        return len(values) >= LEAP_POINTS and lowest > ABSURD
-    stays = median(values[half:]) > 0.9 * median(values[:half]) or values[-1] > values[0]
-    return lowest > ABSURD or (stays and min(values[half:]) > TOO_HIGH)
-
-
-def zero_tail(series: MetricSeries) -> int | None:
-    """The step from which on a curve is zero to its end."""
-    return None if (at := constant_tail(series.values)) is None or series.values[-1] else series.steps[at]
-
-
 def turn_of(values: Sequence[float]) -> int | None:
     """Where a curve is lowest that rises from there to its end, beyond its noise."""
     if len(values) < MIN_VALIDATION:
@@ -391,11 +392,3 @@ def turn_with_score(series: MetricSeries, scores: Sequence[float]) -> int | None
     is_few = len(after) >= MIN_AFTER and len(scores) < MIN_VALIDATION
     is_worse = is_few and max(scores[at + 1 :]) < WORSE * scores[at] and min(after) > (1 + FEW_RISE) * lowest > 0
     return at if is_worse else None
-
-
-def turn_of_few(values: Sequence[float]) -> int | None:
-    """The same for few points: they must rise one after the other, and far."""
-    at = max((at for at, value in enumerate(values) if value == min(values)), default=0)
-    after = values[at:]
-    rises = len(after) > MIN_RISES and all(low < high for low, high in pairwise(after))
-    return at if rises and after[-1] > (1 + FEW_RISE) * after[0] > 0 else None

@@ -20,11 +20,12 @@ BAR = re.compile(
 COUNTER = re.compile(
     r"(?:[^\s|%][^|%]{0,80}?: +)? {0,3}(?P<at>\d+)it \[\d+:\d\d[^\]]*(?:\]|$)"
 )  # tqdm's, without a total
-PREPARATION = re.compile(  # the bar of what comes before training, or beside it
-    r"\W*(?:Running tokeniz"
-    r"|(?:Up|Down)?[Ll]oad|Fetch|Map|Tokeniz|Generating \w+ split|Filter|Resolv|Prepar|Extract|Convert|Writ|Sav|Quantiz"
-    r"|Compil|Captur|Cach|Index|Pack|Cast|Flatten|Sett|Applying|Adding|Truncating|Creating)"
+PREPARATION = re.compile(  # the bar of what comes before training, or beside it, also behind a logger's prefix
+    r"(?:.*: )?\W*(?:Running tokeniz"
+    r"|(?:Up|Down)?[Ll]oad|Fetch|Map|Tokeniz|Generating (?:\w+ split|partition)|Filter|Resolv|Prepar|Extract|Convert"
+    r"|Writ|Sav|Quantiz|Compil|Captur|Cach|Index|Pack|Cast|Flatten|Sett|Applying|Adding|Truncating|Creating)"
 )
+OTHER_BAR = re.compile(r"\W*(?!Train|Finetun|Fit|Learn|Optimiz)[A-Z][a-z]+ing\b")  # whose count is no step of training
 BARE_BAR = re.compile(r" {0,3}\d{1,3}%\|[█▏▎▍▌▋▊▉ #=>.-]*\|?")  # cut in the middle, or without a count
 # `gradient accumulation steps: 8` is a setting, no progress
 SETTINGS = (
@@ -42,7 +43,7 @@ STEP = re.compile(
 # 2.5, '2.5', nan.0, tensor(nan, np.float64(nan)
 VALUE = (
     r"['\"]?\s*(?:[:=|]|is\b(?: (?:not finite|non-finite|NaN)[:,]?)?)?\s*(?:[\w.]{1,20}\()?['\"]?"
-    r"(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b(?![\d.]*%)"  # a share is no measure
+    r"(?P<value>(?:(?<![a-z])[-+])?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b(?![\d.]*%)"  # a share is no measure
 )
 LOSS = re.compile(
     r"loss(?: (?:train|average|avg|mean)|_(?!scal|weight|fn|func|type|tok|per_)[a-z]\w{0,15}|/[a-z][\w/]{0,30}"
@@ -78,7 +79,8 @@ MAX_NAME, MAX_BEFORE = 60, 30  # characters of a measure's name; of what tells b
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 COUNTERS = re.compile(r"(?i)((?:gpu|cuda|device|rank)[ :#]{0,2}\d+)|[ :]?\d+")  # all but a device's number
 NOT_IN_USE = re.compile(
-    r"(?i)free|avail|total|limit|capacity|cach|load|disk|file|param|fraction|(?:time|step|iter|iteration|epoch|batch|loss)\W*$"
+    r"(?i)free|avail|total|limit|capacity|cach|load|disk|file|param|fraction"
+    r"|(?:time|step|iter|iteration|epoch|batch|loss|acc|accuracy)\W*$"
 )
 NAME_START = re.compile(r"[\w./-]*$")  # of a measure's name, before the part that LOSS finds
 # a value with the words before it as its name; names whose values may be NaN in a healthy run
@@ -101,12 +103,14 @@ STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
 ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
 NUMBER_CELL = re.compile(r"(?i)[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)")
 OTHER_LOSS = re.compile(rf"(?<![a-z])(?:{HELD_OUT_WORD}|best|min|prev){GAP}$", re.IGNORECASE)
+HELD_OUT_BEHIND = re.compile(rf"(?i)loss[_ /]{HELD_OUT_WORD}(?![a-z])")
 OF_POLICY = re.compile(r"(?i)(?:policy|actor|critic|value|pg)[_ /]$")
 # before the loss that others are a part of
 TOTAL_LOSS = re.compile(r"(?i)(?:^|[\s,;|({\['\"])(?:(?:total|train|training)[_ /])?$")
 EVALUATION = re.compile(  # how a line of one begins
     r"(?i)^\W*(?:test|val|valid|validation|eval|evaluation|(?:test|validat|evaluat)ing)\b ?"
-    r"(?:[:\[]|- |set\b|results?\b|error\b)|.{0,40}\((?:test|val|valid|validation|eval)\)"
+    r"(?:[:\[\]]|- |set\b|results?\b|error\b|step\b|(?:in |at )?epoch)"
+    r"|(?!.*train).{0,40}[(\[](?:test|val|valid|validation|eval)[)\]]"
 )
 EVALUATION_TITLE = re.compile(r"(?i)^\W*(?:test|validation|evaluation)(?: (?:error|results?|set))?:?\W*$")
 SCORES = r"(?:acc|accuracy|f1|top-?1|au(?:ro)?c|dice|m?iou)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
@@ -117,8 +121,8 @@ MEAN_LOSS = "train_mean_loss"  # of a whole run: of interest where it is exactly
 LONG_RUN = re.compile(r"'train_runtime': \d{3,}\.")  # in seconds: not one that had nothing left to do
 REWARD = re.compile(rf"(?i)(?<![\w/])(?:(?:train|critic)/)?(?:mean_)?rewards?(?:[/_]mean)?{VALUE}")
 # infinite at first
-RECORD_LOSS = re.compile(r"(?:best|min|prev|(?:keep\w*|the) last)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$", re.IGNORECASE)
-OTHER_WORDS = (*HELD_OUT_WORDS, "best", "min", "prev", "keep", "last")  # one is before a loss of these two kinds
+RECORD_LOSS = re.compile(r"(?i)(?:best|min|prev|init(?:ial)?|(?:keep\w*|the) last)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$")
+OTHER_WORDS = (*HELD_OUT_WORDS, "best", "min", "prev", "init", "keep", "last")  # one is before a loss of these kinds
 # the words of losses, evaluations, trainings and epochs in other languages: each alternative becomes the English word
 FOREIGN_TRAIN = (
     r"训练集?|訓練|学習|훈련|학습|entra[iî]n\w*|entrena\w*|treina\w*|treino|trainings?|обуч\w*|e[gğ]itim|addestra\w*"
@@ -175,11 +179,13 @@ def strip_bars(text: str) -> tuple[str, StepLoss | None]:
         if PREPARATION.match(match[0]):
             continue
         has_loss = "loss" in match[0].lower()
-        loss = read_value(find_measure(LOSS, match[0])) if has_loss else None
+        measure = find_measure(LOSS, match[0]) if has_loss else None
+        loss, name = read_value(measure), "eval_loss" if measure and is_held_out(measure) else "loss"
         if row := YOLO_ROW.match(match[0]):
             loss = sum(map(float, row["losses"].split()))
         held_out = read_value(HELD_OUT_LOSS.search(match[0])) if has_loss else None
-        progress = StepLoss(step=at, loss=loss, is_last=at is not None and at == of, held_out=held_out)
+        step = None if OTHER_BAR.match(match[0]) else at
+        progress = StepLoss(step, loss, is_last=at is not None and at == of, name=name, held_out=held_out)
     return BARE_BAR.sub("", BAR.sub("", text)).strip(" \t"), progress
 
 
@@ -220,6 +226,8 @@ def read_step_and_loss(text: str) -> StepLoss | None:
         )
     name = name_of(loss_match) if loss_match else "loss"
     name = "eval_loss" if EVALUATION.match(text) else name
+    if loss is not None and loss < 0 and "entropy" in lowered:
+        name = next((name_of(match) for match in ERROR_MEASURE.finditer(text) if float(match["value"]) == loss), name)
     reward = read_value(REWARD.search(text)) if "reward" in lowered else None
     score = None
     if held_out is not None or name == "eval_loss":
@@ -232,11 +240,16 @@ def find_measure(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Matc
     matches = training = list(pattern.finditer(text, max(0, start)))
     if has_word(text.lower(), OTHER_WORDS):
         matches = [match for match in matches if not RECORD_LOSS.search(before(match))]
-        training = [match for match in matches if not OTHER_LOSS.search(before(match))]
+        training = [match for match in matches if not is_held_out(match)]
     broken = (match for match in (*training, *matches) if not math.isfinite(float(match["value"])))
     if (measure := next(broken, None)) is not None or len(training) < 2:
         return measure or next(iter(training or matches), None)
     return training[0] if OF_POLICY.search(before(training[0])) else next(filter(is_total, training), training[0])
+
+
+def is_held_out(match: re.Match[str]) -> bool:
+    """Whether a loss is one of an evaluation, or a record."""
+    return HELD_OUT_BEHIND.match(match[0]) is not None or OTHER_LOSS.search(before(match)) is not None
 
 
 def is_total(match: re.Match[str]) -> bool:
@@ -260,10 +273,9 @@ def before(match: re.Match[str]) -> str:
 
 def name_of(match: re.Match[str]) -> str:
     """The name of a loss in the form of metrics: train/loss."""
-    before = match.string[max(0, match.start() - 40) : match.start()]
-    prefix = NAME_START.search(before)
-    if OTHER_LOSS.search(before):
+    if is_held_out(match):
         return "eval_loss"
+    prefix = NAME_START.search(match.string[max(0, match.start() - 40) : match.start()])
     measure = WORDS.match(match[0]) if match.re is ERROR_MEASURE else None
     return f"{prefix[0] if prefix else ''}{measure[0] if measure else 'loss'}"
 
@@ -289,11 +301,6 @@ def read_speed(text: str) -> float | None:
     return float(match["value"].replace(",", "")) if match else None
 
 
-def read_score(text: str) -> float | None:
-    """The score of an evaluation on a line without a loss."""
-    return read_value(HELD_OUT_SCORE.search(text))
-
-
 def read_value(match: re.Match[str] | None) -> float | None:
     return float(match["value"]) if match else None
 
@@ -317,9 +324,12 @@ def read_row(text: str, columns: Sequence[str]) -> StepLoss | None:
     """The step and a loss in a row of a table: the first loss that is not finite, of training if there is one."""
     if not columns or text.strip(TABLE_EDGES)[:1] not in ROW_STARTS:
         return None
-    row = dict(zip(columns, split_cells(text), strict=False))
+    cells = split_cells(text)
+    # a row of pandas, whose index has no name and whose NaN is an empty cell; a last cell that is a word is a unit
+    is_frame = len(cells) == len(columns) + 1 and NUMBER_CELL.fullmatch(cells[-1]) is not None
+    row = {name: cell for name, cell in zip(columns, cells[is_frame:], strict=False) if cell != "NaN" or not is_frame}
     losses = {name: float(row[name]) for name in row if LOSS_COLUMN.search(name) and NUMBER_CELL.fullmatch(row[name])}
-    if len(row) < len(columns) or not losses:
+    if len(cells) < len(columns) or not losses:
         return None
     training = {name: loss for name, loss in losses.items() if not OTHER_LOSS.search(name[:-4])} or losses
     name = next((name for name, loss in training.items() if not math.isfinite(loss)), next(iter(training)))

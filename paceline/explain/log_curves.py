@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from paceline.explain.curve_verdict import (
     DIVERGED,
-    MIN_POINTS,
+    LEARNED,
     NAN,
     STANDS_STILL,
     START_RISE,
@@ -25,7 +25,10 @@ from paceline.explain.curve_verdict import (
     find_rises,
     find_slowdown,
     find_still,
+    find_unlearned,
+    is_learned,
     is_whole,
+    may_fall,
 )
 from paceline.explain.explanation import Explanation, format_value
 from paceline.explain.line_measures import MEAN_LOSS
@@ -44,16 +47,15 @@ from paceline.explain.series import (
     show_curve,
 )
 from paceline.explain.verdict import HEALTHY, UNKNOWN
-from paceline.noise import SPIKE, STUCK_FALL, is_level, is_stuck, median, standard_errors_below
+from paceline.noise import MIN_POINTS, SPIKE, STUCK_FALL, is_level, is_stuck, median
 
 LOG_RISE = 1.0  # of a loss that was higher at first
 PART_RISE = 9.0  # of one whose first steps are not in the log
 ZEROS, ZERO_REWARDS = 3, 10  # on the lines of a log, if no others are there
 NO_REWARD, MEAN_OF_ALL = "every reward is 0", "the mean of all steps is exactly 0"
 LOG_GROWTH, LOG_SLOWER = 0.2, 1.0  # of memory, of the time for a sample
-MIN_FLAT, FLAT_RANGE = 5, 0.0015  # points of a loss, and the share of its level that they span
-MIN_STILL = 12  # such points that are no longer few
-Z_FALL, MAX_FALL = 2.0, 0.05  # of a loss, in standard errors and as a share: less is no fall
+# points of a loss, and the share of its level that they span; such points that are no longer few
+MIN_FLAT, FLAT_RANGE, MIN_STILL = 5, 0.0015, 12
 # classes between which a model guesses: the loss is the logarithm of their number; how near to it, of many points and of few
 MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
 MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations
@@ -61,9 +63,7 @@ MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds i
 HALF, TWO_CLASSES = 0.05, "ln 2, as of a guess between 2 classes"
 MIN_SCORES, NEAR_BEST = 3, 0.02  # points of evaluations, and the share by which the last may miss the best
 MIN_SAME_SCORES = 20  # evaluations
-VANISHED = 0.02  # of its first points
 TRAIN_RISE = 0.1  # of the loss of training, as a share
-LEARNED = 0.5  # of its first value: a loss that is lower for good has fallen before the points where it is level
 
 
 def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation:
@@ -84,11 +84,11 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     if not losses and all(point.step is point.epoch is None for point in points["losses"]):
         evaluations = []  # results of several programs
     scores = line_series(points["scores"], kind=SCORE)
-    unlearned = [] if any(map(is_lowest_at_end, evaluations)) else [item for item in losses if not is_learned(item)]
+    ends_lowest = any(map(is_lowest_at_end, evaluations))
     # transformers writes 0 for a loss that is NaN, but not in evaluations
     has_nan = any(math.isnan(point.value) for name in ("losses", "held_out") for point in points[name])
     findings = [
-        *(rise for item in unlearned for rise in find_rises([item], least_rise(item))),
+        *(rise for item in (() if ends_lowest else losses) for rise in find_rises([item], least_rise(item))),
         *still,
         *find_unlearned(losses, held_out),
         *find_chance(losses, held_out),
@@ -99,7 +99,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *find_growth(memories, LOG_GROWTH),
         *find_slowdown({THROUGHPUT: speeds}, LOG_SLOWER),
         *(() if is_best_at_end(points["scores"]) else find_turns(losses, evaluations, scores)),
-        *(() if any(map(falls, losses)) else find_same(points["scores"], points["held_out"])),
+        *(() if any(map(may_fall, losses)) else find_same(points["scores"], points["held_out"])),
     ]
     if not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None)):
         if len(flat.values) < MIN_STILL:
@@ -140,11 +140,6 @@ def is_best_at_end(scores: Sequence[LossPoint]) -> bool:
     return len(values) >= MIN_SCORES and values[0] < median(values[-MIN_SCORES:]) >= (1 - NEAR_BEST) * max(values)
 
 
-def is_learned(series: MetricSeries) -> bool:
-    """Whether a loss has nearly vanished since its first points, where any noise multiplies it."""
-    return is_whole(series) and 0 <= series.values[-1] < VANISHED * max(series.values[:SPIKE])
-
-
 def find_zeros(
     series: Sequence[MetricSeries], at_least: int, *, cause: str = STANDS_STILL, reason: str | None = None
 ) -> Iterator[CurveFinding]:
@@ -152,12 +147,6 @@ def find_zeros(
     for item in series:
         if len(item.values) >= at_least and not any(item.values):
             yield CurveFinding(cause, item, 0, reason)
-
-
-def find_unlearned(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
-    """Losses of training that do not fall over the whole run, beyond their noise, while those of evaluations do not either."""
-    if losses and held_out and not any(map(falls, [*losses, *held_out])):
-        yield CurveFinding(STANDS_STILL, losses[0], 0)
 
 
 def find_chance(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
@@ -219,17 +208,6 @@ def rise_since(series: MetricSeries, at: int) -> CurveFinding | None:
     near, last = series.values[max(0, at - SPIKE) : at + SPIKE], series.values[-2 * SPIKE :]
     has_risen = len(series.values) >= MIN_POINTS and median(last) > (1 + TRAIN_RISE) * median(near) > 0
     return CurveFinding(DIVERGED, series, at) if has_risen else None
-
-
-def falls(series: MetricSeries) -> bool:
-    """Whether a loss falls, or has too few points to tell."""
-    values = list(filter(math.isfinite, series.values))
-    third = len(values) // 3
-    if len(values) < MIN_POINTS or not is_whole(series):
-        return True
-    first, last = values[:third], values[-third:]
-    fell = median(first) - median(last)
-    return standard_errors_below(last, first) > Z_FALL or fell > MAX_FALL * abs(median(first))
 
 
 def least_rise(series: MetricSeries) -> float:

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 from paceline.explain.explanation import LogProgress
 from paceline.explain.line_measures import (
     EVALUATION_TITLE,
+    HELD_OUT_SCORE,
     HELD_OUT_WORDS,
     MEAN_LOSS,
     MEMORY_WORDS,
@@ -22,9 +23,9 @@ from paceline.explain.line_measures import (
     read_counter,
     read_memory,
     read_row,
-    read_score,
     read_speed,
     read_step_and_loss,
+    read_value,
     strip_bars,
 )
 from paceline.explain.lines import MAX_RANKS, LogLine, has_word
@@ -40,7 +41,7 @@ MIN_FINITE, LABELLED_LINES, MAX_LABELS = 2, 200, 500
 ABRUPT = 0.5
 SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are lost
 EPOCH = re.compile(
-    r"(?i)(?:^|[|\]] {0,3}| [-:] )\W*(?:train\w*\W+)?(?:epoch(?: (?:number|num|no))?|ep\b)\W{0,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
+    r"(?i)(?:^|[|\]] {0,3}| [-:] )\W*(?:(?:train|begin|start)\w*\W+)?(?:epoch(?: n\w{1,5})?|ep\b)\W{,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
 )
 MIN_MEAN = 10  # steps whose mean loss counts
 MIN_EPOCHS = 3  # of a training behind which another begins
@@ -136,8 +137,9 @@ class ProgressTracker:
         if progress is not None and progress.loss is not None and self._is_evaluation:
             progress = replace(progress, name="eval_loss")
         self._is_evaluation = len(text) < MAX_TITLE and EVALUATION_TITLE.match(text) is not None
-        if progress is None or progress.loss is None:
-            self._add_score(text, lowered)
+        score = read_value(HELD_OUT_SCORE.search(text)) if has_word(lowered, HELD_OUT_WORDS) else None
+        if score is not None and (progress is None or progress.loss is None):
+            store(self.scores, self._point(self._last_step, "score", score))
         if progress is not None:
             self._add_progress(number, line.rank, progress)
             if self._lost or "nan" in lowered:
@@ -145,8 +147,10 @@ class ProgressTracker:
             elif len(self._finite_lines) < LABELLED_LINES:
                 self._finite_lines.append(text)
         is_sampled = len(self.speeds) < MAX_SPEEDS or not self._num_lines % SPEED_EVERY
-        if is_sampled and progress is not None and progress.step is not None and ("/s" in lowered or "per" in lowered):
-            self._add_speed(line)
+        has_speed = is_sampled and progress is not None and progress.step is not None
+        speed = read_speed(line.text) if has_speed and ("/s" in lowered or "per" in lowered) else None
+        if speed is not None and line.rank == self._loss_rank:
+            store(self.speeds, LossPoint(self._last_step, "throughput", speed))
         if has_word(lowered, MEMORY_WORDS):
             self._add_memory(line)
         return progress is not None
@@ -211,17 +215,6 @@ class ProgressTracker:
             key = name if line.rank is None else f"rank {line.rank} {name}"
             if key in self._memory or len(self._memory) < MAX_MEASURES:
                 store(self._memory.setdefault(key, []), (self._last_step, value))
-
-    def _add_score(self, text: str, lowered: str) -> None:
-        """Notes the score of an evaluation whose line has no loss."""
-        has_words = has_word(lowered, HELD_OUT_WORDS)
-        if has_words and (score := read_score(text)) is not None:
-            store(self.scores, self._point(self._last_step, "score", score))
-
-    def _add_speed(self, line: LogLine) -> None:
-        """Notes the throughput of one rank."""
-        if (speed := read_speed(line.text)) is not None and line.rank == self._loss_rank:
-            store(self.speeds, LossPoint(self._last_step, "throughput", speed))
 
     @property
     def memory(self) -> tuple[LossPoint, ...]:

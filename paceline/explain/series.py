@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,14 +31,15 @@ from paceline.units import format_number_of, unix_time
 
 LOSS, VALIDATION, GRADIENT, RATE = "loss", "validation loss", "gradient norm", "learning rate"
 MEMORY, THROUGHPUT, STEP_TIME, REWARD, SCORE = "memory", "throughput", "step time", "reward", "score"
+ACCURACY, PART_LOSS = "accuracy", "loss of a part"  # of training; of a part of the model, such as a discriminator
 HELD_OUT, ERROR = rf"(?:{HELD_OUT_WORD}|validation_metrics)", f"(?:logloss|{ERROR_NAME})"
 KINDS = (  # a kind, and the names that mean it, in lower case with _ between words: the first that matches counts
     (VALIDATION, rf"(?:.+_)?{HELD_OUT}(?:_.+)?_(?:loss|{ERROR})(?:_epoch|_step)?|loss_{HELD_OUT}|lm_loss_validation"),
     (
         LOSS,
-        r"(?:(?:train|training|trainer|metrics|samples|loss_metrics|losses|loss)_)*"
+        r"(?:(?:train|training|trainer|metrics|samples|loss_metrics|loss)_)*"
         r"(?:(?:lm|per|global_avg|reduced_train|total|ce|nll|cross_entropy|running|step|batch|epoch|mean|avg)_)*"
-        rf"(?:(?:\w*log|\w*cross_?entropy_?)?loss(?:_step|_epoch|_avg|_tra?i?n|_training)?|{ERROR}(?:_tra?i?n)?)",
+        rf"(?:(?:\w*log|\w*cross_?entropy_?)?loss(?:_step|_epoch|_avg|_tra?i?n|_training)?|{ERROR}(?:_tra?i?n|_epoch|_step)*)",
     ),
     (GRADIENT, r"(?:.+_)?grad(?:ient)?s?(?:_[\d_]+)?_?norm(?:_total|_step)?"),
     (RATE, r"(?:.+_)?(?:lr|learning_rate|lr_mult|lrm)(?:_\w+)?"),
@@ -58,7 +59,10 @@ KINDS = (  # a kind, and the names that mean it, in lower case with _ between wo
         r"|end_to_end_s|step_timing_in_s)",
     ),
     (SCORE, rf"{HELD_OUT}_(?:acc|accuracy|f1|auc|auroc)"),
+    (ACCURACY, r"(?:.+_)?acc(?:uracy)?"),
     (REWARD, r"(?:train_|objective_|critic_|actor_)?(?:rewards?(?:_mean)?|(?:approx_|ppo_)?kl)"),
+    (REWARD, rf"(?:.+_)?(?:{HELD_OUT}|train|ep\w*|mean|av\w+|running)_(?:reward|return)s?(?:_mean)?"),
+    (PART_LOSS, r"(?:.+_)?loss"),
 )
 STEP_NAMES = (  # the first that a record has is its step
     "train/global_step", "trainer/global_step", "global_step", "step", "current_steps", "iteration", "iter", "_step", "epoch",
@@ -68,6 +72,8 @@ Reader = Callable[[BinaryIO, "SeriesTable", Report], None]
 NO_LOG = re.compile(
     r"/(?:vocab|merges|added_tokens|requirements|special_tokens)\.txt$|wandb/(?:[^/]*run[^/]*/logs/)?debug[\w-]*\.log$"
 )
+EXPORTED, TAG = ["Wall time", "step", "Value"], re.compile(r"tag-(.+?)(?:[_ (]+\d+[)_]*)?$")  # TensorBoard's download
+ALL_STEPS = "all steps are done"  # a note on a trainer's state
 FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 WORDS = re.compile(r"[^a-z0-9]+")
 WHOLE_BYTES = 1 << 20  # a health file up to this size is read whole
@@ -92,7 +98,7 @@ class MetricSeries:
 @cache
 def kind_of(name: str) -> str | None:
     """What a metric of this name measures; None for an unknown name."""
-    words = WORDS.sub("_", name.lower()).strip("_")
+    words = WORDS.sub("_", name.lower()).strip("_").replace("losses", "loss")
     return next((kind for kind, pattern in KINDS if re.fullmatch(pattern, words)), None)
 
 
@@ -246,23 +252,21 @@ def read_series(files: Iterable[Path]) -> tuple[list[MetricSeries], list[str]]:
         table = tables.setdefault(path.parent, SeriesTable(str(path), prefix=prefix))
         reader = reader_of(path)
         assert reader is not None
+        messages: list[str] = []
         try:
             with open_file(path) as file:
-                reader(file, table, partial(add_note, notes, path.name))
+                reader(file, table, messages.append)
         except OSError as error:
             raise PacelineError(
                 f"{path} cannot be read: {error.strerror or error}", fix="check the path and its permissions"
             ) from error
+        notes += (f"{path.name}: {message}" for message in messages)
     return [series for table in tables.values() for series in table.series()], notes
 
 
 def natural_order(path: Path) -> list[str | int]:
     """Numbers by value: a writer of TensorBoard counts its files in their names, and 10 comes after 9."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", str(path))]
-
-
-def add_note(notes: list[str], name: str, text: str) -> None:
-    notes.append(f"{name}: {text}")
 
 
 def read_events(file: BinaryIO, table: SeriesTable, report: Report) -> None:
@@ -283,7 +287,10 @@ def read_wandb(file: BinaryIO, table: SeriesTable, report: Report) -> None:
 def read_trainer_state(file: BinaryIO, table: SeriesTable, report: Report) -> None:
     text = file.read().decode("utf-8", "replace")
     try:
-        records = json.loads(text)["log_history"]
+        state = json.loads(text)
+        records = state["log_history"]
+        if 0 < (state.get("max_steps") or 0) <= (state.get("global_step") or 0):
+            report(ALL_STEPS)
     except (ValueError, KeyError, TypeError):
         records = [record for match in FLAT_OBJECT.finditer(text) for record in json_records([match[0]])]
         records = [record for record in records if "step" in record]
@@ -295,8 +302,10 @@ def read_trainer_state(file: BinaryIO, table: SeriesTable, report: Report) -> No
 def read_csv(file: BinaryIO, table: SeriesTable, report: Report) -> None:
     text, newline, cut = file.read().decode("utf-8-sig", "replace").rpartition("\n")
     rows = csv.DictReader(io.StringIO(text + newline, newline=""))
-    num_short = 0
+    tag, num_short = TAG.search(Path(table.source).stem), 0
     try:
+        names = [name.lower() if name.lower() in STEP_NAMES else name for name in rows.fieldnames or ()]
+        rows.fieldnames = ["wall_time", "step", tag[1]] if tag and names == EXPORTED else names
         for number, row in enumerate(rows):
             if None in row.values():
                 num_short += 1

@@ -295,8 +295,8 @@ def explain_health(progress: LogProgress) -> Explanation:
     summary, fix = "no failure found", ""
     if progress.steps:
         loss = f", loss {progress.last_loss:g}" if progress.last_loss is not None else ""
-        last_step = progress.last_step
-        steps = f", step {progress.first_step or 0:,} to {last_step:,}" if last_step is not None else ""
+        first, last = progress.first_step or 0, progress.last_step
+        steps = "" if last is None or first == last else f", step {first:,} to {last:,}"
         summary += f": {format_number_of(progress.steps, 'progress line')}{steps}{loss}"
     if progress.silent_end:
         summary += "; the log stops there without an error or a final message"

@@ -28,17 +28,9 @@ MAX_SAMPLES = 50
 COMPARED_FACTS = ("GPUs", "driver", "torch", "CUDA", "NCCL", "Python", "paceline", "commit")
 OWN_KEYS = ("name", "seed", "runs_dir", "cache_dir")  # in which runs of a group may differ
 COMPARED_CHOICES = (
-    "num_steps",
-    "total_batch_size",
-    "device_batch_size",
-    "grad_accum_steps",
-    "precision",
-    "shard",
-    "offload",
-    "optimizer_states",
-    "attention",
-    "attention_kernel",
-)
+    "num_steps", "total_batch_size", "device_batch_size", "grad_accum_steps", "precision", "shard", "offload",
+    "optimizer_states", "attention", "attention_kernel",
+)  # fmt: skip
 
 
 def read_about(run: RunDir) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from curve_shapes import NOISE_LEVELS, Noise, falling, healthy_run, series
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
 from paceline.explain.explanation import Explanation, format_explanation
+from paceline.explain.line_measures import read_step_and_loss
 from paceline.explain.run_folder import explain
 from paceline.explain.series import GRADIENT, LOSS, MEMORY, RATE, REWARD, SCORE, STEP_TIME, THROUGHPUT, VALIDATION
 
@@ -36,6 +37,8 @@ def test_short_curves_of_healthy_runs_show_nothing(level):
 def test_a_loss_that_falls_without_bound_diverges():
     losses = [1.5, 0.6, 0.4, 0.2, -1.2, -40.0, -2e3, -6e5, *[-5e8 - 1e7 * step for step in range(12)]]
     assert [finding.cause for finding in judge_curves([series(LOSS, losses)])] == ["loss-diverged"]
+    faster = [-14.0 * 1.25**step for step in range(70)]
+    assert [finding.cause for finding in judge_curves([series(LOSS, faster)])] == ["loss-diverged"]
     assert judge_curves([series(LOSS, [-3e4 - 100.0 * step for step in range(40)])]) == []  # a sum of log-likelihoods
 
 
@@ -800,3 +803,112 @@ def test_a_validation_loss_alone_that_ends_higher_is_no_sign_of_health(tmp_path)
     (tmp_path / "metrics.csv").write_text("epoch,val_loss\n" + rows)
     explanation = explain(tmp_path / "metrics.csv")
     assert explanation.cause == "unknown" and "ends above its first value: 0.34 to 0.48" in explanation.summary
+
+
+def test_a_loss_and_evaluations_that_stay_within_their_noise_have_learned_nothing(tmp_path):
+    def cause(slope, accuracy=None):
+        chance = random.Random(7)
+        noise = [chance.gauss(0, 0.07) for _ in range(300)]
+        rows = [f"{n},{1 - slope * n + noise[n]:.4f},,{accuracy(n) if accuracy else ''}" for n in range(300)]
+        for n in range(9, 300, 30) if accuracy is None else ():
+            rows.append(f"{n},,{0.99 - slope * n + noise[n] / 99:.5f},")
+        (tmp_path / "metrics.csv").write_text("\n".join(["step,loss,eval_loss,train_acc", *rows, ""]))
+        return explain(tmp_path / "metrics.csv").cause
+
+    assert (cause(0), cause(0.0002)) == ("loss-stands-still", "healthy")
+    assert cause(0, lambda n: 0.05 + n % 7 / 50) == "loss-stands-still"
+    assert cause(0, lambda n: 0.05 + n % 7 / 50 + n / 900) == "healthy"  # it rises
+    assert cause(0, lambda n: 0.85 + n % 7 / 50) == "healthy"  # of a model that was trained before
+
+
+def test_a_sentence_does_not_say_that_a_loss_stands_still_which_has_fallen_by_half():
+    losses = [2.4, *[1.0 + 0.001 * (n % 3) for n in range(60)]]
+    (finding,) = judge_curves([series(LOSS, losses), series(RATE, [0.0] * 61)])
+    explanation = add_findings(Explanation("healthy"), [finding])
+    assert explanation.summary.startswith("the loss stands still") and "2.4" not in explanation.summary
+
+
+def test_a_loss_that_fell_to_a_fraction_at_once_has_learned_beside_evaluations_that_do_not_fall():
+    line = "step {step} loss {loss:.3f}\nTest: [{step}/99] Loss {test:.3f}\n"
+    losses = [5.2, 1.9, *(0.5 + (n * 7 % 11) / 50 for n in range(60))]
+    lines = (line.format(step=n, loss=loss, test=1 + (n * 5 % 9) / 20) for n, loss in enumerate(losses))
+    assert explain(["".join(lines).encode()]).cause == "healthy"
+
+
+def test_a_cross_entropy_below_zero_has_labels_out_of_range():
+    line = "2048/2048 - 1s - loss: {loss} - accuracy: 0.0000e+00 - binary_crossentropy: {loss}\n"
+    explanation = explain(["".join(line.format(loss=loss) for loss in (3.1, -8.25, -19.5, -30.125)).encode()])
+    assert explanation.cause == "loss-diverged" and "below 0" in explanation.summary
+    assert "label" in explanation.fix
+    elbo = line.replace("binary_crossentropy: {loss}", "kl: 0.2")
+    assert explain(["".join(elbo.format(loss=loss) for loss in (3.1, -8.25, -19.5)).encode()]).cause == "healthy"
+
+
+def test_a_loss_that_has_nearly_vanished_may_double():
+    losses = [2.1, 1.5, 0.9, 0.5, 0.3, 0.2, 0.12, 0.08, 0.06, *[0.025] * 15, *[0.06, 0.07] * 10]
+    assert judge_curves([series(LOSS, losses)]) == []
+    assert [finding.cause for finding in judge_curves([series(LOSS, [8 * loss for loss in losses[3:]])])] == [
+        "loss-diverged"
+    ]
+
+
+@pytest.mark.parametrize("line", [
+    "Val Step[{n}/9], Avg Loss: {loss}\n", "TEST in epoch{n}, loss = {loss}, acc = 49.3\n", "[Test] Loss: {loss}, Accuracy: 67\n",
+    " 40%|####      | 4/10 [00:09<00:14,  2.35s/it, loss_test={loss}]\n",
+])  # fmt: skip
+def test_lines_of_an_evaluation_are_no_losses_of_training(line):
+    training = "Epoch [{n}/30] train loss: {loss:.4f}\n"
+    losses = "".join(training.format(n=n, loss=2 / n) for n in range(1, 31))
+    evaluations = "".join(line.format(n=n, loss=loss) for n, loss in enumerate((1.91, 1.93, 1.92, 1.9, 1.9)))
+    assert explain([(losses + evaluations).encode()]).cause == "healthy"
+    log = "".join(training.format(n=n, loss=2 / n) + line.format(n=n, loss=1 + n / 20) for n in range(1, 31))
+    assert explain([log.encode()]).cause == "validation-turns-up"
+
+
+def test_a_loss_at_the_start_and_one_in_the_name_of_a_file_are_no_losses():
+    bar = " {n}%|###       | {n}/100 [00:01<00:03, 29.7it/s, init loss: {loss}, avg. loss [1-9]: 0.5]\n"
+    bars = "".join(bar.format(n=n, loss=4e6 if n < 50 else 4e7) for n in range(10, 90))
+    assert explain([bars.encode()]).cause == "healthy"
+    assert read_step_and_loss("Save model: out/cait-Epoch-30-Loss-0.471.pth") is None
+
+
+def test_epochs_that_a_line_starts_begin_a_new_curve():
+    log = ""
+    for trial in (0.3, 0.5, 0.9):
+        for epoch in range(1, 11):
+            log += f"| INFO | Start epoch {epoch}:\n| INFO | Train Loss: {trial + 1 / (9 + epoch):.3f}\n"
+    assert explain([log.encode()]).cause == "healthy"
+
+
+def test_empty_cells_of_a_printed_data_frame_are_no_nan():
+    header = "     train_loss  epoch   step  val_loss\n"
+    rows = [f"{n}      0.0{90 - n}      {n // 5}    {n}49       NaN\n" for n in range(20)]
+    rows += ["20          NaN      5    2049  0.000358\n"]
+    assert explain([(header + "".join(rows)).encode()]).cause == "healthy"
+    assert explain(
+        [header[5:].encode() + b"".join(b"nan      %d    %d49       nan\n" % (n, n) for n in range(9))]
+    ).cause == ("loss-nan")
+
+
+def test_a_unit_behind_the_last_cell_of_a_row_is_no_column():
+    rows = "".join(f"{n}      {2 / n:.4f}     0.{20 + n}     {0.5 + n}    s\n" for n in range(1, 30))
+    explanation = explain([("Epoch    Train Loss   Train Acc    Time\n" + rows).encode()])
+    assert (explanation.cause, explanation.progress.last_loss) == ("healthy", 0.069)
+
+
+def test_an_accuracy_on_a_memory_is_no_memory():
+    lines = (f"step {n} loss {3 - n / 20:.3f}, mem acc: {0.17 + 0.004 * n:.3f}\n" for n in range(50))
+    assert explain(["".join(lines).encode()]).cause == "healthy"
+
+
+def test_the_bar_of_another_work_counts_no_steps():
+    bar = "{label}: {n}%|###       | {n}/100 [00:01<00:03, 29.7it/s]\n"
+    for label, step in (("Training", 60), ("Calculating vectors", None)):
+        log = "".join(bar.format(label=label, n=n) for n in (20, 40, 60))
+        assert explain([log.encode()]).progress.last_step == step
+    shards = bar.format(label="INFO 08-22 03:02:18 worker.py: Loading checkpoint shards", n=8)
+    assert explain([shards.encode()]).progress.last_step is None
+
+
+def test_a_summary_names_no_range_of_a_single_step():
+    assert explain([b"Batch: 3, loss: 0.5\n" * 4]).summary.startswith("no failure found: 4 progress lines, loss 0.5")

@@ -13,9 +13,11 @@ from curve_shapes import Noise, falling
 from paceline.cli import run_command
 from paceline.explain.run_folder import explain_run
 from paceline.explain.series import (
+    ACCURACY,
     GRADIENT,
     LOSS,
     MEMORY,
+    PART_LOSS,
     RATE,
     REWARD,
     STEP_TIME,
@@ -31,10 +33,12 @@ NAMES = {
     LOSS: [
         "loss", "train/loss", "train_loss", "train_loss_step", "train_loss_epoch", "Loss/train", "lm loss", "step_loss",
         "loss_metrics/global_avg_loss", "reduced_train_loss", "Train/Samples/train_loss", "train/epoch_loss", "loss_train/loss",
+        "training_losses", "mse_step",
     ],
     VALIDATION: [
         "eval_loss", "eval/loss", "eval_wikitext_loss", "val_loss", "val/loss", "val_bpb", "val/bpb", "valid_loss", "Loss/val",
         "validation/epoch_loss", "validation_metrics/loss", "lm loss validation", "Train/Eval/eval_loss", "loss_val/loss",
+        "validation_losses",
     ],
     GRADIENT: ["grad_norm", "train/grad_norm", "grad-norm", "actor/grad_norm", "grad_2.0_norm_total"],
     RATE: ["learning_rate", "train/learning_rate", "lr", "lr-AdamW", "lr-AdamW/pg1", "learning-rate", "lr_mult", "train/lrm"],
@@ -44,10 +48,12 @@ NAMES = {
     ],
     THROUGHPUT: ["tok_per_sec", "tokens_per_second_per_gpu", "throughput(tps)", "train_samples_per_second"],
     STEP_TIME: ["step_ms", "train/dt", "iteration-time", "time_metrics/end_to_end(s)", "perf/time_per_step", "iter_time"],
-    REWARD: ["reward", "train/reward", "kl", "objective/kl", "critic/rewards/mean"],
+    REWARD: ["reward", "train/reward", "kl", "objective/kl", "critic/rewards/mean", "episode_reward", "scalars_train_return"],
+    ACCURACY: ["train_acc", "accuracy", "small - accuracy"],
+    PART_LOSS: ["d_loss", "Gen Loss", "actor/pg_loss", "train_variety_loss"],
     None: [
-        "epoch", "train/epoch", "eval_runtime", "eval_samples_per_second", "memory/num_alloc_retries", "train_acc", "mfu",
-        "rewards/chosen", "train_runtime", "loss-scale", "d_loss", "actor/pg_loss", "lm loss vs samples", "tokens",
+        "epoch", "train/epoch", "eval_runtime", "eval_samples_per_second", "memory/num_alloc_retries", "mfu",
+        "rewards/chosen", "train_runtime", "loss-scale", "lm loss vs samples", "tokens",
     ],
 }  # fmt: skip
 TURN = 60  # where the loss of LOSSES begins to rise
@@ -316,6 +322,40 @@ def test_steps_that_start_over_in_each_epoch_are_counted(tmp_path):
     (tmp_path / "metrics.csv").write_text("\n".join(["step,loss", *lines, ""]))
     curves, _ = read(tmp_path / "metrics.csv")
     assert curves["loss"].steps == list(range(1, 101))
+
+
+def test_a_file_of_rewards_or_accuracies_alone_shows_that_a_run_works(tmp_path, capsys):
+    def summary(name, header, row):
+        (tmp_path / name).write_text("\n".join([header, *map(row, range(1, 31)), ""]))
+        return explained(capsys, tmp_path / name).splitlines()[0]
+
+    assert "accuracy 0.51 to 0.8, step 10 to 300" in summary(
+        "a.csv", "Step,accuracy", lambda n: f"{10 * n},{0.5 + n / 100}"
+    )
+    assert summary("a.csv", "Step,accuracy", lambda n: f"{n},{0.8 - n / 100}").startswith("unknown: ")
+    exported = summary("run-a-tag-train_return_(1).csv", "Wall time,Step,Value", lambda n: f"1.7e9,{n},{n - 20}")
+    assert exported.startswith("healthy: no failure found: train_return -19 to 10, step 1 to 30")
+    parts = summary("a.csv", "Epoch,Batch,Gen Loss,Disc Loss", lambda n: f"{n // 9},{n % 9},{n / 20},0.4")
+    assert parts.startswith("healthy: no failure found: Gen Loss 0.05 to 1.5, step 1 to 30")
+
+
+def test_losses_of_parts_are_nan_if_half_of_them_are(tmp_path, capsys):
+    def cause(row):
+        (tmp_path / "metrics.csv").write_text("step,d_loss,g_loss\n" + "".join(f"{n},{row}\n" for n in range(30)))
+        return explained(capsys, tmp_path / "metrics.csv").partition(":")[0]
+
+    assert (cause("nan,0.5"), cause("1.2,0.5")) == ("loss-nan", "healthy")
+
+
+def test_a_trainer_state_of_few_points_whose_steps_are_all_done_is_healthy(tmp_path, capsys):
+    state = {"max_steps": 100, "log_history": [{"step": 50, "loss": 0.4}, {"step": 100, "loss": 0.3}]}
+    path = tmp_path / "trainer_state.json"
+    for steps, cause in ((100, "healthy"), (60, "unknown")):
+        path.write_text(json.dumps(state | {"global_step": steps}))
+        assert explained(capsys, path).startswith(f"{cause}: ")
+    state["log_history"][1]["loss"] = 0.399  # proves nothing
+    path.write_text(json.dumps(state | {"global_step": 100}))
+    assert explained(capsys, path).startswith("unknown: ")
 
 
 def test_a_log_beside_the_metrics_stays_the_cause(tmp_path, capsys):

@@ -284,7 +284,7 @@ def is_survived(at: int, counts: Sequence[int], works: Sequence[bool]) -> bool:
     """
     is_unique = counts[at] > 0 and counts.count(counts[at]) == 1
     return any(
-        count > counts[at] and works[other] and (other > at or (is_unique and count - counts[at] <= 2 * len(counts)))
+        count > counts[at] and works[other] and (other > at or (is_unique and count - counts[at] <= len(counts)))
         for other, count in enumerate(counts)
     )
 

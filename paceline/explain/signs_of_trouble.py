@@ -73,7 +73,7 @@ NO_TROUBLE = re.compile(
     r"|terminat\w+ condition\b|, attempting\b|[.,;:-] (?:but )?continu(?:e|es|ing)\b|^\W*[ℹ✅✓✔🏆🎉]"
     # terminals, locales, screens and sound that a server lacks, decoders of pictures, films and sound, what looks for a device
     r"|Inappropriate ioctl|\bset(?:ting )?locale\b|XDG_RUNTIME_DIR|^(?:ALSA|Xlib|libEGL|libpng|libva|MESA-LOADER|qt\.\w+)\b"
-    r"|\bGLFWError\b|are not found in the checkpoint"
+    r"|\bGLFWError\b|^GKS: cannot open display|are not found in the checkpoint"
     r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` secret"
     r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored|^fatal: not a git repository"
     # Debian's packages, the head of nccl-tests' table, logging's own report, what docker build quotes of a command

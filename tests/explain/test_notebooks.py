@@ -145,8 +145,3 @@ def test_what_argparse_wrote_in_a_cell_that_later_ones_survived_is_history():
     failed = cell(1, f"usage: ipykernel_launcher.py [-h]\n{error}", error="SystemExit: 2")
     assert verdict(failed, cell(2, "12 rows\n")).cause == "healthy"
     assert verdict(failed).cause == "config-error"
-
-
-def test_a_cell_above_counts_although_the_cells_ran_twice_on_the_average():
-    assert verdict(cell(9, "12 rows\n"), cell(2), cell(3, error=BUG)).cause == "healthy"
-    assert verdict(cell(10, "12 rows\n"), cell(2), cell(3, error=BUG)).cause == "user-code-exception"

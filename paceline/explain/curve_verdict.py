@@ -151,7 +151,7 @@ def sentence_values(finding: CurveFinding) -> dict[str, str]:
     if finding.cause not in (OVERFITS, STANDS_STILL) and len(series.values) >= MIN_POINTS:
         (value, step), (last, last_step) = (middle_point(series, end) for end in (at + 1, len(series.values)))
     texts = {"value": format_value(series.name, value), "last_value": format_value(series.name, last)}
-    if finding.cause == STANDS_STILL and 0 <= last < LEARNED * value:
+    if finding.cause == STANDS_STILL and 0 <= min(value, last) < LEARNED * max(value, last):
         texts = {}  # single values of a noisy curve, which would contradict the sentence
     return clean_values({"series": series.name, "step": step, "last_step": last_step, "reason": finding.reason} | texts)
 

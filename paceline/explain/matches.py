@@ -61,7 +61,7 @@ SERVED, MIN_SERVED = re.compile(r'HTTP/\d(?:\.\d)?" 20\d\b'), 3  # a request tha
 WENT_ON, MIN_REPEATS = 40, 5  # lines; such about an item that was left out
 RECOVERED = (  # what a program does in place of what failed
     r"\b(?:proceed|continu)ing (?:without|anyway)\b|\bbut continuing\b|\bfall(?:ing|s) ?back (?:to|on)\b"
-    r"|\b(?:going to|using) \S+ instead\b|\btrying port \d|\bsome optimizations will not be enabled\b"
+    r"|\b(?:going to|using) \S+ instead\b(?! of)|\btrying port \d|\bsome optimizations will not be enabled\b"
     r"|, (?:trying|installing|downloading|creating|continuing|using|rebuilding|resuming|(?:start|train)ing from scratch)\b"
 )
 IGNORABLE = re.compile(  # or what a program says that it leaves out

@@ -153,7 +153,7 @@ class ResumeOptions(LaunchOptions, RejoinOption, SubmitOptions):
     """Continue a run from its last good checkpoint, on any number of devices.
 
     A larger --num-steps extends a finished run; its learning rates are then computed for the whole new length. Keys that
-    shape weights or choose rows cannot change.
+    shape weights or choose rows cannot change, by a flag or in its config.toml; --data says where its text is now.
 
     $ paceline resume books --nproc 1
     """

@@ -48,7 +48,7 @@ class RunDir:
     config_toml = Entry("config.toml")  # the resolved config; written last, it makes the folder a run
     plan_json = Entry("plan.json")  # what the planner chose and expected
     preparing_json = Entry("preparing.json")  # before config.toml: what is done to the text, and how far it got
-    dataset_json = Entry("dataset.json")  # the folder of the token shards and their fingerprint
+    dataset_json = Entry("dataset.json")  # the folder of the token shards, what is in them, and their keys
     findings = Entry("findings.json")  # the findings of the checks before the last attempt
     events = Entry("events.jsonl")  # what happened: attempts, checkpoints, failures, decisions
     metrics = Entry("metrics.jsonl")  # one line for each logged step

@@ -72,7 +72,7 @@ def profile_steps(options: ProfileOptions) -> tuple[dict[str, Any], Plan]:
             fix=f"paceline profile {shlex.quote(str(source.config_toml))} writes to the cache folder",
         )
     write_atomic(run.plan_json, plan.to_json())
-    record_data(run, dataset)
+    record_data(run, dataset, config)
     torch = ask_probes(PROBES[:1], {**DEFAULTS, "cached_torch": cache_dir(config) / "torch.json"})["torch"] or {}
     ranks = run_ranks(
         run,
@@ -102,7 +102,7 @@ def plan_of_run(
             fix="wait for it to end, or stop it with Ctrl-C and resume it after the profile",
         )
     config, plan = changed_run(source, changes, otherwise=f"paceline profile {shlex.quote(str(source.config_toml))}")
-    dataset = reopen_data(source, config)
+    dataset = reopen_data(source, config, is_elsewhere="data" in changes)
     make = planner(dataset)
     return config, replan(plan, config, machine, make=make, set_keys=frozenset(changes)), dataset, make
 

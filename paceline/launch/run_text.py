@@ -1,10 +1,16 @@
-"""The text of a run: prepared or found again, recorded for the workers, and what a plan needs to know of it. No torch."""
+"""
+What a run keeps as long as it is the same run: its text, and the keys that shape weights or choose rows. No torch.
+
+The text is prepared or found again, and recorded for the workers. Neither a flag of `resume` nor an edit of config.toml may change
+the keys: plan.json and dataset.json have what the run began with.
+"""
 
 import hashlib
 import json
+import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +28,14 @@ from paceline.rundir import RunDir, write_atomic
 from paceline.terminal import show_progress
 from paceline.typed_fields import read_run_file
 
+# `resume` takes no other value of these
+FIXED_KEYS = (
+    "name", "seed", "tokenizer", "vocab_size", "depth", "n_embd", "head_dim", "n_kv_head", "sequence_len",
+    "total_batch_size", "optimizer", "packing",
+)  # fmt: skip
+# they decide the rows of a step; the same text may be at another place
+ROW_KEYS = ("data", "tokenizer", "packing", "seed")
+
 
 def check_text(config: Config) -> None:
     """Raises PacelineError where the text of a job that is to be submitted is not here: the job would wait and then fail."""
@@ -37,6 +51,50 @@ def absolute_texts(keys: Mapping[str, Any]) -> dict[str, Any]:
     if local.get("data") == "builtin" or str(local.get("data")).startswith("hf:"):
         del local["data"]
     return {**keys, **{name: str(expand_home(value).absolute()) for name, value in local.items()}}
+
+
+def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, otherwise: str) -> None:
+    """Raises PacelineError for a key that a run cannot change. otherwise: the command that can, to which the key is added."""
+    before, after = absolute_texts(asdict(config)), absolute_texts(changes)
+    fixed = [key for key in FIXED_KEYS if key in after and after[key] != before[key]]
+    if fixed:
+        flag = f"--{fixed[0].replace('_', '-')}"
+        own, value = getattr(config, fixed[0]), shlex.quote(str(changes[fixed[0]]))
+        raise PacelineError(
+            f"{fixed[0]} is {'auto' if own is None else own} in {run.name} and cannot change within a run",
+            fix=otherwise if otherwise.endswith(f" {flag} NEW") else f"{otherwise} {flag} {value}",
+        )
+    if changes.get("time") is not None:
+        raise PacelineError(
+            f"time sets the length of a new run; {run.name} keeps its {config.num_steps or 0:,} steps",
+            fix=f"--num-steps {2 * (config.num_steps or 0)} makes it longer",
+        )
+
+
+def check_edits(run: RunDir, config: Config, plan: Plan, *, otherwise: str) -> None:
+    """Raises PacelineError where config.toml was edited in a key that a run cannot change. otherwise: as above."""
+    model = plan.model
+    before: dict[str, Any] = {
+        "depth": model.n_layer,
+        "n_embd": model.n_embd,
+        "head_dim": model.head_dim,
+        "n_kv_head": model.n_kv_head,
+        "vocab_size": model.vocab_size,
+        "sequence_len": model.sequence_len,
+        "total_batch_size": plan.total_batch_size,
+        "optimizer": plan.optimizer,
+    }
+    before |= read_run_file(run.dataset_json, json.loads).get("keys", {})  # an earlier version did not record them
+    for key, value in before.items():
+        edited = getattr(config, key)
+        if edited == value or (edited is None and key not in ROW_KEYS):  # without the line it follows from other keys
+            continue
+        own = "" if value is None else f"{key} = {json.dumps(value, ensure_ascii=False)}"
+        moved = f"; paceline resume {run.quoted} --data NEW after it, if the text was moved" if key == "data" else ""
+        raise PacelineError(
+            f"{key} was edited in {run.config_toml}, and cannot change within a run",
+            fix=f"{f'write {own} there' if own else f'take {key} out of it'} again{moved}, or {otherwise}",
+        )
 
 
 def planner(dataset: TokenDataset) -> MakePlan:
@@ -77,41 +135,57 @@ def prepare_data(config: Config, publish: Progress = lambda *_: None) -> TokenDa
     return dataset
 
 
-def reopen_data(run: RunDir, config: Config) -> TokenDataset:
-    """Returns the shards that the run began with, prepared again if they are gone. Raises PacelineError if the text has changed."""
-    path, fingerprint, vocab_size = read_run_file(run.dataset_json, parse_record)
-    if (path / "meta.json").is_file():
-        return open_dataset(path)
+def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> TokenDataset:
+    """Returns the shards that the run began with, prepared again if they are gone. is_elsewhere: its text may be another one.
+
+    Raises PacelineError if the text has changed.
+    """
+    path, fingerprint, vocab_size, content = read_run_file(run.dataset_json, parse_record)
+    if (path / META).is_file():
+        if not is_elsewhere:
+            return open_dataset(path)
+        content = content_hash(open_dataset(path))
     if config.tokenizer is None:
         config = replace(config, vocab_size=vocab_size or config.vocab_size)
     elif run.tokenizer_json.is_file():
         config = replace(config, tokenizer=str(run.tokenizer_json))  # the other may be gone, or be another one now
+    gone = f"the token shards of {run.name} are gone and its text"
     try:
         dataset = prepare_data(config)
     except PacelineError as error:
+        if is_elsewhere:
+            raise
         raise PacelineError(
-            f"the token shards of {run.name} are gone and its text cannot be prepared: {error.message}",
-            fix=f"restore {path} or the text, or start a new run",
+            f"{gone} cannot be prepared: {error.message}",
+            fix=f"restore {path} or the text, --data NEW if the text was moved, or start a new run",
         ) from error
-    if dataset.meta["fingerprint"] != fingerprint:
+    if dataset.meta["fingerprint"] != fingerprint and content_hash(dataset) != content:
         raise PacelineError(
-            f"the token shards of {run.name} are gone and its text has changed since",
-            fix="restore the text, or start a new run",
+            f"{config.data} is another text than that of {run.name}" if is_elsewhere else f"{gone} has changed since",
+            fix="--data with a copy of its text, or start a new run"
+            if is_elsewhere
+            else "restore the text, or start a new run",
         )
     return dataset
 
 
-def parse_record(text: str) -> tuple[Path, str, int | None]:
-    """Returns the folder of the shards, their fingerprint and the requested vocab_size, as dataset.json has them."""
+def content_hash(dataset: TokenDataset) -> str:
+    """Returns a hash of the tokens and the tokenizer, wherever the text was read."""
+    return hashlib.sha256(json.dumps(dataset.meta["files"], sort_keys=True).encode()).hexdigest()
+
+
+def parse_record(text: str) -> tuple[Path, str, int | None, str | None]:
+    """Returns the folder of the shards, their fingerprint, the requested vocab_size and the content, as dataset.json has them."""
     record = json.loads(text)
-    return Path(record["path"]), str(record["fingerprint"]), record.get("vocab_size")
+    return Path(record["path"]), str(record["fingerprint"]), record.get("vocab_size"), record.get("content")
 
 
-def record_data(run: RunDir, dataset: TokenDataset) -> None:
-    """Writes where the shards are, for the workers."""
+def record_data(run: RunDir, dataset: TokenDataset, config: Config) -> None:
+    """Writes where the shards are, for the workers, and what they and their order follow from. config: as config.toml has it."""
     # a small text gives fewer tokens than were requested, and config.toml has what it gave
     requested = dataset.meta.get("requested_vocab_size")
     record = {"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"], "vocab_size": requested}
+    record |= {"content": content_hash(dataset), "keys": {key: getattr(config, key) for key in ROW_KEYS}}
     write_atomic(run.dataset_json, json.dumps(record) + "\n")
 
 

@@ -36,7 +36,10 @@ from paceline.launch.member import Reach, reach_early
 from paceline.launch.notify import checked_services
 from paceline.launch.requeue import announce_job, check_free, create_folder, current_job, find_start, record_job
 from paceline.launch.run_text import (
+    FIXED_KEYS,
     absolute_texts,
+    check_changes,
+    check_edits,
     check_text,
     file_hashes,
     planner,
@@ -76,12 +79,6 @@ LOCK_WAIT_S = 60.0  # workers that lost their supervisor save and end, or are ki
 LOCK_POLL_S = 0.2
 PUBLISH_S = 1.0
 
-# keys that shape weights or choose rows: a run cannot change them and still be the same run
-FIXED_KEYS = (
-    "name", "seed", "data", "tokenizer", "vocab_size", "depth", "n_embd", "head_dim", "n_kv_head", "sequence_len",
-    "total_batch_size", "optimizer", "packing",
-)  # fmt: skip
-
 
 def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] = ()) -> int:
     """Starts a new run and returns the exit code; nodes: that have joined. Raises PacelineError for what the user can fix."""
@@ -120,8 +117,8 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
         config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv, cluster=cluster)
         run.tokenizer_json.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
-        record_data(run, dataset)
         config = Config(**absolute_texts(asdict(config_of_plan(config, plan))))
+        record_data(run, dataset, config)
         write_atomic(run.plan_json, plan.to_json())
         if place:
             record_job(run, place.job_id)
@@ -155,7 +152,7 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     check_host_options(os.environ, options, num_hosts=len(entries), rejoin=options.rejoin)
     reaches = reach_early(entries, config.python, options)
     with start_check(config, run, options, command="resume", trackers=services.track, entries=entries) as check:
-        dataset = reopen_data(run, config)
+        dataset = reopen_data(run, config, is_elsewhere="data" in options.keys)
         make, machine = planner(dataset), check.machine()
         plan = replan(plan_before, config, machine, make=make, set_keys=frozenset(options.keys))
         checked = check.judge(plan)
@@ -171,8 +168,8 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
         print(text)
     for text in (*notes, *changes):
         append_event(run, "note", text=text)
-    record_data(run, dataset)
     config = config_of_plan(config, plan)
+    record_data(run, dataset, config)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
     if place:
@@ -222,35 +219,18 @@ def changed_run(
     """
     config, _ = load_config(run.config_toml, {})
     check_changes(run, config, changes, otherwise=otherwise)
-    changes = {key: value for key, value in changes.items() if key not in (*FIXED_KEYS, "runs_dir")}  # where the run is
     plan = read_run_file(run.plan_json, Plan.from_json)
+    check_edits(run, config, plan, otherwise=otherwise)
+    changes = {key: value for key, value in changes.items() if key not in (*FIXED_KEYS, "runs_dir")}  # where the run is
     per_host = plan.world_size // plan.hosts
     hosts = None if takes_count and str(changes.get("hosts")).isdecimal() else changes.get("hosts")
     if "nproc" not in changes and (nproc := hosts_of(Config(hosts=hosts))[1].nproc):
         changes = {**changes, "nproc": nproc}  # the new list of hosts has it
     if changes.get("nproc", per_host) != per_host:
         changes = {"device_batch_size": None, **changes}  # the micro-batch of other devices is chosen again
-    config = Config(**override(asdict(config), changes))
+    config = Config(**absolute_texts(override(asdict(config), changes)))
     check_config(config)
     return config, plan
-
-
-def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, otherwise: str) -> None:
-    """Raises PacelineError for a key that a run cannot change."""
-    before, after = absolute_texts(asdict(config)), absolute_texts(changes)
-    fixed = [key for key in FIXED_KEYS if key in after and after[key] != before[key]]
-    if fixed:
-        flag = f"--{fixed[0].replace('_', '-')}"
-        own, value = getattr(config, fixed[0]), shlex.quote(str(changes[fixed[0]]))
-        raise PacelineError(
-            f"{fixed[0]} is {'auto' if own is None else own} in {run.name} and cannot change within a run",
-            fix=otherwise if otherwise.endswith(f" {flag} NEW") else f"{otherwise} {flag} {value}",
-        )
-    if changes.get("time") is not None:
-        raise PacelineError(
-            f"time sets the length of a new run; {run.name} keeps its {config.num_steps or 0:,} steps",
-            fix=f"--num-steps {2 * (config.num_steps or 0)} makes it longer",
-        )
 
 
 def wait_for_lock(run: RunDir) -> int:

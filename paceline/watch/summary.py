@@ -175,8 +175,8 @@ def format_recoveries(snapshot: Snapshot) -> str:
 
 def troubles(snapshot: Snapshot) -> Iterator[str]:
     """Yields what went wrong in a run that has ended, and what slowed it down over its whole time."""
-    if snapshot.loss is not None and not math.isfinite(snapshot.loss):
-        yield "the last loss is NaN or infinite"
+    if snapshot.loss is not None and (snapshot.loss == 0 or not math.isfinite(snapshot.loss)):
+        yield f"the last loss is {'NaN or infinite' if snapshot.loss else 'exactly 0'}"
     for rank in snapshot.ranks:
         if (share := rank.slow_share or 0) >= MIN_SHARE:
             yield f"{name_ranks([rank], snapshot)} was slower than the others for {format_percent(share)} of the steps"

@@ -174,8 +174,8 @@ def guard(app: ASGIApp, token: str) -> ASGIApp:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(HEADERS)
-                if in_address:
-                    headers["set-cookie"] = f"{cookie}={token}; Path={folder_of(token)}; HttpOnly; SameSite=Strict"
+                if in_address:  # without a path it is that of the page's folder, also where a proxy puts one before it
+                    headers["set-cookie"] = f"{cookie}={token}; HttpOnly; SameSite=Strict"
             await send(message)
 
         refusal = refused(request, has_token=in_address or in_cookie)

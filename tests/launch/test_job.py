@@ -259,15 +259,44 @@ def test_the_closing_lines_of_a_resumed_run_count_the_steps_of_the_last_command(
 def test_what_a_resume_cannot_change_is_refused_with_a_command_that_works(job_on, tmp_path, monkeypatch):
     run, text = job_on(lambda: TWO).run, tmp_path / "t.txt"
     run.config_toml.write_text(format_toml(replace(CONFIG, name="run", data=str(text))))
+    run.dataset_json.write_text("{}")  # as an earlier version left it
     monkeypatch.chdir(tmp_path)
     config, _ = changed_run(run, {"runs_dir": str(tmp_path), "data": "t.txt"}, otherwise="x")
     assert (config.runs_dir, config.data) == ("runs", str(text))
-    for key, fix in (("name", "x --name NEW"), ("data", "x --name NEW --data other")):
+    for key, fix in (("name", "x --name NEW"), ("optimizer", "x --name NEW --optimizer other")):
         with pytest.raises(PacelineError, match="cannot change within a run") as error:
             changed_run(run, {key: "other"}, otherwise="x --name NEW")
         assert error.value.fix == fix
     with pytest.raises(PacelineError, match="tokenizer is auto in run and cannot change"):
         changed_run(run, {"tokenizer": "a.json"}, otherwise="x")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("sequence_len", 1024, "write sequence_len = 2048 there again, or x"),
+        ("optimizer", "adamw", 'write optimizer = "muon" there again, or x'),
+        ("seed", 7, "write seed = 42 there again, or x"),
+        ("tokenizer", "a.json", "take tokenizer out of it again, or x"),
+        (
+            "data",
+            "b",
+            'write data = "builtin" there again; paceline resume {} --data NEW after it, if the text was moved, or x',
+        ),
+    ],
+)
+def test_an_edit_of_config_toml_that_makes_another_run_is_refused(job_on, key, value, fix):
+    run = job_on(lambda: TWO).run
+    rows = {"data": "builtin", "tokenizer": None, "packing": "stream", "seed": 42}
+    run.dataset_json.write_text(json.dumps({"keys": rows}))
+    run.config_toml.write_text(format_toml(CONFIG))
+    changed_run(run, {}, otherwise="x")
+    run.config_toml.write_text(format_toml(replace(CONFIG, **{key: value})))
+    with pytest.raises(
+        PacelineError, match=f"{key} was edited in .*config.toml, and cannot change within a run"
+    ) as error:
+        changed_run(run, {}, otherwise="x")
+    assert error.value.fix == fix.format(run.path)
 
 
 def test_a_finished_run_is_extended_past_its_present_step(job_on, monkeypatch):
@@ -318,7 +347,7 @@ def test_shards_that_are_gone_are_prepared_again_with_the_same_tokenizer(job_on,
         first = replace(first, tokenizer=str(tmp_path / "t.json"))
         train_tokenizer(iter(["words"]), vocab_size=260).save(tmp_path / "t.json")
     dataset = prepare_data(first)
-    record_data(run, dataset)
+    record_data(run, dataset, first)
     run.tokenizer_json.parent.mkdir()
     run.tokenizer_json.write_bytes(dataset.tokenizer_json.read_bytes())
     given = dataset.meta["vocab_size"]
@@ -331,6 +360,22 @@ def test_shards_that_are_gone_are_prepared_again_with_the_same_tokenizer(job_on,
     assert again.meta["files"] == dataset.meta["files"] and not again.reused
 
 
+@pytest.mark.parametrize("has_shards", [True, False])
+def test_the_text_of_a_run_may_be_at_another_place_but_not_another_text(job_on, tmp_path, has_shards):
+    run, text, moved = job_on(lambda: TWO).run, tmp_path / "t.txt", tmp_path / "moved.txt"
+    text.write_text("a few words\n" * 1000)
+    config = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+    record_data(run, dataset := prepare_data(config), config)
+    text.rename(moved)
+    if not has_shards:
+        shutil.rmtree(dataset.path)
+    config = replace(config, data=str(moved))
+    assert reopen_data(run, config, is_elsewhere=True).meta["files"] == dataset.meta["files"]
+    moved.write_text("other words\n" * 1000)
+    with pytest.raises(PacelineError, match="moved.txt is another text than that of run"):
+        reopen_data(run, config, is_elsewhere=True)
+
+
 def test_a_run_whose_text_is_gone_resumes_with_its_shards_and_is_refused_without_them(job_on, tmp_path):
     run = job_on(lambda: TWO).run
     run.dataset_json.write_text(json.dumps({"path": str(tmp_path / "shards"), "fingerprint": "x"}))
@@ -338,7 +383,10 @@ def test_a_run_whose_text_is_gone_resumes_with_its_shards_and_is_refused_without
         PacelineError, match="the token shards of run are gone and its text cannot be prepared"
     ) as error:
         reopen_data(run, replace(CONFIG, data=str(tmp_path / "gone.txt")))
-    assert error.value.fix == f"restore {tmp_path / 'shards'} or the text, or start a new run"
+    assert (
+        error.value.fix
+        == f"restore {tmp_path / 'shards'} or the text, --data NEW if the text was moved, or start a new run"
+    )
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards/meta.json").write_text('{"format_version": 1, "files": {}}')
     assert reopen_data(run, replace(CONFIG, data=str(tmp_path / "gone.txt"))).path == tmp_path / "shards"

@@ -72,6 +72,7 @@ def test_a_log_in_which_nothing_is_known_says_so():
         ("script", 0, None, None, Summary("good", "The script ended without an error.")),
         ("log", 7, None, 2.5, Summary("good", "The training ended without an error.")),
         ("script", 9, 9, math.nan, Summary("warning", "All steps are done; the last loss is NaN or infinite.")),
+        ("script", 9, 9, 0.0, Summary("warning", "All steps are done; the last loss is exactly 0.")),
     ],
 )
 def test_what_has_finished_claims_no_more_steps_than_it_shows(kind, step, num_steps, loss, summary):

@@ -10,7 +10,11 @@ import sys
 import time
 import zlib
 from contextlib import ExitStack
+from email.message import Message
+from http.cookiejar import CookieJar
+from types import SimpleNamespace
 from typing import Any
+from urllib.request import Request as URLRequest
 
 import pytest
 from run_folders import DEADLINE_S, FOLDER, TOKEN, append_step, asked, serving, write_run
@@ -81,8 +85,17 @@ def test_what_is_not_there_is_told_to_nobody_without_the_token(port):
 def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_get(port):
     status, headers, _ = asked(port, "/")
     name, _, rest = headers["set-cookie"].partition("=")
-    assert (status, rest) == (200, f"{TOKEN}; Path={FOLDER}; HttpOnly; SameSite=Strict")
+    assert (status, rest) == (200, f"{TOKEN}; HttpOnly; SameSite=Strict")
     assert asked(port, "/api/runs", token=False, cookie=f"other=1; {name}={TOKEN}")[0] == 200
+
+
+def test_the_cookie_belongs_to_the_folder_of_the_page_also_below_the_path_of_a_proxy(port):
+    status, headers, _ = asked(port, "/")
+    answer = Message()
+    answer["Set-Cookie"] = headers["set-cookie"]
+    jar = CookieJar()
+    jar.extract_cookies(SimpleNamespace(info=lambda: answer), URLRequest(f"http://lab.example/proxy{FOLDER}"))
+    assert (status, [cookie.path + "/" for cookie in jar]) == (200, [f"/proxy{FOLDER}"])
 
 
 @pytest.mark.parametrize("foreign", ['s={"theme":"dark"}', "a b=c", "=", "x", "n\u00e4me=1", 'q="a;b"', "paceline_x=1"])

@@ -9,6 +9,7 @@ told at once.
 import ast
 import json
 import operator
+import shlex
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -251,6 +252,9 @@ def read_python_config(text: str, *, path: Path, flags: Mapping[str, Any]) -> tu
         raise _joined(problems, path=path)
     notes += [f"not used by paceline: {', '.join(unused)}"] if unused else []
     passed = [line.number for line in lines if not line.name]
+    if passed and not settings:
+        fix = f"write lines such as `depth = 12`; a script starts with: paceline run -- {shlex.quote(str(path))}"
+        raise PacelineError(f"{path} sets no key, and paceline executes no code of a config file", fix=fix)
     notes += [f"not executed: {'lines' if len(passed) > 1 else 'line'} {format_list(passed)}"] if passed else []
     return values, [*dropped, *(f"{path.name}: {note}" for note in notes)]
 

@@ -192,10 +192,8 @@ def _append_whole(path: Path, lines: bytes) -> None:
 def unwritable_file(path: Path, error: OSError) -> PacelineError:
     """Returns the error for a file of a run folder that cannot be written for another reason than a full disk."""
     if not path.parent.is_dir():
-        return PacelineError(
-            f"{path.parent} is gone: it existed when the run began",
-            fix="restore the run folder or mount it again, then paceline resume it; or start a new run",
-        )
+        fix = "restore the run folder or mount it again, then continue the run; or start a new one"
+        return PacelineError(f"{path.parent} is gone: it existed when the run began", fix=fix)
     return PacelineError(
         f"{path} cannot be written: {error.strerror}",
         fix=f"make the run folder writable again, then: {resume_command(RunDir(path.parent))}",
@@ -377,13 +375,14 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
     """The run folder that a path, or a name in runs_dir, means: a training run's or a script's."""
     named, folder = Path(name), Path(runs_dir)
     named = named.resolve() if named.name in ("", "..") else named  # a run is called by the name of its folder
-    places = dict.fromkeys((named, folder / name))
-    for path in places:
+    for path in (places := dict.fromkeys((named, folder / name))):
         if (path / "config.toml").is_file() or is_queued(RunDir(path)):
             return RunDir(path)
     names = sorted(path.parent.name for path in folder.glob("*/config.toml"))
-    fix = f"one of {', '.join(names[-5:])}" if names else "paceline train makes one; give the folder if it is elsewhere"
-    if len(names) > 5:
+    fix = f"one of {', '.join(names)}" if names else "paceline train makes one; give the folder if it is elsewhere"
+    if owner := next((place for place in named.parents if (place / "config.toml").is_file()), None):
+        fix = f"give the folder of the run: {shlex.quote(str(owner))}"
+    elif len(names) > 5:
         fix = f"paceline runs{'' if runs_dir == 'runs' else f' {shlex.quote(runs_dir)}'} lists all {len(names)} runs"
     raise PacelineError(f"no run {name}: no config.toml in {' or '.join(map(str, places))}", fix=fix)
 

@@ -88,7 +88,7 @@ def find_training_run(name: str, *, runs_dir: str) -> RunDir:
     if is_script_run(run):
         raise PacelineError(
             f"{run.name} is the run of a script, not a training run of paceline's own",
-            fix=f"paceline run {shlex.quote(str(run.config_toml))} runs it again",
+            fix=f"paceline run {shlex.quote(str(run.config_toml))} runs it again; its checkpoints are the script's own",
         )
     if not read_run_file(run.config_toml, tomllib.loads):
         raise damaged(run.config_toml, "is empty")

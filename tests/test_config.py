@@ -234,6 +234,13 @@ def test_a_python_file_is_never_executed_and_what_sets_nothing_is_passed_over(tm
     assert not ran.exists()
 
 
+def test_a_script_in_the_place_of_a_config_file_is_refused(tmp_path):
+    path = write(tmp_path / "train.py", "import torch\n\nconfig = dict(depth=4)\n")
+    with pytest.raises(PacelineError, match="train.py sets no key, and paceline executes no code") as error:
+        load_config(path, {})
+    assert error.value.fix == f"write lines such as `depth = 12`; a script starts with: paceline run -- {path}"
+
+
 NANOCHAT = """
 run = "dummy"
 device_type = ""
@@ -327,7 +334,7 @@ def test_a_file_s_width_stays_where_a_flag_sets_the_depth_and_a_note_says_so(tmp
 
 @pytest.mark.parametrize("value", ["1e18 ** 64", "0 ** -1", "1 / 0", "1 // 0", "2 ** 65"])
 def test_arithmetic_without_a_result_in_a_python_file_is_refused_as_code_is(tmp_path, value):
-    _, notes = load_config(write(tmp_path / "a.py", f"x = {value}\n"), {})
+    _, notes = load_config(write(tmp_path / "a.py", f"x = {value}\nseed = 1\n"), {})
     assert notes == ["a.py: not executed: line 1"]
     with pytest.raises(PacelineError, match="a.py:1"):
         load_config(write(tmp_path / "a.py", f"depth = {value}\n"), {})

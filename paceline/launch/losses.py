@@ -172,7 +172,7 @@ def check_folder(cluster: Cluster, run: RunDir) -> None:
     if run.config_toml.is_file():
         return
     keepers = [m for m in cluster.started if not m.is_here and not m.shared and m.lost is None and m.folder]
-    fix = "restore the run folder or mount it again, then paceline resume it; or start a new run"
+    fix = "restore the run folder or mount it again, then continue the run; or start a new one"
     if keepers:
         keeper = keepers[0]
         hosts = ",".join(m.entry.text for m in [keeper, *(m for m in cluster.members if m is not keeper)])

@@ -334,6 +334,10 @@ def make_argv(command: Sequence[str], *, cwd: Path) -> list[str]:
     if first == "-m":
         if not arguments:
             raise UsageError("-m needs a module", fix="paceline run -- -m package.train --lr 0.1")
+        if arguments[0].endswith(".py"):
+            raise UsageError(
+                f"-m {arguments[0]} is a file, not a module", fix=f"leave -m out: -- {shlex.join(arguments)}"
+            )
         top = arguments[0].partition(".")[0]
         if PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
             fix = f"install it, or start in the folder that holds {top}"

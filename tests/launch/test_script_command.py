@@ -76,6 +76,7 @@ def test_what_a_rank_executes(folder, command, expected):
     ("'./my run.sh'", "./my run.sh is not executable", "chmod +x './my run.sh', or -- bash './my run.sh' ..."),
     ("no-such-program", "there is no script and no program no-such-program", "the path of one that exists"),
     ("-m nowhere.train", "there is no module nowhere.train", "install it, or start in the folder that holds nowhere"),
+    ("-m train.py a", "-m train.py is a file, not a module", "leave -m out: -- train.py a"),
     ("-m", "-m needs a module", "paceline run -- -m package.train --lr 0.1"),
     ("", "run needs a script", "paceline run -- train.py --lr 0.1"),
     ("--lr 1", "--lr comes before the script", "paceline run -- SCRIPT.py --lr ..."),

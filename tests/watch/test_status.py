@@ -325,6 +325,13 @@ def test_a_run_that_is_not_there_names_each_place_once(tmp_path):
         assert error.value.message == f"no run {name}: no config.toml in {places}"
 
 
+@pytest.mark.parametrize("inside", ["config.toml", "checkpoints/step_000010"])
+def test_a_path_inside_a_run_is_answered_with_the_run(script_run, inside):
+    with pytest.raises(PacelineError) as error:
+        find_run(str(script_run.path / inside))
+    assert error.value.fix == f"give the folder of the run: {script_run.path}"
+
+
 def test_the_list_of_runs_has_straight_columns_behind_wide_names(tmp_path):
     for name in ("中文实验", "\x1b[31mbooks", "日本語モデル"):
         write_run(tmp_path, name, steps=3)

@@ -55,15 +55,14 @@ def absolute_texts(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, otherwise: str) -> None:
     """Raises PacelineError for a key that a run cannot change. otherwise: the command that can, to which the key is added."""
-    before, after = absolute_texts(asdict(config)), absolute_texts(changes)
-    fixed = [key for key in FIXED_KEYS if key in after and after[key] != before[key]]
-    if fixed:
-        flag = f"--{fixed[0].replace('_', '-')}"
-        own, value = getattr(config, fixed[0]), shlex.quote(str(changes[fixed[0]]))
-        raise PacelineError(
-            f"{fixed[0]} is {'auto' if own is None else own} in {run.name} and cannot change within a run",
-            fix=otherwise if otherwise.endswith(f" {flag} NEW") else f"{otherwise} {flag} {value}",
-        )
+    before = {**absolute_texts(asdict(config)), "name": run.name}  # a run is called by the name of its folder
+    after = absolute_texts(changes)
+    if key := next((key for key in FIXED_KEYS if key in after and after[key] != before[key]), None):
+        own, value = "auto" if before[key] is None else before[key], str(changes[key])
+        fix = f"{otherwise} --{key.replace('_', '-')} {shlex.quote(value)}"
+        if key == "name":
+            fix = f"mv {run.quoted} {shlex.quote(str(run.path.parent / value))} renames it"
+        raise PacelineError(f"{key} is {own} in {run.name} and cannot change within a run", fix=fix)
     if changes.get("time") is not None:
         raise PacelineError(
             f"time sets the length of a new run; {run.name} keeps its {config.num_steps or 0:,} steps",

@@ -263,7 +263,10 @@ def test_what_a_resume_cannot_change_is_refused_with_a_command_that_works(job_on
     monkeypatch.chdir(tmp_path)
     config, _ = changed_run(run, {"runs_dir": str(tmp_path), "data": "t.txt"}, otherwise="x")
     assert (config.runs_dir, config.data) == ("runs", str(text))
-    for key, fix in (("name", "x --name NEW"), ("optimizer", "x --name NEW --optimizer other")):
+    for key, fix in (
+        ("name", f"mv {run.path} {tmp_path}/other renames it"),
+        ("optimizer", "x --name NEW --optimizer other"),
+    ):
         with pytest.raises(PacelineError, match="cannot change within a run") as error:
             changed_run(run, {key: "other"}, otherwise="x --name NEW")
         assert error.value.fix == fix

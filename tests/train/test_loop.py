@@ -242,7 +242,8 @@ def test_the_val_bpb_of_the_end_is_that_of_the_last_weights(tmp_path, step, val_
     run = RunDir(tmp_path)
     for line in ({"step": 0, "val_bpb": 5.8}, {"step": 20, "loss": 4.0, "val_bpb": 2.5}, {"step": 30, "loss": 3.9}):
         append_json_line(run.metrics, line)
-    loop = SimpleNamespace(run=run, rank=0, progress=SimpleNamespace(beat=lambda step, phase: None))
+    progress, stop = SimpleNamespace(beat=lambda step, phase: None), SimpleNamespace(is_set=False)
+    loop = SimpleNamespace(run=run, rank=0, progress=progress, stop=stop, device="cpu", can_save_again=lambda: False)
     finish(loop, SimpleNamespace(wait=lambda: None, no_space=None), step=step, bpb=None, stopped=False)
     [event] = read_json_lines(run.events)
     assert (event["event"], event["step"], event["val_bpb"]) == ("finished", step, val_bpb)

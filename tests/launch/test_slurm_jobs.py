@@ -115,7 +115,7 @@ def test_a_job_for_more_nodes_than_are_up_is_submitted_and_told_what_it_waits_fo
 
 def test_a_run_is_submitted_followed_warned_requeued_and_done(cluster):
     """The name has a space and a letter that is not ASCII; the config is edited after the submission."""
-    (cluster.hosts.folder / "mine.toml").write_text("num_steps = 60\nsave_every = 1000\nlog_every = 1\n")
+    (cluster.hosts.folder / "mine.toml").write_text("num_steps = 150\nsave_every = 1000\nlog_every = 1\n")
     words = (
         "train",
         "mine.toml",
@@ -145,14 +145,14 @@ def test_a_run_is_submitted_followed_warned_requeued_and_done(cluster):
     assert process.returncode == 0, output + cluster.logs()
     assert "is in Slurm's job" in refused.stderr
     assert f"slurm   job {job_id(run)} PENDING" in output and "2 nodes: n1 and n2, until" in output
-    assert "requeued: job" in output and "requeued 1 time" in output and "done    60 steps" in output
+    assert "requeued: job" in output and "requeued 1 time" in output and "done    150 steps" in output
     attempts = events_of(run, "attempt")
     assert [(event["attempt"], event["job_restarts"]) for event in attempts] == [(1, 0), (2, 1)]
     assert [event["hosts"] for event in attempts] == [{"n1": [0], "n2": [1]}] * 2
     assert events_of(run, "requeued")[0]["why"] == "its time was nearly over"
     assert events_of(run, "slurm_job")[0]["state"] == "COMPLETED"
     finished = cluster.paceline("resume", str(run.path), "--slurm")
-    assert "is finished at step 60 of 60\n" in finished.stderr and not events_of(run, "submitted")
+    assert "is finished at step 150 of 150\n" in finished.stderr and not events_of(run, "submitted")
 
 
 def test_a_run_that_waits_is_watched_and_cancelled(cluster):

@@ -112,11 +112,15 @@ class Wheel:
     def kernels(self, machine: str) -> tuple[str, ...]:
         return {"x86_64": self.x86_64, "aarch64": self.aarch64}.get(machine, ())
 
+    def lacking(self, capabilities: Iterable[Capability], machine: str, *, ptx: bool) -> list[Capability]:
+        """Returns the cards for which the wheel has no kernels. ptx: what the driver can compile from its PTX counts."""
+        kernels = [arch for arch in self.kernels(machine) if ptx or not arch.startswith("+")]
+        archs = [f"compute_{arch[1:]}" if arch.startswith("+") else f"sm_{arch}" for arch in kernels]
+        return [card for card in capabilities if not any(runs_on(arch, card) for arch in archs)]
+
     def why_not(self, capabilities: Iterable[Capability], driver: str | None, machine: str) -> str | None:
         """Returns None where the wheel fits."""
-        archs = [f"compute_{arch[1:]}" if arch.startswith("+") else f"sm_{arch}" for arch in self.kernels(machine)]
-        lacking = [card for card in capabilities if not any(runs_on(arch, card) for arch in archs)]
-        if lacking:
+        if lacking := self.lacking(capabilities, machine, ptx=True):
             return f"no kernels for {join(lacking)}"
         return None if runs_on_driver(self.cuda, driver) else f"needs driver {self.driver}"
 
@@ -209,10 +213,8 @@ def make_recipe(
     wheel = first_wheel(cards, driver, machine)
     if wheel and not build:
         why = f"CUDA {wheel.cuda} has kernels for {join(cards)} and runs on driver {wheel.driver} and later"
-        native = [f"sm_{arch}" for arch in wheel.kernels(machine) if not arch.startswith("+")]
-        newer_cards = [card for card in cards if not any(runs_on(arch, card) for arch in native)]
         notes: tuple[str, ...] = ()
-        if newer_cards:
+        if newer_cards := wheel.lacking(cards, machine, ptx=False):
             why = f"CUDA {wheel.cuda} has PTX, from which the driver compiles kernels for {join(newer_cards)} at the first start"
         if wheel.last is not None:
             newer = next(other for other in WHEELS if other.last is None and other.driver > wheel.driver)

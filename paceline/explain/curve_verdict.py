@@ -223,7 +223,7 @@ def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> I
         values = finite.values
         if not values or is_learned(finite):
             continue
-        if "cross" in series.name.lower() and max(values[-LEAP_POINTS:]) < 0:
+        if "crossentropy" in series.name.lower().replace("_", "") and max(values[-LEAP_POINTS:]) < 0:
             yield CurveFinding(DIVERGED, series, 0, BELOW_ZERO)
         elif max(values[-LEAP_POINTS:]) < -FAR_BELOW:
             if (at := leap([abs(value) for value in values])) is not None:

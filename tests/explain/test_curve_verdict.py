@@ -845,6 +845,14 @@ def test_a_cross_entropy_below_zero_has_labels_out_of_range():
     assert explain(["".join(elbo.format(loss=loss) for loss in (3.1, -8.25, -19.5)).encode()]).cause == "healthy"
 
 
+def test_a_loss_below_zero_of_another_name_is_no_cross_entropy():
+    falls = [-0.1 * number for number in range(1, 31)]
+    assert judge_curves([series(LOSS, falls, name="cross_attention_loss")]) == []
+    assert [finding.cause for finding in judge_curves([series(LOSS, falls, name="cross_entropy_loss")])] == [
+        "loss-diverged"
+    ]
+
+
 def test_a_loss_that_has_nearly_vanished_may_double():
     losses = [2.1, 1.5, 0.9, 0.5, 0.3, 0.2, 0.12, 0.08, 0.06, *[0.025] * 15, *[0.06, 0.07] * 10]
     assert judge_curves([series(LOSS, losses)]) == []

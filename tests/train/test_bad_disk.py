@@ -109,7 +109,10 @@ def wait_until_the_end_finds_no_room(shop: Workshop, disk: Path, *words: str) ->
     process, run = start(shop, disk, *words, num_steps=30, save_every=10)
     wait_for(lambda: (run / "checkpoints" / "step_000010").exists(), process)
     filler = fill(disk, left=300_000)
-    wait_for(lambda: any(e["step"] == 30 for e in events(run, "save_failed")), process)
+    wait_for(
+        lambda: any(e["event"] == "save_failed" and e["step"] == 30 for e in read_json_lines(run / "events.jsonl")),
+        process,
+    )
     return process, run, filler
 
 

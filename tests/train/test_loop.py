@@ -16,10 +16,11 @@ import torch
 from paceline.config import Config
 from paceline.data.dataset import rows_of_step
 from paceline.heartbeat import HeartbeatWriter
+from paceline.model.publish import NoSpace
 from paceline.plan.machine import Machine
 from paceline.plan.planner import make_plan
 from paceline.rundir import RunDir, append_json_line, read_json_lines
-from paceline.train import loop
+from paceline.train import loop, worker
 from paceline.train.loop import MAX_SKIPPED_STEPS, SCALE_GROWTH_STEPS, LossScale, TrainLoader
 from paceline.train.optim import make_optimizer
 from paceline.train.probe import made_up_tokens
@@ -237,16 +238,34 @@ def test_an_evaluation_that_is_not_finite_is_reported_and_does_not_end_the_run(t
     ]
 
 
+def end_of_run(run, *, stops=False):
+    """What the end of a run needs of its loop."""
+    progress, stop = SimpleNamespace(beat=lambda step, phase: None), SimpleNamespace(is_set=stops)
+    return SimpleNamespace(run=run, rank=0, progress=progress, stop=stop, device="cpu", can_save_again=lambda: False)
+
+
 @pytest.mark.parametrize(("step", "val_bpb"), [(20, 2.5), (30, None)])
 def test_the_val_bpb_of_the_end_is_that_of_the_last_weights(tmp_path, step, val_bpb):
     run = RunDir(tmp_path)
     for line in ({"step": 0, "val_bpb": 5.8}, {"step": 20, "loss": 4.0, "val_bpb": 2.5}, {"step": 30, "loss": 3.9}):
         append_json_line(run.metrics, line)
-    progress, stop = SimpleNamespace(beat=lambda step, phase: None), SimpleNamespace(is_set=False)
-    loop = SimpleNamespace(run=run, rank=0, progress=progress, stop=stop, device="cpu", can_save_again=lambda: False)
-    finish(loop, SimpleNamespace(wait=lambda: None, no_space=None), step=step, bpb=None, stopped=False)
+    finish(end_of_run(run), SimpleNamespace(wait=lambda: None, no_space=None), step=step, bpb=None, stopped=False)
     [event] = read_json_lines(run.events)
     assert (event["event"], event["step"], event["val_bpb"]) == ("finished", step, val_bpb)
+
+
+@pytest.mark.parametrize(
+    ("stops", "stopped", "wait_s"), [(True, False, 3600.0), (False, True, 3600.0), (False, False, 0.0)]
+)
+def test_a_stop_and_the_deadline_end_the_wait_for_room_and_the_run_is_not_finished(
+    tmp_path, monkeypatch, stops, stopped, wait_s
+):
+    monkeypatch.setattr(worker, "LAST_SAVE_WAIT_S", wait_s)
+    full = NoSpace("no space", fix="make room", step=30, needed_bytes=2, free_bytes=1)
+    loop, writer = end_of_run(RunDir(tmp_path), stops=stops), SimpleNamespace(wait=lambda: None, no_space=full)
+    with pytest.raises(NoSpace):
+        finish(loop, writer, step=30, bpb=None, stopped=stopped)
+    assert not loop.run.events.exists()
 
 
 def test_step_ms_is_the_mean_of_the_steps_since_the_last_line_without_evaluations(tmp_path, monkeypatch):

@@ -67,6 +67,7 @@ SMALLER = (  # what a test has time for; each replaces what a person would type
         re.compile(r"^paceline train --data ~/books --name books$"),
         " --depth 2 --n-embd 64 --head-dim 32 --num-steps 4 --vocab-size 300 --sequence-len 64 --total-batch-size 768",
     ),
+    (re.compile(r"^paceline comm --nproc 2 --device cpu$"), " --max-bytes 1048576"),
 )
 
 

@@ -169,6 +169,7 @@ def test_every_part_runs_to_its_end_on_a_bare_machine_and_a_second_call_measures
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 def test_a_run_and_a_resumed_one_end_well_on_a_bare_machine(bare_machine, tmp_path):
     status, rows, output = call(bare_machine, tmp_path / "gpu.json", "--parts", "start")
     assert status == 0, output

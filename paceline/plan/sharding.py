@@ -12,7 +12,7 @@ too, buckets are of as few layers as divide evenly over the ranks, and gather_sc
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from math import lcm, prod
 
@@ -245,21 +245,22 @@ def parts_of(shapes: Sequence[ParamShape]) -> dict[str, int]:
 
     A value embedding, registered behind the layers, belongs to its own layer.
     """
-    layers = [_layer_of(shape) for shape in shapes]
+    layers, after = [_layer_of(shape.name) for shape in shapes], 1 + _num_layers(shapes)
     last = max((i for i, layer in enumerate(layers) if layer is not None), default=-1)
-    outside = [0 if i < last else 1 + _num_layers(shapes) for i in range(len(shapes))]
+    outside = [0 if i < last else after for i in range(len(shapes))]
     return {
         shape.name: part if layer is None else layer + 1
         for shape, layer, part in zip(shapes, layers, outside, strict=True)
     }
 
 
-def _layer_of(shape: ParamShape) -> int | None:
-    return next((int(word) for word in shape.name.split(".") if word.isdigit()), None)
+@cache
+def _layer_of(name: str) -> int | None:
+    return next((int(word) for word in name.split(".") if word.isdigit()), None)
 
 
 def _num_layers(shapes: Sequence[ParamShape]) -> int:
-    return 1 + max((layer for layer in map(_layer_of, shapes) if layer is not None), default=-1)
+    return 1 + max((layer for shape in shapes if (layer := _layer_of(shape.name)) is not None), default=-1)
 
 
 def _matrix_groups(

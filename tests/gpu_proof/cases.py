@@ -13,7 +13,7 @@ NEEDS_CARD = pytest.mark.skipif(not can_insert(), reason="needs Linux and the CP
 NEEDS_TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install -e '.[gpu-proof]'"
 )
-WORLD_SIZES = (1, 2, 4, 8)
+WORLD_SIZES = (1, 2, 8)
 EAGER = {"compile": False, "window_pattern": "L"}
 SHORT = EAGER | {"gpus": 8}  # a step of one micro-step, where others have two
 COMPILED = {"rounds": 2}

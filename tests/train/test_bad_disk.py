@@ -106,25 +106,25 @@ def test_lines_of_metrics_that_found_no_space_are_written_when_there_is_some(sho
 
 
 def wait_until_the_end_finds_no_room(shop: Workshop, disk: Path, *words: str) -> tuple[subprocess.Popen, Path, Path]:
-    process, run = start(shop, disk, *words, num_steps=30, save_every=10)
+    process, run = start(shop, disk, *words, num_steps=40, save_every=10)
     wait_for(lambda: (run / "checkpoints" / "step_000010").exists(), process)
     filler = fill(disk, left=300_000)
     wait_for(
-        lambda: any(e["event"] == "save_failed" and e["step"] == 30 for e in read_json_lines(run / "events.jsonl")),
+        lambda: any(e["event"] == "save_failed" and e["step"] == 40 for e in read_json_lines(run / "events.jsonl")),
         process,
     )
     return process, run, filler
 
 
-def test_a_run_that_cannot_save_its_end_waits_for_room_and_trains_no_step_twice(shop, disk):
+def test_a_run_that_cannot_save_its_end_waits_for_room_and_trains_no_step_twice(shop, disk, unbroken):
     process, run, filler = wait_until_the_end_finds_no_room(shop, disk)
     filler.unlink()
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "free; the run waits and saves as soon as there is room" in output
-    assert [event["step"] for event in events(run, "finished")] == [30]
+    assert [event["step"] for event in events(run, "finished")] == [40]
     assert len(events(run, "attempt")) == 1
-    assert final_bits(run) == final_bits(shop.train("unbroken-30", nproc=2, num_steps=30))
+    assert final_bits(run) == final_bits(unbroken)
 
 
 @pytest.mark.soak
@@ -133,11 +133,11 @@ def test_a_stop_ends_the_wait_for_room_and_the_run_resumes_when_there_is_some(sh
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=300)
     assert process.returncode not in (0, 130), output
-    assert "error: no space for the checkpoint of step 30" in output
+    assert "error: no space for the checkpoint of step 40" in output
     assert events(run, "finished") == []
     filler.unlink()
     shop.resume(run)
-    assert [line["step"] for line in metrics(run)] == list(range(1, 31))
+    assert [line["step"] for line in metrics(run)] == list(range(1, 41))
 
 
 @pytest.mark.soak

@@ -74,7 +74,8 @@ def test_plain_ddp_trains_like_the_sharded_optimizer(shop):
         assert one["loss"] == pytest.approx(other["loss"], abs=2e-4)
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_narrow_precision_trains_close_to_fp32(shop, unbroken, precision):
     narrow = metrics(shop.train(precision, nproc=2, precision=precision, num_steps=STEPS))
     assert [line["loss"] for line in narrow] == pytest.approx([line["loss"] for line in metrics(unbroken)], abs=0.05)

@@ -14,17 +14,9 @@ def shop(tmp_path_factory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("shop"))
 
 
-def test_a_run_in_nvfp4_is_resumed_to_the_bits_of_an_unbroken_one(shop):
-    check_resumed(shop, "nvfp4")
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize("precision", ["fp8", "mxfp8", "mxfp4"])
-def test_a_run_in_any_low_precision_is_resumed_to_the_bits_of_an_unbroken_one(shop, precision):
-    check_resumed(shop, precision)
-
-
-def check_resumed(shop, precision):
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8", "mxfp4", "nvfp4"])
+def test_a_run_in_a_low_precision_is_resumed_to_the_bits_of_an_unbroken_one(shop, precision):
     run = shop.train(precision, nproc=2, precision=precision, save_every=6, keep_last=5, **LOW)
     plan = json.loads((run / "plan.json").read_text())
     assert plan["low_precision"] == {"name": precision, "emulated": True, "num_layers": 2 if "fp4" in precision else 4}

@@ -108,7 +108,7 @@ def find_early_exits(run: RunDir, ranks: list[dict[str, Any]]) -> list[Failure]:
         if end["exit_code"] != 0 or end["ended_by_us"] or heartbeat is None or heartbeat.phase in ("stopped", "done"):
             continue
         place = "at its start" if heartbeat.phase == "start" else f"after step {heartbeat.step:,}, in {heartbeat.phase}"
-        message = f"rank {end['rank']} ended with exit code 0 {place}, before its work was done"
+        message = f"exit code 0 {place}, before its work was done"
         seconds = end["time"] - end.get("clock_s", 0.0)
         failures.append(Failure(end["rank"], 0, None, message, seconds, consequence=False, host=end.get("host")))
     return failures
@@ -118,11 +118,9 @@ def find_script_exits(ranks: list[dict[str, Any]], failures: Sequence[Failure]) 
     """Returns a script's ranks that exited with 0, where all that the others report is that they lost a peer."""
     if not failures or not all(failure.consequence for failure in failures):
         return []
-    message = "ended with exit code 0 while other ranks still exchanged data with it"
+    message = "exit code 0 while other ranks still exchanged data with it"
     return [
-        Failure(
-            end["rank"], 0, None, f"rank {end['rank']} {message}", end["time"], consequence=False, host=end.get("host")
-        )
+        Failure(end["rank"], 0, None, message, end["time"], consequence=False, host=end.get("host"))
         for end in ranks
         if end["exit_code"] == 0 and not end["ended_by_us"]
     ]
@@ -236,7 +234,8 @@ def explain_end(
             f"look at its last output in logs/*/{root.rank}.log of the run;"
             " usually the script or a library called exit, or SIGTERM came before the first step"
         )
-        explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=root.message, fix=fix, confidence=1.0)
+        summary = f"rank {root.rank} ended with {root.message}"
+        explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
     elif hang is not None:
         explanation = explain_hang(explanation, hang, recorder_logs=flight_recorder_logs(run, attempt, events))
     elif root.signal == "SIGKILL" and root.traceback is None and not root.consequence:

@@ -179,11 +179,11 @@ def test_a_killed_agent_is_not_blamed_on_a_rank(tmp_path):
 
 
 def test_a_rank_that_exits_with_0_too_early_is_retried_once(tmp_path):
-    left = replace(failure(1, message="rank 1 ended with exit code 0 after step 9, in load"), exit_code=0)
+    left = replace(failure(1, message="exit code 0 after step 9, in load"), exit_code=0)
     job = FakeJob(tmp_path, left, left, None)
     outcome = run_attempts(job, Recovery())
     assert [event["cause"] for event in job.events("verdict")] == ["exited-early"] * 2
-    assert (outcome.attempt, outcome.explanation.summary) == (2, left.message)
+    assert (outcome.attempt, outcome.explanation.summary) == (2, f"rank 1 ended with {left.message}")
     assert job.lines[-1] == "no further attempt: the same error as in an earlier attempt: it is not transient"
 
 

@@ -87,7 +87,7 @@ def test_a_rank_that_ends_with_0_has_left_too_early_unless_its_mark_says_that_it
     ranks = [ended(0, 0), ended(1, 0), ended(2, 0), ended(3, 0, ended_by_us=True), ended(4, 0)]
     [early] = find_early_exits(run, ranks)
     assert (early.rank, early.exit_code, early.consequence) == (0, 0, False)
-    assert early.message == "rank 0 ended with exit code 0 after step 0, in backward, before its work was done"
+    assert early.message == "exit code 0 after step 0, in backward, before its work was done"
 
 
 def test_a_rank_of_a_script_that_ends_with_0_is_to_blame_where_the_others_only_lost_it(run):

@@ -24,7 +24,7 @@ from paceline.plan.algorithms import algorithm_of
 from paceline.plan.cost import RunSetup
 from paceline.plan.offloading import NUM_BUFFERS, copies_in_batch, offloaded_batches, row_batches
 from paceline.plan.precision import code_bytes, working_bytes
-from paceline.plan.shapes import FP32, MATRIX, NARROW, ParamShape, param_shapes
+from paceline.plan.shapes import ELEMENT_BYTES, FP32, MATRIX, NARROW, ParamShape, param_shapes
 from paceline.plan.sharding import (
     Bucket,
     GatheredBytes,
@@ -131,17 +131,21 @@ def _evaluation_parts(setup: MemorySetup) -> dict[str, int]:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
-@lru_cache(maxsize=64)
 def gathered_bytes(setup: MemorySetup, *, backward: bool = True) -> tuple[GatheredBytes, ...]:
     """Returns what sharded weights take beyond a rank's own, from each moment of gather_schedule to the next; else nothing.
 
     Those are gathered weights, and the buffers of gradients from a bucket's first one until its sum over ranks is known.
     """
+    return _gathered_bytes(setup.of_states, setup.activation_checkpointing, backward)
+
+
+@lru_cache(maxsize=256)
+def _gathered_bytes(setup: RunSetup, checkpointing: bool | str, backward: bool) -> tuple[GatheredBytes, ...]:
     if not setup.shards_weights:
         return tuple(GatheredBytes() for _ in range(2 * (setup.model.n_layer + 3)))
     shapes = param_shapes(setup.model)
     plan = setup.layout
-    schedule = gather_schedule(plan, shapes, checkpointing=setup.activation_checkpointing, backward=backward)
+    schedule = gather_schedule(plan, shapes, checkpointing=checkpointing, backward=backward)
     numels, parts = [bucket.segment for bucket in plan.buckets], parts_of(shapes)
     copies = setup.world_size + (
         setup.world_size - 1 if setup.device == "cpu" else 0
@@ -161,7 +165,7 @@ def gathered_bytes(setup: MemorySetup, *, backward: bool = True) -> tuple[Gather
         first = {number for number, last in enumerate(last_parts) if in_backward and part == last}
         matrices = {number for number in first if plan.buckets[number].placements[0].param.group == MATRIX}
         sizes = (grad_bytes * total(buckets) for buckets in (filled, matrices, first - matrices))
-        moments.append(GatheredBytes(setup.element_bytes * setup.world_size * total(live), *sizes))
+        moments.append(GatheredBytes(ELEMENT_BYTES[setup.precision] * setup.world_size * total(live), *sizes))
         filled |= first
     return tuple(moments)
 

@@ -251,6 +251,7 @@ def test_an_interpreter_without_torch_and_packages_is_refused_with_the_commands_
     assert "h1 to h2: " in answer.stdout  # the link is measured by the standard library alone
 
 
+@pytest.mark.soak
 @needs_namespaces
 def test_a_plan_for_hosts_uses_their_facts_and_their_measured_link(hosts):
     words = ["plan", "--device", "cpu", "--nproc", "1", "--json"]

@@ -246,7 +246,7 @@ def test_a_compiled_step_with_its_kernels_allocates_what_is_planned(monkeypatch)
     check_step(STEPS["bf16"], monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("setup", BLOCK_STEPS.values(), ids=BLOCK_STEPS)
 def test_a_step_with_a_graph_for_each_layer_allocates_what_is_planned(setup: MemorySetup, monkeypatch):
     leave_kernels_out(monkeypatch)

@@ -29,7 +29,7 @@ STATUS = re.compile(
 )
 FINGERPRINT = re.compile(
     r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\((?:SequenceNumber=(?P<number>\d+), )?"
-    r"OpType=(?P<operation>\w+)(?:, (?P<size>[^)]*))?"
+    r"OpType=(?P<operation>\w+)(?:, (?P<size>TensorShape=\[[^\]]*\](?:, TensorDtypes=\w+)?))?"
 )
 MIN_INFO = 3
 NCCL_INFO = re.compile(r"NCCL INFO ")

@@ -16,7 +16,7 @@ DDP_CHECK = (
 )
 FINGERPRINT = (
     "Rank {} is running collective: CollectiveFingerPrint(SequenceNumber=8, OpType={}, TensorShape=[{}],"
-    " TensorDtypes=Float)"
+    " TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda))"
 )
 
 
@@ -124,6 +124,10 @@ def test_fingerprints_of_the_debug_mode_are_compared():
         "under number 8 the ranks wait in different operations (rank 0 in BROADCAST, rank 1 in ALLREDUCE)"
         in explanation.summary
     )
+    texts = [FINGERPRINT.format(rank, "ALLREDUCE", size) for rank, size in enumerate((4, 5))]
+    mismatch = f"RuntimeError: Detected mismatch between collectives on ranks. {texts[0]}, but {texts[1]}."
+    sizes = "(rank 0 in TensorShape=[4], TensorDtypes=Float, rank 1 in TensorShape=[5], TensorDtypes=Float)"
+    assert sizes in explained(raised(0, mismatch), raised(1, mismatch)).summary
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,14 @@ def test_a_log_in_which_nothing_is_known_says_so():
     assert summarize(replace(unknown_log(), notes=[]), now=NOW) == expected
 
 
+def test_a_loss_that_was_small_before_may_end_at_0():
+    """A policy's objective begins at 0 and stays near it."""
+    series = {"loss": curve(lambda step: 0.0 if step % 20 else 0.0003, now=NOW)}
+    snapshot = Snapshot("a", "a", "script", "finished", step=9, num_steps=9, loss=0.0, series=series)
+    assert summarize(snapshot, now=NOW) == Summary("good", "All steps are done.")
+    assert "exactly 0" in summarize(replace(snapshot, series={"loss": curve(lambda step: 2.5, now=NOW)}), now=NOW).text
+
+
 @pytest.mark.parametrize(
     ("kind", "step", "num_steps", "loss", "summary"),
     [

@@ -72,8 +72,8 @@ class LineFilter:
         self._has_start = False  # these are complete
         self._failed_at_start = False  # a traceback comes behind them
         self._before = b""  # the last shape of the lines before
-        # in the lines given last, where two of these come in turn; True for the first two
-        self.starts: dict[int, bool] = {}
+        # in the lines given last, where two of these come in turn, True for the first two; None where the first comes alone
+        self.starts: dict[int, bool | None] = {}
         self._repeats: dict[bytes, int] = {}
 
     def select(self, lines: list[bytes], block: bytes, *, is_last: bool = False) -> list[int]:
@@ -111,22 +111,25 @@ class LineFilter:
                     selected.update(range(max(0, at - BEFORE), min(len(lines), at + AFTER + 1)))
         return sorted(selected)
 
-    def _find_starts(self, lines: list[bytes], shapes: list[bytes], all_shapes: set[bytes]) -> dict[int, bool]:
+    def _find_starts(self, lines: list[bytes], shapes: list[bytes], all_shapes: set[bytes]) -> dict[int, bool | None]:
         """Where two of the log's first lines come in turn, but for digits: a program that appends to its log starts there.
 
-        The value is whether these are the first two.
+        The value is whether these are the first two; None where the first line comes again, perhaps alone.
         """
         first = self._read_start(lines, shapes)
         before, self._before = self._before, next(filter(None, reversed(shapes)), self._before)
-        if self._failed_at_start and len(self._start) == 1 and is_title(title := self._start[0]):
-            return {at: True for at, shape in enumerate(shapes) if at >= first and shape == title}
+        title, titles = next(iter(self._start), b""), list[int]()
+        if title in all_shapes and is_title(title):
+            titles = [at for at, shape in enumerate(shapes) if at >= first and shape == title]
+        if self._failed_at_start and len(self._start) == 1:
+            return dict.fromkeys(titles, True)
         pairs = {pair for at, pair in enumerate(pairwise(self._start)) if is_start(pair, is_first=at == 0)}
         if not any(last in all_shapes for _, last in pairs):
-            return {}
+            return dict.fromkeys(titles)
         numbers = [at for at, shape in enumerate(shapes) if shape]
         adjacent = pairwise([before, *(shapes[at] for at in numbers)])
         places = [(at, pair) for at, pair in zip(numbers, adjacent, strict=True) if pair in pairs and at >= first]
-        return {at: pair == self._start[:2] for at, pair in places}
+        return dict.fromkeys(titles) | {at: pair == self._start[:2] for at, pair in places}
 
     def _read_start(self, lines: list[bytes], shapes: list[bytes]) -> int:
         """Reads the log's first lines until there are enough; returns the index of the first line behind them."""

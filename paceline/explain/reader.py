@@ -136,7 +136,7 @@ class LogParser:
         # selected when many were; parsed at the end of the run
         self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_SELECTED)
         self._number = 0  # of the last line
-        self._starts: dict[int, bool] = {}  # numbers of lines as the log's first ones, in this block
+        self._starts: dict[int, bool | None] = {}  # numbers of lines as the log's first ones, in this block
         # of this block, and the first that the run's last lines do not have yet
         self._lines: tuple[Sequence[int], list[bytes], int] = ((), [], 0)
         self._pending = 0  # lines at the start of the next block that follow a selected one
@@ -284,19 +284,20 @@ class LogParser:
             line = replace(line, rank=rank)
         if line.rank is None and self._rank is not None:
             line = replace(line, rank=self._rank)
-        is_first = number in self._starts
+        is_first, is_whole = number in self._starts, self._starts.get(number)
         if is_first or may_start(line.text):
             self._add(self._tracebacks.flush())
         elif shape_of(line.text) in self._run.bounds.shapes:  # a line of progress
             self._add(self._tracebacks.end_message(line.stream))
         if self._run.bounds.starts_run(number, line.text, is_first=is_first) or (
-            self._starts.get(number) and self._is_apart(number, line.time)
+            is_first and is_whole is not False and self._is_apart(number, line.time, whole=bool(is_whole))
         ):
             self._begin_run(number, is_restart=is_first, by_command=COMMAND.match(line.text) is not None)
         elif COMMAND.match(line.text):
             self._run.by_command = True
-        if is_first or self._last_begin[1] is None:
-            self._last_begin = (number if is_first else self._last_begin[0], line.time)
+        begins = is_whole is not None or self._run.first_line == number
+        if begins or self._last_begin[1] is None:
+            self._last_begin = (number if begins else self._last_begin[0], line.time)
         if line.rank is not None and len(self._run.ranks) < MAX_RANKS:
             self._run.ranks.add(line.rank)
         progress_lines = self._run.progress.lines
@@ -311,11 +312,14 @@ class LogParser:
         if not is_part and line.text.strip() and not LINTED.match(line.text):
             self._add([self._record(number, line, step)])
 
-    def _is_apart(self, number: int, time: float | None) -> bool:
-        """Whether the log's first lines come again in another run: ranks print them within few lines and seconds."""
+    def _is_apart(self, number: int, time: float | None, *, whole: bool) -> bool:
+        """Whether the log's first lines come again in another run: ranks print them within few lines and seconds.
+
+        whole: both, and not the first one alone, which begins a run behind an exception only.
+        """
         last_line, last_time = self._last_begin
         seconds = time - last_time if time is not None and last_time is not None else 0.0
-        return number - last_line >= MIN_RUN or (self._run.bounds.has_exception and seconds >= MIN_RUN_S)
+        return (whole and number - last_line >= MIN_RUN) or (self._run.bounds.has_exception and seconds >= MIN_RUN_S)
 
     def _record(self, number: int, line: LogLine, step: int | None) -> Record:
         """The record of a line that is not part of a traceback; rank and host may come from torchrun's banner above it."""

@@ -32,6 +32,21 @@ def test_a_run_that_begins_behind_an_error_leaves_it_to_the_earlier_one():
     assert verdict(START + STEPS + OTHER_OUTPUT + handled).cause == "user-code-exception"
 
 
+def test_the_first_line_alone_begins_a_run_behind_an_error_and_half_a_minute():
+    def run(minute, lines, text="settings"):
+        return f"2026-11-28 10:{minute:02}:00 - INFO - Start of the segmentation\n" + "".join(
+            f"2026-11-28 10:{minute:02}:0{at} - {line}\n" for at, line in enumerate((f"INFO - {text}", *lines), 1)
+        )
+
+    failed = ["ERROR - the model cannot be made: name 'partial' is not defined"]
+    bug = "".join(f"{line}\n" for line in raised(None, BUG).splitlines())
+    begun = [f"INFO - step {step} loss {3 - step / 9:.3f}" for step in range(9)]
+    assert verdict(run(1, failed) + bug + run(2, begun, "other settings")).cause == "healthy"
+    assert verdict(run(1, failed) + bug).cause == "user-code-exception"
+    near = run(1, ["INFO - model on cpu"], "other settings").replace("10:01:0", "10:01:1")
+    assert verdict(run(1, failed) + bug + near).cause == "user-code-exception"
+
+
 def test_an_uncaught_exception_near_the_end_counts_although_the_first_lines_come_again():
     assert verdict(START + OTHER_OUTPUT + uncaught(OOM) + START).cause == "cuda-oom"
 

@@ -310,7 +310,8 @@ def read_columns(text: str) -> tuple[str, ...]:
     lowered = text.lower()
     is_row = has_word(text, ":={(*") or not ("loss" in lowered or has_word(lowered, ERROR_WORDS))
     names = () if is_row else split_cells(text)
-    is_header = len(names) > 1 and all(name[:1].isalpha() for name in names)
+    # in a run's own code, which some trainers print: return loss, accuracy
+    is_header = len(names) > 1 and all(name[:1].isalpha() and not name.startswith("return ") for name in names)
     return names if is_header and any(map(LOSS_COLUMN.search, names)) else ()
 
 

@@ -12,7 +12,7 @@ from curve_shapes import NOISE_LEVELS, Noise, falling, healthy_run, series
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
 from paceline.explain.explanation import Explanation, format_explanation
-from paceline.explain.line_measures import read_step_and_loss
+from paceline.explain.line_measures import read_columns, read_step_and_loss
 from paceline.explain.run_folder import explain
 from paceline.explain.series import GRADIENT, LOSS, MEMORY, RATE, REWARD, SCORE, STEP_TIME, THROUGHPUT, VALIDATION
 
@@ -887,6 +887,11 @@ def test_epochs_that_a_line_starts_begin_a_new_curve():
         for epoch in range(1, 11):
             log += f"| INFO | Start epoch {epoch}:\n| INFO | Train Loss: {trial + 1 / (9 + epoch):.3f}\n"
     assert explain([log.encode()]).cause == "healthy"
+
+
+def test_code_that_returns_losses_is_no_head_of_a_table():
+    assert read_columns("    val_loss, val_bpb") == ("val_loss", "val_bpb")
+    assert read_columns("    return val_loss, val_bpb") == ()
 
 
 def test_empty_cells_of_a_printed_data_frame_are_no_nan():

@@ -47,7 +47,7 @@ from paceline.watch.snapshot import (
     Series,
     Snapshot,
 )
-from paceline.watch.trend import is_falling, rise_of, slowdown
+from paceline.watch.trend import fell_to_zero, is_falling, rise_of, slowdown
 
 STATE_SIGNS = {  # and the name of a style
     "queued": ("◌", "blue"),
@@ -72,7 +72,6 @@ UNEXPLAINED: dict[str, str] = {  # by state
 }
 LEVEL_SIGNS = {"info": ("·", "faint"), "good": ("✓", "good"), "warning": ("!", "warning"), "error": ("✗", "error")}
 
-SMALL_LOSS = 0.5  # from here a loss may become 0
 MAX_SILENCE_S, SILENT_STEPS = 60.0, 5  # of a live run, unless so many steps take longer
 MAX_SILENCE_UNTIMED_S = 300.0  # of a script or a log that has shown neither a step's time nor a silence yet
 SILENCE_RATIO = 2  # times the longest silence that it came back from
@@ -176,10 +175,8 @@ def format_recoveries(snapshot: Snapshot) -> str:
 
 def troubles(snapshot: Snapshot) -> Iterator[str]:
     """Yields what went wrong in a run that has ended, and what slowed it down over its whole time."""
-    if snapshot.loss is not None and not math.isfinite(snapshot.loss):
-        yield "the last loss is NaN or infinite"
-    elif fell_to_zero(snapshot):
-        yield "the last loss is exactly 0"
+    if snapshot.loss is not None and (fell_to_zero(snapshot) or not math.isfinite(snapshot.loss)):
+        yield f"the last loss is {'NaN or infinite' if snapshot.loss else 'exactly 0'}"
     for rank in snapshot.ranks:
         if (share := rank.slow_share or 0) >= MIN_SHARE:
             yield f"{name_ranks([rank], snapshot)} was slower than the others for {format_percent(share)} of the steps"
@@ -230,12 +227,6 @@ def warnings(snapshot: Snapshot, *, now: float) -> Iterator[str]:
         else:
             yield from host_warnings(host, busy=snapshot.state == "training")
     yield from speed_warnings(snapshot)
-
-
-def fell_to_zero(snapshot: Snapshot) -> bool:
-    """Whether the loss is suddenly 0, as which transformers shows NaN; a loss that was small before, as GRPO's, may be 0."""
-    before = [value for value in snapshot.series.get("loss", Series()).values if value]
-    return snapshot.loss == 0 and (not before or before[-1] > SMALL_LOSS)
 
 
 def loss_warnings(snapshot: Snapshot) -> Iterator[str]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import isfinite, sqrt
 
 from paceline.noise import CLIP, clip, level_of, standard_errors_below
-from paceline.watch.snapshot import Series
+from paceline.watch.snapshot import Series, Snapshot
 
 STRETCH_LINES = 40  # the longest stretch of last lines that is judged
 WHOLE_LINES = 4 * STRETCH_LINES  # the end of a curve that is never thinned: a stretch and what it is compared with
@@ -19,6 +19,7 @@ Z_RISE, Z_FALL, Z_LEVEL = 4.2, 3.0, 1.0  # standard errors
 MIN_RISE = 0.01  # of the level: a smaller one is nobody's concern
 PACE_LINES, MIN_PACE_LINES = 5, 10  # whose median is the present pace, and how many show a past
 SLOWER = 1.5
+SMALL_LOSS = 0.5  # below it a loss may become 0
 
 
 def rise_of(series: Series) -> tuple[float, int] | None:
@@ -72,3 +73,9 @@ def slowdown(times: Sequence[float]) -> tuple[float, float] | None:
         return None
     present, best = statistics.median(times[-PACE_LINES:]), statistics.quantiles(times, n=4)[0]
     return (present, best) if present > SLOWER * best else None
+
+
+def fell_to_zero(snapshot: Snapshot) -> bool:
+    """Whether the loss is suddenly 0, by which transformers shows NaN; a loss that was small before, as GRPO's, may be 0."""
+    before = [value for value in snapshot.series.get("loss", Series()).values if value]
+    return snapshot.loss == 0 and (not before or before[-1] > SMALL_LOSS)

@@ -66,3 +66,33 @@ def test_an_environment_that_a_script_could_not_activate_is_not_why_its_program_
 def test_the_path_that_does_not_exist_is_in_the_summary(error, path):
     log = f'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    main()\n{error}\n'
     assert path in verdict(log).summary
+
+
+@pytest.mark.parametrize("message", [
+    "TypeError: Unrecognized type <class 'lab.tensors.Quantity'>.",
+    "lab.graph.errors.InvalidArgumentError: Duplicate node name: 'decoder/out'",
+    "py4j.protocol.Py4JJavaError: An error occurred: java.lang.IllegalArgumentException: Illegal pattern letter: Q",
+    "pydantic.ValidationError: 1 validation error for Reply\nresponse -> scores -> 0\n  value is not a valid float",
+    "AttributeError: '_PrefetchIter' object has no attribute 'dataset'",
+    "AttributeError: module '__main__' has no attribute '__spec__'",
+    "AttributeError: 'Process' object has no attribute '_cache'",
+    "TypeError: Cannot cast scalar from dtype('O') to dtype('int64') according to the rule 'safe'",
+    "lab.CallError: expected float but received a list",
+    "lab.CallError: Tensor('decay:0', shape=(), dtype=float32) must be from the same graph as Tensor('beta:0')",
+])  # fmt: skip
+def test_a_word_of_a_message_alone_decides_no_cause(message):
+    frame = '  File "/opt/lib/python3.11/site-packages/lab/call.py", line 9, in call\n    call(*args)\n'
+    log = f"Traceback (most recent call last):\n{frame}{message}\n"
+    assert verdict(log).cause == "user-code-exception"
+
+
+def test_the_error_of_a_progress_bar_that_cannot_end_is_not_why_its_program_failed():
+    bar = 'Traceback (most recent call last):\n  File "bar.py", line 9, in exit\nRuntimeError: cannot join current thread\n'
+    cause = 'Traceback (most recent call last):\n  File "train.py", line 9, in step\nMemoryError\n'
+    assert verdict(bar + cause).cause == "host-oom-killed"
+
+
+def test_a_process_that_was_killed_behind_its_segmentation_fault_had_crashed():
+    crash = "Caught signal 11 (Segmentation fault: address not mapped to object at address 0x3)\n"
+    assert verdict("loading the model\nKilled\n").cause == "host-oom-killed"
+    assert verdict(crash + "loading the model\nKilled\n").cause == "sigsegv"

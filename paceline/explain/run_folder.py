@@ -302,15 +302,24 @@ def explain_files(files: Sequence[Path]) -> Explanation:
 
 
 def read_files(files: Sequence[Path]) -> list[Log]:
-    """Parses each file as a log; if there are several, records have the file's name as their source."""
+    """Parses each file as a log; if there are several, records have the file's name as their source.
+
+    Of several, one that cannot be read becomes a note.
+    """
     logs = []
-    shapes = Shapes()
+    shapes, errors = Shapes(), []
     for path, rank in zip(files, ranks_of(files), strict=True):
         if ERROR_NAMES.search(path.name):
             logs += read_error_file(path, rank=rank)
         else:
             source = str(path) if len(files) > 1 else None
-            logs.append(read_log(read_chunks(path), rank=rank, source=source, shapes=shapes))
+            try:
+                logs.append(read_log(read_chunks(path), rank=rank, source=source, shapes=shapes))
+            except PacelineError as error:
+                logs.append(Log(note=error.message))
+                errors.append(error)
+    if errors and len(errors) == len(logs):
+        raise errors[0]
     return logs
 
 

@@ -258,7 +258,8 @@ def unreadable_file(error: OSError) -> PacelineError:
     fix = (
         "restore the file" if error.errno == errno.EINVAL else "ask its owner for the right to read it (chmod -R a+rX)"
     )
-    return PacelineError(f"{error.filename} cannot be read: {error.strerror}", fix=fix)
+    closed = next((path for path in reversed(Path(str(error.filename)).parents) if not os.access(path, os.X_OK)), None)
+    return PacelineError(f"{closed or error.filename} cannot be read: {error.strerror}", fix=fix)
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:

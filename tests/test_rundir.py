@@ -1,5 +1,6 @@
 """The run folder's files: whole lines, whole files, one holder at a time."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from paceline.rundir import (
     is_locked,
     lock_run,
     read_json_lines,
+    unreadable_file,
     unwritable_run,
     write_atomic,
 )
@@ -86,3 +88,10 @@ def test_writers_of_one_file_do_not_take_each_other_s_half(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(4)))
     assert [entry.name for entry in tmp_path.iterdir()] == ["speeds.json"]
+
+
+def test_a_file_in_a_closed_folder_is_reported_as_that_folder(tmp_path, monkeypatch):
+    closed = tmp_path / "closed"
+    monkeypatch.setattr(os, "access", lambda path, mode: closed not in (path, *path.parents))
+    error = PermissionError(errno.EACCES, "Permission denied", str(closed / "run" / "slurm.json"))
+    assert unreadable_file(error).message == f"{closed} cannot be read: Permission denied"

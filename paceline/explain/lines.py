@@ -9,21 +9,29 @@ structlog, loguru (serialize=True), python-json-logger, Elastic's ECS and Google
 of metrics, stays as it is.
 """
 
+import bz2
 import codecs
 import csv
+import gzip
 import html
 import io
 import json
+import lzma
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
-from typing import Any, AnyStr
+from typing import Any, AnyStr, BinaryIO
 
+from paceline.errors import PacelineError
 from paceline.terminal import STEERING
 
+CHUNK_BYTES = 1 << 21
+FORMAT_BYTES = 6  # at the start of a file, which show how it is compressed
+OPENERS: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+UNPACKERS = {b"\x28\xb5\x2f\xfd": "zstd -dc", b"PK\x03\x04": "unzip -p"}  # commands for what explain does not unpack
 MAX_PREFIXES = 8  # on one line; real ones have four
 MAX_RANKS = 100_000
 DAYS_BEFORE_MONTH = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334)
@@ -261,6 +269,18 @@ def has_word(text: AnyStr, words: Iterable[AnyStr]) -> bool:
         if word in text:
             return True
     return False
+
+
+def chunks_from(file: BinaryIO, *, name: str = "FILE") -> Iterator[bytes]:
+    """The bytes of an open file as they arrive, decompressed: a pipe returns what it has. name: for the shell."""
+    start = file.peek(FORMAT_BYTES)[:FORMAT_BYTES] if isinstance(file, io.BufferedReader) else b""
+    if unpacker := next((UNPACKERS[magic] for magic in UNPACKERS if start.startswith(magic)), None):
+        raise PacelineError(f"{name} is compressed", fix=f"{unpacker} {name} | paceline explain -")
+    opener = next((OPENERS[magic] for magic in OPENERS if start.startswith(magic)), None)
+    opened = opener(file) if opener else file
+    read = getattr(opened, "read1", opened.read)
+    while chunk := read(CHUNK_BYTES):
+        yield chunk
 
 
 def split_start(chunks: Iterable[bytes]) -> tuple[bytes, Iterator[bytes]]:

@@ -19,6 +19,7 @@ from paceline.explain.forwarded import ForwardedLines, WrappedLines, is_notebook
 from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes
 from paceline.explain.line_measures import StepLoss, in_english, read_step_and_loss, strip_bars
 from paceline.explain.lines import (
+    CHUNK_BYTES,
     MAX_RANKS,
     LogLine,
     as_text,
@@ -33,7 +34,6 @@ from paceline.explain.log import LAST_LINES, Log, OpenRun
 from paceline.explain.run_bounds import COMMAND, START_WORD, may_start, shape_of
 from paceline.explain.tracebacks import TracebackReader
 
-CHUNK_BYTES = 1 << 21
 MAX_LINE_CHARS = 4000
 MAX_WORD_CHARS = 400  # a pattern that begins with a word takes time by the square of the word's length
 LONG_WORD = re.compile(rb"\S{401,}")

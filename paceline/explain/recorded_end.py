@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.explain.explanation import RECORDED, SUPERVISOR_CAUSES, Evidence, Explanation
-from paceline.explain.verdict import HEALTHY
+from paceline.explain.verdict import HEALTHY, explain_health
 from paceline.mounts import free_space
 from paceline.rundir import RunDir, is_locked, is_script_run, resume_command
 
@@ -41,7 +41,8 @@ def apply_recorded_end(
     """Replaces what the logs show by what the events of the attempt say about its end. events: its own and those of no attempt."""
     verdict = find_last(events, "verdict")
     has_cause = verdict.get("cause") not in (HEALTHY, None)
-    if has_cause and (verdict["cause"] in SUPERVISOR_CAUSES or not explanation.shows_failure):  # no log shows it
+    shows_less = not explanation.shows_failure or (explanation.cause == UNKNOWN != verdict.get("cause"))
+    if has_cause and (verdict["cause"] in SUPERVISOR_CAUSES or shows_less):  # no log shows it
         names = ("cause", "rank", "step", "host", "summary", "fix", "confidence")
         fields: dict[str, Any] = {name: verdict.get(name) for name in names}
         evidence = hang_evidence(run, attempt, fields["rank"]) if fields["cause"] == "hang" else ()
@@ -64,6 +65,10 @@ def apply_recorded_end(
             facts: dict[str, Any] = {"host": start.get("head"), "confidence": 0.9, "summary": summary, "fix": fix}
             explanation = replace(explanation, cause=SUPERVISOR_LOST, also=(), **facts)
         return explanation
+    if not shows_end and not explanation.shows_failure and is_locked(run):
+        progress = replace(explanation.progress, silent_end=False)
+        summary = f"the run is still running; {explain_health(progress).summary}"
+        return replace(explanation, summary=summary, fix=f"watch it: `paceline watch {run.quoted}`", progress=progress)
     return explain_own_exit(explanation, run, events, attempt)
 
 

@@ -7,14 +7,11 @@ hosts, and the kernel log, if it can be read, kills. One file may hold the outpu
 whose name or folder contains the rank; a failed process may also have written torch's error.json.
 """
 
-import bz2
-import gzip
 import json
-import lzma
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -53,9 +50,10 @@ from paceline.explain.explanation import (
     name_host,
 )
 from paceline.explain.line_filter import Shapes
+from paceline.explain.lines import chunks_from
 from paceline.explain.log import Log
 from paceline.explain.log_curves import judge_progress
-from paceline.explain.reader import CHUNK_BYTES, read_log
+from paceline.explain.reader import read_log
 from paceline.explain.recorded_end import apply_recorded_end, events_of, note_recoveries
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import is_metric_file, is_no_log, read_series
@@ -92,7 +90,6 @@ RANK_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker|process|proc|task)[-_.]?(?P<
 RANK_FILE = re.compile(
     r"(?:^|/)(?P<rank>\d{1,5})(?:/(?:stdout|stderr)\.log|\.(?:log|out|err|txt|error\.json)|/error\.json)$"
 )
-OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 BROKEN_FILE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # raised by an error file of unknown content
 
 
@@ -259,6 +256,8 @@ def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Exp
         raise UsageError("nothing to explain", fix="paceline explain LOG, a run's name, or - for standard input")
     if list(names) == ["-"]:
         return explain(chunks_from(stdin))
+    if "-" in names:
+        raise UsageError("- is given with other logs", fix="paceline explain - alone, or the files alone")
     runs = [run for name in names for run in find_runs(name, runs_dir=runs_dir)]
     if len(runs) == 1 and len(names) == 1:
         return explain_run(runs[0])
@@ -303,15 +302,24 @@ def explain_files(files: Sequence[Path]) -> Explanation:
 
 
 def read_files(files: Sequence[Path]) -> list[Log]:
-    """Parses each file as a log; if there are several, records have the file's name as their source."""
+    """Parses each file as a log; if there are several, records have the file's name as their source.
+
+    Of several, one that cannot be read becomes a note.
+    """
     logs = []
-    shapes = Shapes()
+    shapes, errors = Shapes(), []
     for path, rank in zip(files, ranks_of(files), strict=True):
         if ERROR_NAMES.search(path.name):
             logs += read_error_file(path, rank=rank)
         else:
             source = str(path) if len(files) > 1 else None
-            logs.append(read_log(read_chunks(path), rank=rank, source=source, shapes=shapes))
+            try:
+                logs.append(read_log(read_chunks(path), rank=rank, source=source, shapes=shapes))
+            except PacelineError as error:
+                logs.append(Log(note=error.message))
+                errors.append(error)
+    if errors and len(errors) == len(logs):
+        raise errors[0]
     return logs
 
 
@@ -359,19 +367,12 @@ def read_chunks(path: Path) -> Iterator[bytes]:
     try:
         if path.is_fifo() and path.parts[1:2] != ("dev",):  # but for the shell's <(command), which has a writer
             open_file(path)
-        with OPENERS.get(path.suffix, open)(path, "rb") as file:
-            yield from chunks_from(file)
+        with path.open("rb") as file:
+            yield from chunks_from(file, name=shlex.quote(str(path)))
     except OSError as error:
         raise PacelineError(
             f"{path} cannot be read: {error.strerror or error}", fix="check the path and its permissions"
         ) from error
-
-
-def chunks_from(file: BinaryIO) -> Iterator[bytes]:
-    """The bytes of an open file as they arrive: a pipe returns what it has."""
-    read = getattr(file, "read1", file.read)
-    while chunk := read(CHUNK_BYTES):
-        yield chunk
 
 
 def read_error_file(path: Path, *, rank: int | None) -> list[Log]:

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -237,7 +238,7 @@ def explain_end(
         summary = f"rank {root.rank} ended with {root.message}"
         explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
     elif hang is not None:
-        explanation = explain_hang(explanation, hang, recorder_logs=flight_recorder_logs(run, attempt, events))
+        explanation = explain_hang(explanation, hang, run, recorder_logs=flight_recorder_logs(run, attempt, events))
     elif root.signal == "SIGKILL" and root.traceback is None and not root.consequence:
         explanation = explain_kill(explanation, root, memory_ran_out=memory_ran_out)
     if explanation.cause in (UNKNOWN, HEALTHY):
@@ -282,13 +283,16 @@ def retry_class(explanation: Explanation, root: Failure, record: dict[str, Any])
     return "never" if cause is None else cause.retry  # type: ignore[return-value]  # test_policy.py compares the two sets
 
 
-def explain_hang(explanation: Explanation, hang: dict[str, Any], *, recorder_logs: Sequence[Log]) -> Explanation:
+def explain_hang(
+    explanation: Explanation, hang: dict[str, Any], run: RunDir, *, recorder_logs: Sequence[Log]
+) -> Explanation:
     """Explains a hang. recorder_logs: what the flight recorders show of the rank that is late."""
     late_rank = recorder_logs[0].records[0].rank if recorder_logs else None
     rank = late_rank if hang.get("rank") is None else hang["rank"]
     subject = "a rank" if rank is None else f"rank {rank}"
     summary = hang.get("text") or f"{subject} made no step for {hang.get('silent_s', 0):.0f} s"
-    fix = f"hangs/{hang['attempt']} of the run shows what every rank was doing; --hang-after SECONDS allows a longer silence"
+    files = f"{shlex.quote(str(run.hang(hang['attempt'])))}/*.txt"
+    fix = f"read what every rank was doing: `less {files}`; --hang-after SECONDS allows a longer silence"
     step = hang.get("step", explanation.step)
     return replace(explanation, cause=HANG, rank=rank, step=step, summary=summary, fix=fix, confidence=1.0)
 

@@ -356,7 +356,7 @@ def make_argv(command: Sequence[str], *, cwd: Path) -> list[str]:
             raise PacelineError(f"{first} is not executable", fix=f"chmod +x {name}, or -- {shell} {name} ...")
         return [first if "/" in first else f"./{first}", *arguments]
     if shutil.which(first) is None:
-        raise PacelineError(f"there is no script and no program {first}", fix="the path of one that exists")
+        raise PacelineError(f"there is no script and no program {first}", fix="check its name, or give its path")
     return [first, *arguments]
 
 
@@ -365,7 +365,7 @@ def check_file(path: Path, name: str) -> None:
     if path.is_dir():
         raise PacelineError(f"{name} is a folder", fix="the script in it, or -m for a package")
     if not path.is_file():
-        raise PacelineError(f"script {name} does not exist in {path.parent}", fix="the path of one that exists")
+        raise PacelineError(f"script {name} does not exist in {path.parent}", fix="check its name and the folder")
     if not os.access(path, os.R_OK):
         raise PacelineError(f"script {name} cannot be read", fix=f"chmod +r {shlex.quote(name)}")
 

@@ -1,8 +1,10 @@
 """`paceline explain` on the command line: two lines first, any input, every output format."""
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import shlex
 import shutil
@@ -134,10 +136,24 @@ def test_standard_input_is_read(monkeypatch, capsys):
     assert explained(capsys, "-").startswith("disk-full: ")
 
 
-def test_a_compressed_log_is_read_directly(tmp_path, capsys):
-    path = tmp_path / "train.log.gz"
-    path.write_bytes(gzip.compress(LOG.encode()))
+@pytest.mark.parametrize("module", [gzip, bz2, lzma])
+def test_a_compressed_log_is_read_directly_whatever_its_name_is(module, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "train.log.1"
+    path.write_bytes(module.compress(LOG.encode()))
     assert explained(capsys, path).startswith("disk-full: ")
+    with path.open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert explained(capsys, "-").startswith("disk-full: ")
+
+
+def test_a_log_that_only_another_program_can_unpack_is_refused_with_its_command(tmp_path, capsys):
+    path = tmp_path / "train log.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd rest")
+    assert run_command(["explain", str(path)]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: '{path}' is compressed",
+        f"  fix: zstd -dc '{path}' | paceline explain -",
+    ]
 
 
 def test_an_incomplete_compressed_log_is_read_as_far_as_possible(tmp_path, capsys):
@@ -208,6 +224,7 @@ def test_half_the_batch_size_is_computed_from_the_runs_config(run, capsys):
     [
         ([], "nothing to explain"),
         (["nowhere.log"], "no such file: nowhere.log"),
+        (["-", "a.log"], "- is given with other logs"),
         (["--cause", "cuda-om"], "no cause cuda-om"),
     ],
 )

@@ -1,8 +1,11 @@
 """Log files: streams, one file per rank, and the folder that torchrun writes."""
 
+import io
+import os
+
 from log_samples import OOM, PEER, STEPS, raised
 
-from paceline.explain.run_folder import explain
+from paceline.explain.run_folder import explain, explain_logs
 
 
 def test_a_stream_of_chunks_is_explained_like_a_file(tmp_path):
@@ -17,6 +20,14 @@ def test_the_rank_is_read_from_the_file_name(tmp_path):
     explanation = explain(tmp_path)
     assert (explanation.cause, explanation.rank, explanation.victims) == ("cuda-oom", 1, (0,))
     assert explanation.evidence[0].source == str(tmp_path / "rank_1.log")
+
+
+def test_a_log_that_cannot_be_read_is_noted_beside_others_that_can(tmp_path):
+    os.mkfifo(tmp_path / "rank_0.log")
+    (tmp_path / "rank_1.log").write_text(raised(None, OOM))
+    explanation = explain_logs([str(tmp_path / f"rank_{rank}.log") for rank in (0, 1)], runs_dir="", stdin=io.BytesIO())
+    assert (explanation.cause, explanation.rank) == ("cuda-oom", 1)
+    assert explanation.notes == (f"{tmp_path}/rank_0.log cannot be read: not a regular file",)
 
 
 def test_a_log_folder_of_torchrun_is_read_with_its_error_files(tmp_path):

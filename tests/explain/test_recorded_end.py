@@ -24,7 +24,10 @@ def run(tmp_path):
 def test_an_attempt_without_an_end_lost_its_supervisor_unless_it_goes_on(run):
     append_event(run, "stopped", step=8)
     lock = lock_run(run)
-    assert explain_run(run).cause == "healthy"
+    explanation = explain_run(run)
+    summary = "the run is still running; no failure found: 8 progress lines, step 1 to 8, loss 3.1"
+    assert (explanation.cause, explanation.summary) == ("healthy", summary)
+    assert explanation.fix == f"watch it: `paceline watch {run.path}`"
     os.close(lock)
     explanation = explain_run(run)
     assert explanation.cause == "supervisor-lost"
@@ -76,6 +79,14 @@ def test_an_attempt_of_which_a_full_disk_keeps_the_events_away_is_not_healthy(ru
         append_event(run, "rank_failed", attempt=2, rank=0, exit_code=1, signal=None, message="no output")
         append_event(run, "attempt_ended", attempt=2, state="failed", exit_code=3)
     assert explain_run(run).cause == "disk-full"
+
+
+def test_a_cause_that_was_recorded_counts_where_the_logs_show_only_an_exit_code(run):
+    append_event(run, "rank_failed", attempt=1, rank=1, exit_code=1, message="exit code 1")
+    append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=1)
+    append_event(run, "verdict", attempt=1, cause="disk-full", rank=1, summary="it was full", fix="x", confidence=0.9)
+    explanation = explain_run(run)  # when the disk has room again
+    assert (explanation.cause, explanation.summary, explanation.rank) == ("disk-full", "it was full", 1)
 
 
 def test_a_rank_that_ended_itself_without_an_error_is_looked_up_in_its_own_log(run):

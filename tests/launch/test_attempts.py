@@ -141,6 +141,7 @@ def test_a_hang_is_the_cause_whatever_the_log_shows(tmp_path):
     run_attempts(job, Recovery())
     [verdict] = job.events("verdict")
     assert (verdict["cause"], verdict["rank"], verdict["step"]) == ("hang", 1, 9)
+    assert f"`less {tmp_path}/hangs/{verdict['attempt']}/*.txt`" in verdict["fix"]
     assert job.lines[0] == "attempt 1 failed: rank 1 made no step for 61 s (step 9)"
 
 

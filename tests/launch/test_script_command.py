@@ -69,12 +69,12 @@ def test_what_a_rank_executes(folder, command, expected):
 
 
 @pytest.mark.parametrize("command, message, fix", [
-    ("nowhere.py", "script nowhere.py does not exist in {folder}", "the path of one that exists"),
-    ("sub/nowhere.py", "script sub/nowhere.py does not exist in {folder}/sub", "the path of one that exists"),
+    ("nowhere.py", "script nowhere.py does not exist in {folder}", "check its name and the folder"),
+    ("sub/nowhere.py", "script sub/nowhere.py does not exist in {folder}/sub", "check its name and the folder"),
     ("./pkg", "./pkg is a folder", "the script in it, or -m for a package"),
     ("plain", "plain is not executable", "chmod +x plain, or -- python plain ..."),
     ("'./my run.sh'", "./my run.sh is not executable", "chmod +x './my run.sh', or -- bash './my run.sh' ..."),
-    ("no-such-program", "there is no script and no program no-such-program", "the path of one that exists"),
+    ("no-such-program", "there is no script and no program no-such-program", "check its name, or give its path"),
     ("-m nowhere.train", "there is no module nowhere.train", "install it, or start in the folder that holds nowhere"),
     ("-m train.py a", "-m train.py is a file, not a module", "leave -m out: -- train.py a"),
     ("-m", "-m needs a module", "paceline run -- -m package.train --lr 0.1"),

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import sqrt
 
+# a loss above this followed by exactly 0: transformers writes 0 for NaN (trainer.py, logging_nan_inf_filter)
+ABRUPT = 0.5
 CLIP = 3.0  # standard deviations
 MAX_LIKENESS = 0.6  # of neighbouring values: their correlation, which makes a mean of them less certain
 MIN_NOISE = 0.001  # of the level: that of a curve that is printed with few digits

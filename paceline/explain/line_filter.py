@@ -9,11 +9,14 @@ import re
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
+from typing import Literal
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.progress import reports_progress
 from paceline.explain.run_bounds import START_WORD
 
+# of a log's first lines, what comes again: its first two lines, another two in turn, or the first line, perhaps alone
+Start = Literal["first two", "two", "first"]
 MAX_LINE_BYTES = 1 << 16  # only the beginning of a longer line is parsed
 BEFORE, AFTER = 3, 24  # lines selected around one with an error word: the context and the further lines of its message
 MAX_SHAPES = 50_000  # remembered; with more the set is cleared
@@ -72,8 +75,7 @@ class LineFilter:
         self._has_start = False  # these are complete
         self._failed_at_start = False  # a traceback comes behind them
         self._before = b""  # the last shape of the lines before
-        # in the lines given last, where two of these come in turn, True for the first two; None where the first comes alone
-        self.starts: dict[int, bool | None] = {}
+        self.starts: dict[int, Start] = {}  # in the lines given last
         self._repeats: dict[bytes, int] = {}
 
     def select(self, lines: list[bytes], block: bytes, *, is_last: bool = False) -> list[int]:
@@ -111,25 +113,23 @@ class LineFilter:
                     selected.update(range(max(0, at - BEFORE), min(len(lines), at + AFTER + 1)))
         return sorted(selected)
 
-    def _find_starts(self, lines: list[bytes], shapes: list[bytes], all_shapes: set[bytes]) -> dict[int, bool | None]:
-        """Where two of the log's first lines come in turn, but for digits: a program that appends to its log starts there.
-
-        The value is whether these are the first two; None where the first line comes again, perhaps alone.
-        """
+    def _find_starts(self, lines: list[bytes], shapes: list[bytes], all_shapes: set[bytes]) -> dict[int, Start]:
+        """Where the log's first lines come again, but for digits: a program that appends to its log starts there."""
         first = self._read_start(lines, shapes)
         before, self._before = self._before, next(filter(None, reversed(shapes)), self._before)
         title, titles = next(iter(self._start), b""), list[int]()
-        if title in all_shapes and is_title(title):
+        if title in all_shapes and title not in self._start[1:2] and is_title(title):
             titles = [at for at, shape in enumerate(shapes) if at >= first and shape == title]
         if self._failed_at_start and len(self._start) == 1:
-            return dict.fromkeys(titles, True)
+            return dict.fromkeys(titles, "first two")
         pairs = {pair for at, pair in enumerate(pairwise(self._start)) if is_start(pair, is_first=at == 0)}
         if not any(last in all_shapes for _, last in pairs):
-            return dict.fromkeys(titles)
+            return dict.fromkeys(titles, "first")
         numbers = [at for at, shape in enumerate(shapes) if shape]
         adjacent = pairwise([before, *(shapes[at] for at in numbers)])
         places = [(at, pair) for at, pair in zip(numbers, adjacent, strict=True) if pair in pairs and at >= first]
-        return dict.fromkeys(titles) | {at: pair == self._start[:2] for at, pair in places}
+        starts: dict[int, Start] = dict.fromkeys(titles, "first")
+        return starts | {at: "first two" if pair == self._start[:2] else "two" for at, pair in places}
 
     def _read_start(self, lines: list[bytes], shapes: list[bytes]) -> int:
         """Reads the log's first lines until there are enough; returns the index of the first line behind them."""

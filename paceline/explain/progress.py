@@ -29,6 +29,7 @@ from paceline.explain.line_measures import (
     strip_bars,
 )
 from paceline.explain.lines import MAX_RANKS, LogLine, has_word
+from paceline.noise import ABRUPT
 
 MAX_PROGRESS_LINES = 64  # stored; what came before them has not ended the run
 MAX_LOSSES = 2000  # stored; with more every second one is dropped
@@ -37,8 +38,6 @@ MAX_TITLE = 40  # characters of the line above an evaluation
 MAX_MEASURES = 32  # of memory, by name and rank
 # values of any measure that was finite before it became NaN; lines on which measures are looked for before one is
 MIN_FINITE, LABELLED_LINES, MAX_LABELS = 2, 200, 500
-# a loss above this followed by exactly 0: transformers writes 0 for NaN (trainer.py, logging_nan_inf_filter)
-ABRUPT = 0.5
 SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are lost
 EPOCH = re.compile(
     r"(?i)(?:^|[|\]] {0,3}| [-:] )\W*(?:(?:train|begin|start)\w*\W+)?(?:epoch(?: n\w{1,5})?|ep\b)\W{,4}(?P<epoch>\d{1,6})\b(?!\.\d)"

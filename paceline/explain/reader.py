@@ -16,7 +16,7 @@ from dataclasses import replace
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Record, RecordKind
 from paceline.explain.forwarded import ForwardedLines, WrappedLines, is_notebook, printed_outputs
-from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes
+from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes, Start
 from paceline.explain.line_measures import StepLoss, in_english, read_step_and_loss, strip_bars
 from paceline.explain.lines import (
     CHUNK_BYTES,
@@ -136,7 +136,7 @@ class LogParser:
         # selected when many were; parsed at the end of the run
         self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_SELECTED)
         self._number = 0  # of the last line
-        self._starts: dict[int, bool | None] = {}  # numbers of lines as the log's first ones, in this block
+        self._starts: dict[int, Start] = {}  # numbers of lines as the log's first ones, in this block
         # of this block, and the first that the run's last lines do not have yet
         self._lines: tuple[Sequence[int], list[bytes], int] = ((), [], 0)
         self._pending = 0  # lines at the start of the next block that follow a selected one
@@ -152,7 +152,7 @@ class LogParser:
         block, lines, numbers = self._split(block)
         selected = self._filter.select(lines, block, is_last=is_last)
         self._lines = (numbers, lines, 0)
-        self._starts = {numbers[at]: is_first for at, is_first in self._filter.starts.items()}
+        self._starts = {numbers[at]: start for at, start in self._filter.starts.items()}
         pending = range(min(self._pending, len(lines)))
         if pending or self._starts:
             selected = sorted({*pending, *selected, *self._filter.starts})
@@ -284,18 +284,18 @@ class LogParser:
             line = replace(line, rank=rank)
         if line.rank is None and self._rank is not None:
             line = replace(line, rank=self._rank)
-        is_first, is_whole = number in self._starts, self._starts.get(number)
-        if is_first or may_start(line.text):
+        start = self._starts.get(number)
+        if start or may_start(line.text):
             self._add(self._tracebacks.flush())
         elif shape_of(line.text) in self._run.bounds.shapes:  # a line of progress
             self._add(self._tracebacks.end_message(line.stream))
-        if self._run.bounds.starts_run(number, line.text, is_first=is_first) or (
-            is_first and is_whole is not False and self._is_apart(number, line.time, whole=bool(is_whole))
+        if self._run.bounds.starts_run(number, line.text, is_first=start in ("two", "first two")) or (
+            start in ("first", "first two") and self._is_apart(number, line.time, start)
         ):
-            self._begin_run(number, is_restart=is_first, by_command=COMMAND.match(line.text) is not None)
+            self._begin_run(number, is_restart=start is not None, by_command=COMMAND.match(line.text) is not None)
         elif COMMAND.match(line.text):
             self._run.by_command = True
-        begins = is_whole is not None or self._run.first_line == number
+        begins = start in ("two", "first two") or self._run.first_line == number
         if begins or self._last_begin[1] is None:
             self._last_begin = (number if begins else self._last_begin[0], line.time)
         if line.rank is not None and len(self._run.ranks) < MAX_RANKS:
@@ -312,14 +312,16 @@ class LogParser:
         if not is_part and line.text.strip() and not LINTED.match(line.text):
             self._add([self._record(number, line, step)])
 
-    def _is_apart(self, number: int, time: float | None, *, whole: bool) -> bool:
+    def _is_apart(self, number: int, time: float | None, start: Start) -> bool:
         """Whether the log's first lines come again in another run: ranks print them within few lines and seconds.
 
-        whole: both, and not the first one alone, which begins a run behind an exception only.
+        The first line alone, which a program may repeat, begins one behind an exception only.
         """
         last_line, last_time = self._last_begin
         seconds = time - last_time if time is not None and last_time is not None else 0.0
-        return (whole and number - last_line >= MIN_RUN) or (self._run.bounds.has_exception and seconds >= MIN_RUN_S)
+        return (start == "first two" and number - last_line >= MIN_RUN) or (
+            self._run.bounds.has_exception and seconds >= MIN_RUN_S
+        )
 
     def _record(self, number: int, line: LogLine, step: int | None) -> Record:
         """The record of a line that is not part of a traceback; rank and host may come from torchrun's banner above it."""

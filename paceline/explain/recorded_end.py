@@ -41,7 +41,7 @@ def apply_recorded_end(
     """Replaces what the logs show by what the events of the attempt say about its end. events: its own and those of no attempt."""
     verdict = find_last(events, "verdict")
     has_cause = verdict.get("cause") not in (HEALTHY, None)
-    shows_less = not explanation.shows_failure or (explanation.cause == UNKNOWN != verdict.get("cause"))
+    shows_less = not explanation.shows_failure or (explanation.cause == UNKNOWN and verdict.get("cause") != UNKNOWN)
     if has_cause and (verdict["cause"] in SUPERVISOR_CAUSES or shows_less):  # no log shows it
         names = ("cause", "rank", "step", "host", "summary", "fix", "confidence")
         fields: dict[str, Any] = {name: verdict.get(name) for name in names}

@@ -1,5 +1,6 @@
 """
-Whether a curve rises, falls or is level, and whether steps have become slower, judged against the curve's own noise. Pure.
+Whether a curve rises, falls, is level or suddenly 0, and whether steps have become slower, judged against the curve's own
+noise. Pure.
 
 A rise is a stretch of the last lines whose mean lies `Z_RISE` standard errors above the lines before them. Where the older
 half of those lines is clearly higher than the newer one, the curve was falling, and only the newer half counts.
@@ -9,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from math import isfinite, sqrt
 
-from paceline.noise import CLIP, clip, level_of, standard_errors_below
+from paceline.noise import ABRUPT, CLIP, clip, level_of, standard_errors_below
 from paceline.watch.snapshot import Series, Snapshot
 
 STRETCH_LINES = 40  # the longest stretch of last lines that is judged
@@ -19,7 +20,6 @@ Z_RISE, Z_FALL, Z_LEVEL = 4.2, 3.0, 1.0  # standard errors
 MIN_RISE = 0.01  # of the level: a smaller one is nobody's concern
 PACE_LINES, MIN_PACE_LINES = 5, 10  # whose median is the present pace, and how many show a past
 SLOWER = 1.5
-SMALL_LOSS = 0.5  # below it a loss may become 0
 
 
 def rise_of(series: Series) -> tuple[float, int] | None:
@@ -77,5 +77,7 @@ def slowdown(times: Sequence[float]) -> tuple[float, float] | None:
 
 def fell_to_zero(snapshot: Snapshot) -> bool:
     """Whether the loss is suddenly 0, by which transformers shows NaN; a loss that was small before, as GRPO's, may be 0."""
-    before = [value for value in snapshot.series.get("loss", Series()).values if value]
-    return snapshot.loss == 0 and (not before or before[-1] > SMALL_LOSS)
+    if snapshot.loss != 0:
+        return False
+    before = next(filter(None, reversed(snapshot.series.get("loss", Series()).values)), None)
+    return before is None or before > ABRUPT

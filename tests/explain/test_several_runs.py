@@ -47,6 +47,13 @@ def test_the_first_line_alone_begins_a_run_behind_an_error_and_half_a_minute():
     assert verdict(run(1, failed) + bug + near).cause == "user-code-exception"
 
 
+def test_lines_that_are_all_alike_begin_no_run():
+    lines = [f"2026-11-28 10:{at // 60:02}:{at % 60:02} document {at} is read\n" for at in range(900)]
+    lines[400] = f"2026-11-28 10:06:40 {OOM}\n"
+    explanation = verdict("".join(lines))
+    assert (explanation.cause, explanation.line) == ("cuda-oom", 401)
+
+
 def test_an_uncaught_exception_near_the_end_counts_although_the_first_lines_come_again():
     assert verdict(START + OTHER_OUTPUT + uncaught(OOM) + START).cause == "cuda-oom"
 

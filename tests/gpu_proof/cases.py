@@ -13,7 +13,7 @@ NEEDS_CARD = pytest.mark.skipif(not can_insert(), reason="needs Linux and the CP
 NEEDS_TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install -e '.[gpu-proof]'"
 )
-WORLD_SIZES = (1, 2, 8)
+WORLD_SIZES = (1, 2, 4, 8)
 EAGER = {"compile": False, "window_pattern": "L"}
 SHORT = EAGER | {"gpus": 8}  # a step of one micro-step, where others have two
 COMPILED = {"rounds": 2}
@@ -91,6 +91,7 @@ Facts = dict[str, Any]
 LONG = {  # which compile what others compile too; `make soak` has them
     *("cuDNN and grouped queries", "without Triton", "checkpointing and grouped queries", "layers of rank 1 of 2"),
     *("weights sharded, compiled", "a graph break", "gradients in an evaluation"),
+    *(name for name in SOUND if name.endswith(" of 4")),
 }
 
 
@@ -108,6 +109,11 @@ class Walks:
         settings = SOUND | {name: keys | {"broken": name} for name, keys in BROKEN.items()}
         settings = {name: keys for name, keys in settings.items() if (name in LONG) == long}
         return dict(zip(settings, on_card(120, "gpu_proof.walk", *settings.values(), folder=self.folder), strict=True))
+
+
+def tiered_sizes(sizes: Iterable[int]) -> list[Any]:
+    """The numbers of ranks as parameters."""
+    return [pytest.param(gpus, marks=pytest.mark.soak) if f"rank 0 of {gpus}" in LONG else gpus for gpus in sizes]
 
 
 def tiered(names: Iterable[str]) -> list[Any]:

@@ -19,6 +19,7 @@ from gpu_proof.cases import (
     Facts,
     Walks,
     tiered,
+    tiered_sizes,
 )
 from gpu_proof.fake_card import on_card
 
@@ -242,7 +243,7 @@ def test_gradients_are_sent_under_the_backward(walks, name):
     check_overlap(walks[name])
 
 
-@pytest.mark.parametrize("name", ["windows", *FIRST_RANKS])
+@pytest.mark.parametrize("name", tiered(["windows", *FIRST_RANKS]))
 def test_the_cpu_waits_once_in_a_step_and_once_in_an_evaluation(walks, name):
     check_waits(walks[name])
 
@@ -257,7 +258,7 @@ def test_products_are_in_bf16_and_master_weights_in_fp32(walks, name):
     check_dtypes(walks[name])
 
 
-@pytest.mark.parametrize("gpus", WORLD_SIZES)
+@pytest.mark.parametrize("gpus", tiered_sizes(WORLD_SIZES))
 def test_the_first_and_the_last_rank_send_the_same_in_the_same_order_as_many_bytes_as_planned(walks, gpus):
     check_collectives([walks[f"rank {rank} of {gpus}"] for rank in sorted({0, gpus - 1})], gpus)
 
@@ -275,7 +276,7 @@ def test_the_ranks_between_send_the_same(walks, folder):
         check_dtypes(facts)
 
 
-@pytest.mark.parametrize("gpus", WORLD_SIZES[1:])
+@pytest.mark.parametrize("gpus", tiered_sizes(WORLD_SIZES[1:]))
 def test_the_first_and_the_last_rank_gather_the_same_weights_in_the_same_order_as_many_bytes_as_planned(walks, gpus):
     ranks = [walks[f"weights, rank {rank} of {gpus}"] for rank in (0, gpus - 1)]
     check_collectives(ranks, gpus=gpus)
@@ -317,24 +318,24 @@ def test_other_averages_are_noticed(walks, name, gpus):
 
 
 @pytest.mark.parametrize(
-    "name", [*FIRST_RANKS, *SHARDED, *REPLICATED, "adamw", "resumed", "windows", "layers of rank 0 of 2"]
+    "name", tiered([*FIRST_RANKS, *SHARDED, *REPLICATED, "adamw", "resumed", "windows", "layers of rank 0 of 2"])
 )
 def test_one_stream_does_all_but_the_collectives_and_waits_for_each_of_these_once(walks, name):
     check_streams(walks[name])
 
 
-@pytest.mark.parametrize("name", [*list(FIRST_RANKS)[1:], "adamw"])
+@pytest.mark.parametrize("name", tiered([*list(FIRST_RANKS)[1:], "adamw"]))
 def test_the_stream_waits_when_the_backward_has_ended_and_for_weights_after_the_whole_update(walks, name):
     check_waits_of_streams(walks[name])
 
 
-@pytest.mark.parametrize("name", [*FIRST_RANKS, "weights, rank 0 of 2", "DDP, rank 0 of 2"])
+@pytest.mark.parametrize("name", tiered([*FIRST_RANKS, "weights, rank 0 of 2", "DDP, rank 0 of 2"]))
 def test_rows_are_read_ahead_and_a_micro_step_begins_with_their_copies(walks, name):
     check_reads(walks[name])
 
 
 @pytest.mark.parametrize(
-    "name", [*FIRST_RANKS, "weights, rank 0 of 2", "weights sharded, checkpointing", "resumed", "windows"]
+    "name", tiered([*FIRST_RANKS, "weights, rank 0 of 2", "weights sharded, checkpointing", "resumed", "windows"])
 )
 def test_a_step_draws_no_random_numbers_and_a_sample_from_a_generator_of_the_run_s_seed(walks, name):
     check_draws(walks[name])
@@ -344,7 +345,9 @@ def test_a_resumed_run_has_the_generators_of_its_checkpoint_and_reads_the_rows_o
     check_resumption(walks["resumed"])
 
 
-@pytest.mark.parametrize("name", [*FIRST_RANKS, *SHARDED, *REPLICATED, "adamw", "weights sharded, checkpointing"])
+@pytest.mark.parametrize(
+    "name", tiered([*FIRST_RANKS, *SHARDED, *REPLICATED, "adamw", "weights sharded, checkpointing"])
+)
 def test_a_rank_holds_at_its_peak_what_is_planned(walks, name):
     """By the trace of all storages, DDP's buckets among them, against plan/memory.py."""
     check_bytes(walks[name])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import namespaces
 import pytest
@@ -58,9 +59,26 @@ def wait_for_checkpoint(run: RunDir, driver) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("driver_is_lost", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_hosts_without_a_shared_disk_train_recover_and_go_on_without_the_driver(hosts, driver_is_lost):
-    """Driven from a third machine: a killed rank, the same bits as one host, a copy, and the driver's folder lost."""
+def test_hosts_without_a_shared_disk_train_and_recover_driven_from_a_third_machine(hosts):
+    train_recovered(hosts)
+
+
+@pytest.mark.soak
+def test_a_host_goes_on_with_its_copy_when_the_driver_s_folder_is_lost(hosts):
+    copy = train_recovered(hosts)
+    resumed = hosts.paceline(
+        "h2", "resume", str(copy), "--hosts", "h2,h1", "--num-steps", "70", "--no-check", "--health-every", "0"
+    )
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resumed" in resumed.stdout
+    assert [line["step"] for line in read_json_lines(RunDir(copy).metrics)][-1] == 70
+    history = list(read_json_lines(RunDir(copy).events))
+    assert [event["attempt"] for event in history if event["event"] == "attempt"] == [1, 2, 3]
+    assert json.loads(RunDir(copy).dataset_json.read_text())["path"].startswith(str(hosts.folder / "h2"))
+
+
+def train_recovered(hosts) -> Path:
+    """A killed rank, and the same bits as on one host. Returns the copy of the run on the second host."""
     expected = train_on_one_host(hosts, nproc=2, num_steps=60)
     run = RunDir(hosts.on("h3", hosts.private) / "runs" / "a")
     command = [sys.executable, "-m", "paceline.cli", "train", *SIZES, "60", "--nproc", "1", "--hosts", "h1,h2"]
@@ -86,18 +104,7 @@ def test_hosts_without_a_shared_disk_train_recover_and_go_on_without_the_driver(
     assert steps == sorted(set(steps)) and steps[-1] == 60
     (copy,) = (hosts.folder / "h2" / "cache" / "paceline" / "runs").glob("*/a")
     assert last_files(RunDir(copy)) == expected  # and one other host has them too
-    if not driver_is_lost:
-        return
-
-    resumed = hosts.paceline(
-        "h2", "resume", str(copy), "--hosts", "h2,h1", "--num-steps", "70", "--no-check", "--health-every", "0"
-    )
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "resumed" in resumed.stdout
-    assert [line["step"] for line in read_json_lines(RunDir(copy).metrics)][-1] == 70
-    history = list(read_json_lines(RunDir(copy).events))
-    assert [event["attempt"] for event in history if event["event"] == "attempt"] == [1, 2, 3]
-    assert json.loads(RunDir(copy).dataset_json.read_text())["path"].startswith(str(hosts.folder / "h2"))
+    return copy
 
 
 @pytest.mark.soak

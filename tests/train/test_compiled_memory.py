@@ -174,8 +174,6 @@ BLOCK_STEPS = {
         world_size=2,
         grad_accum_steps=2,
     ),
-}
-SOAK_BLOCK_STEPS = {
     "fp32": compiled_setup(depth=4, sequence_len=256, vocab_size=128, logits_budget_bytes=MIB, world_size=2),
     "bf16, gradients outweigh activations": compiled_setup(
         depth=4, precision="bf16", device_batch_size=1, vocab_size=128, logits_budget_bytes=MIB, world_size=2
@@ -249,13 +247,6 @@ def test_a_compiled_step_with_its_kernels_allocates_what_is_planned(monkeypatch)
 @pytest.mark.soak
 @pytest.mark.parametrize("setup", BLOCK_STEPS.values(), ids=BLOCK_STEPS)
 def test_a_step_with_a_graph_for_each_layer_allocates_what_is_planned(setup: MemorySetup, monkeypatch):
-    leave_kernels_out(monkeypatch)
-    check_step(setup, monkeypatch)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("setup", SOAK_BLOCK_STEPS.values(), ids=SOAK_BLOCK_STEPS)
-def test_other_steps_with_a_graph_for_each_layer_allocate_what_is_planned(setup: MemorySetup, monkeypatch):
     leave_kernels_out(monkeypatch)
     check_step(setup, monkeypatch)
 

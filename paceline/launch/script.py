@@ -365,7 +365,7 @@ def check_file(path: Path, name: str) -> None:
     if path.is_dir():
         raise PacelineError(f"{name} is a folder", fix="the script in it, or -m for a package")
     if not path.is_file():
-        raise PacelineError(f"script {name} does not exist in {path.parent}", fix="check its name and the folder")
+        raise PacelineError(f"script {name} does not exist in {path.parent}", fix="check its name and its path")
     if not os.access(path, os.R_OK):
         raise PacelineError(f"script {name} cannot be read", fix=f"chmod +r {shlex.quote(name)}")
 

@@ -69,8 +69,8 @@ def test_what_a_rank_executes(folder, command, expected):
 
 
 @pytest.mark.parametrize("command, message, fix", [
-    ("nowhere.py", "script nowhere.py does not exist in {folder}", "check its name and the folder"),
-    ("sub/nowhere.py", "script sub/nowhere.py does not exist in {folder}/sub", "check its name and the folder"),
+    ("nowhere.py", "script nowhere.py does not exist in {folder}", "check its name and its path"),
+    ("sub/nowhere.py", "script sub/nowhere.py does not exist in {folder}/sub", "check its name and its path"),
     ("./pkg", "./pkg is a folder", "the script in it, or -m for a package"),
     ("plain", "plain is not executable", "chmod +x plain, or -- python plain ..."),
     ("'./my run.sh'", "./my run.sh is not executable", "chmod +x './my run.sh', or -- bash './my run.sh' ..."),

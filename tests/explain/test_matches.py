@@ -96,3 +96,13 @@ def test_a_process_that_was_killed_behind_its_segmentation_fault_had_crashed():
     crash = "Caught signal 11 (Segmentation fault: address not mapped to object at address 0x3)\n"
     assert verdict("loading the model\nKilled\n").cause == "host-oom-killed"
     assert verdict(crash + "loading the model\nKilled\n").cause == "sigsegv"
+
+
+def test_threads_that_crash_after_nccl_failed_are_a_consequence():
+    failure = "F loops.cc:299] Check failed: r == ncclSuccess NCCL error: unhandled cuda error\n"
+    assert verdict("Segmentation fault (core dumped)\n" + failure).cause == "nccl-cuda-failure"
+
+
+def test_a_line_that_says_no_more_than_invalid_argument_is_no_wrong_setting():
+    line = "ERROR engine.py:366] HIP error: invalid argument\n"
+    assert verdict("loading the model\n" * 9 + line).cause == "cuda-error"

@@ -45,6 +45,7 @@ OWN = re.compile(  # whoever calls it: a file outside of the packages, a functio
 OWN_IF_CALLED = re.compile(  # by the user's file, as it is more often its own than a package's
     r"TypeError: [a-z_]\w*\(\) got an unexpected keyword argument|AttributeError: '\w+' object has no attribute '_[a-z]"
     rf"|(?<![\w.])(?!(?:{CLASSES})\.)[A-Z]\w*\.__init__\(\) got an unexpected keyword argument"
+    rf"|type object '(?!(?:{CLASSES})')[A-Z]\w*' has no attribute"
     r"|AttributeError: (?:partially initialized )?module '(?P<module>\w+)[\w.]*' has no attribute"
     r"|KeyError: (?P<key>'[a-z][\w.-]*')$"
 )

@@ -53,7 +53,8 @@ SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following er
 WRAPPER = re.compile(
     r"ChildFailedError|ProcessRaisedException|ProcessExitedException|CalledProcessError|SpawnException"
     r"|^(?:\w+\.)*\w+: Caught \w+ in (?:DataLoader worker|replica|pin memory|\w+) |ray\.exceptions\.RayTaskError"
-    r"|WorkerCrashedError$|^SystemExit: \d|^Exception: *$|^torch\.distributed\.elastic\S*SignalException"
+    r"|WorkerCrashedError$|^SystemExit: \d|^Exception:(?: *$| process \d+ terminated with exit code)"
+    r"|^torch\.distributed\.elastic\S*SignalException"
 )
 SPAWN_CHILD = re.compile(r"multiprocessing[/\\](?:spawn|forkserver)\.py\"?.* in (?:_main|spawn_main|main)")
 UNREADABLE = re.compile(

@@ -58,3 +58,9 @@ def test_an_exception_while_a_request_is_answered_ends_no_server():
     log = "Exception happened during processing of request from ('10.0.0.7', 41134)\n" + error + "-" * 40 + "\n"
     served = '10.0.0.7 - - [30/Mar/2026 00:20:48] "GET /a.png HTTP/1.1" 200 -\n'
     assert verdict(served * 9 + log + served * 2).cause == "healthy"
+
+
+def test_a_class_of_the_users_own_lacks_an_attribute_whatever_is_installed():
+    own = traceback("AttributeError: type object 'RowReader' has no attribute 'columns'", ("rows.py", "read"))
+    assert verdict(own).cause == "user-code-exception"
+    assert verdict(own.replace("RowReader", "AutoTokenizer")).cause == "version-mismatch"

@@ -88,7 +88,7 @@ def test_a_word_of_a_message_alone_decides_no_cause(message):
 
 def test_the_error_of_a_progress_bar_that_cannot_end_is_not_why_its_program_failed():
     bar = 'Traceback (most recent call last):\n  File "bar.py", line 9, in exit\nRuntimeError: cannot join current thread\n'
-    cause = 'Traceback (most recent call last):\n  File "train.py", line 9, in step\nMemoryError\n'
+    cause = 'Traceback (most recent call last):\n  File "train.py", line 9, in step\nRuntimeError: not enough memory: bought 0GB\n'
     assert verdict(bar + cause).cause == "host-oom-killed"
 
 
@@ -96,3 +96,19 @@ def test_a_process_that_was_killed_behind_its_segmentation_fault_had_crashed():
     crash = "Caught signal 11 (Segmentation fault: address not mapped to object at address 0x3)\n"
     assert verdict("loading the model\nKilled\n").cause == "host-oom-killed"
     assert verdict(crash + "loading the model\nKilled\n").cause == "sigsegv"
+
+
+def test_threads_that_crash_after_nccl_failed_are_a_consequence():
+    failure = "F loops.cc:299] Check failed: r == ncclSuccess NCCL error: unhandled cuda error\n"
+    assert verdict("Segmentation fault (core dumped)\n" + failure).cause == "nccl-cuda-failure"
+
+
+def test_a_line_that_says_no_more_than_invalid_argument_is_no_wrong_setting():
+    line = "ERROR engine.py:366] HIP error: invalid argument\n"
+    assert verdict("loading the model\n" * 9 + line).cause == "cuda-error"
+
+
+def test_a_path_is_not_the_example_of_one_in_a_message():
+    form = "HFValidationError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/models/a/b'."
+    assert "`ls -ld /models/a/b`" in verdict(form).fix
+    assert "library portaudio " in verdict("OSError: portaudio library not found").summary

@@ -209,3 +209,10 @@ def test_the_message_of_ipython_may_stand_far_below_its_header():
     (record,) = exceptions(read(f"{header}Cell In[4], line 2\n{source}\nTypeError: Invalid shape (16, 64, 64)\n"))
     assert record.text == "TypeError: Invalid shape (16, 64, 64)"
     assert record.frames
+
+
+def test_a_parent_that_reports_the_exit_code_of_its_child_does_not_say_what_failed():
+    parent = TRACEBACK.replace(
+        "ValueError: sample 1841 has 3 fields", "Exception: process 2 terminated with exit code 1"
+    )
+    assert explain([parent.encode()]).cause == "unknown"

@@ -52,6 +52,13 @@ def test_the_first_error_is_the_culprit_and_ranks_that_lost_their_peer_are_victi
     assert {item.rank for item in explanation.consequences} == {0, 2}
 
 
+def test_an_error_behind_the_last_progress_of_an_unfinished_run_is_no_sign_of_health():
+    lines = "".join(f"epoch 1 step {step}/900 loss: 2.{step}\n" for step in range(1, 9))
+    error = "Exception raised:\n the graph of another function is used\n" + "that is all that is known of it\n" * 9
+    assert verdict(lines + error).cause == "unknown"
+    assert verdict(lines + error + lines.replace("epoch 1", "epoch 2")).cause == "healthy"
+
+
 def test_a_victim_that_writes_first_is_not_blamed():
     explanation = verdict(STEPS + raised(0, PEER) + raised(1, OOM))
     assert (explanation.cause, explanation.rank) == ("cuda-oom", 1)

@@ -123,7 +123,7 @@ def test_the_epoch_of_an_evaluation_in_an_mlperf_log_is_progress_and_its_error_a
     stop = ':::MLLOG {"key": "run_stop", "value": null, "metadata": {"status": "success"}}\n'
     log = read("".join(line % epoch for epoch in range(1, 9)) + stop)
     assert (log.progress.steps, log.progress.last_step) == (8, 8)
-    assert reach_verdict([log]).cause == "healthy"
+    assert log.progress.finished and reach_verdict([log]).cause == "healthy"
 
 
 def test_the_bar_of_an_upload_is_no_progress():

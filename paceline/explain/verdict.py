@@ -65,7 +65,7 @@ ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain
 
 DIGITS = str.maketrans("", "", "0123456789")
 TRAINING_BEGINS = re.compile(r"(?i)\b(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training\W*$")
-ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?i:error|exception|traceback)\b")
+ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
 # a record of numbers
 METRICS = re.compile(r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}')
 MONITOR = re.compile(r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|")
@@ -241,7 +241,7 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
 
 
 def errors_behind_progress(log: Log) -> list[Evidence]:
-    """The lines behind the last progress of a log that speak of errors, but a logger's (last_errors); none where it ends well."""
+    """The lines behind the last progress of a log that name an Error, but a logger's (last_errors); none where it ends well."""
     if not log.last_progress or ends_well(log):
         return []
     trouble = [(number, text) for number, text in trouble_anywhere([log]) if number > log.last_progress_line]

@@ -135,7 +135,13 @@ def leap(values: Sequence[float]) -> int | None:
     start = lowest_stretch(before, LEAP_POINTS)
     if min(last) < (limit := max(MIN_LEAP, LEAP * max(before[start : start + LEAP_POINTS]))):
         return None
-    return max(at for at, value in enumerate(values) if value < limit) + 1
+    at = max(at for at, value in enumerate(values) if value < limit) + 1
+    return None if comes_down(values[at:]) else at
+
+
+def comes_down(values: Sequence[float]) -> bool:
+    """Whether a curve ends orders of magnitude below its peak, as that of a later run behind those of others does."""
+    return max(running_median(values, SPIKE)) > LEAP * max(values[-LEAP_POINTS:])
 
 
 def short_rise(values: Sequence[float]) -> int | None:
@@ -151,7 +157,7 @@ def short_rise(values: Sequence[float]) -> int | None:
 def jump(values: Sequence[float]) -> int | None:
     """Where a curve leaps to several times any value before, and stays there."""
     places = range(JUMP_FROM, len(values) - PLATEAU + 1)
-    jumps = (at for at in places if values[at] > JUMP * values[at - 1])
+    jumps = (at for at in places if values[at] > JUMP * values[at - 1] and not comes_down(values[at:]))
     return next((at for at in jumps if min(values[at:]) > JUMP * max(values[:at])), None)
 
 

@@ -23,7 +23,7 @@ COUNTER = re.compile(
 PREPARATION = re.compile(  # the bar of what comes before training, or beside it, also behind a logger's prefix
     r"(?:.*: )?\W*(?:Running tokeniz"
     r"|(?:Up|Down)?[Ll]oad|Fetch|Map|Tokeniz|Generating (?:\w+ split|partition)|Filter|Resolv|Prepar|Extract|Convert"
-    r"|Writ|Sav|Quantiz|Compil|Captur|Cach|Index|Pack|Cast|Flatten|Sett|Applying|Adding|Truncating|Creating)"
+    r"|Writ|Sav|Quantiz|Compil|Captur|Cach|Index|Pack|Push|Cast|Flatten|Sett|Applying|Adding|Truncating|Creating)"
 )
 OTHER_BAR = re.compile(r"\W*(?!Train|Finetun|Fit|Learn|Optimiz)[A-Z][a-z]+ing\b")  # whose count is no step of training
 BARE_BAR = re.compile(r" {0,3}\d{1,3}%\|[█▏▎▍▌▋▊▉ #=>.-]*\|?")  # cut in the middle, or without a count
@@ -36,7 +36,7 @@ STEP = re.compile(
     "(?=[gsiub]|num)"
     + "".join(f"(?<!{word}.)" for word in SETTINGS)
     + r"(?<!\bn_)(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|updates?|num_updates|batch"
-    r"|(?<!\d)it)['\"]?\s*[:=# \[(]{0,3}\s*(?P<step>\d[\d,]*)(?P<of>\s*/\s*\d[\d,]*)?(?![\w.]|\s*[A-Za-z]+/"
+    r"|(?<!\d)it)['\"]?\s*[:=# \[(]{0,3}\s*(?P<step>\d[\d,]*)(?P<of>\s*/\s*\d[\d,]*)?(?![\w.]|\s*[A-Za-z]+/|,? *\d[\d, ]*[\])]"
     r"| tokens = \d+ rows?\b)",  # the size of a step, as `paceline train` says it
     re.IGNORECASE,
 )
@@ -46,7 +46,8 @@ VALUE = (
     r"(?P<value>(?:(?<![a-z])[-+])?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b(?![\d.]*%)"  # a share is no measure
 )
 LOSS = re.compile(
-    r"loss(?: (?:train|average|avg|mean)|_(?!scal|weight|fn|func|type|tok|per_)[a-z]\w{0,15}|/[a-z][\w/]{0,30}"
+    r"loss(?: (?:train|average|avg|mean|function)|_(?!scal|weight|fn|func|type|tok|per_|smooth|gamma|alpha|coef)[a-z]\w{0,15}"
+    r"|/[a-z][\w/]{0,30}"
     r"|[_-]?\d{1,2}(?= ?[:=]|[ ]+[-+]?\d))?" + VALUE,
     re.IGNORECASE,
 )
@@ -66,9 +67,9 @@ NAN_OUTPUT = re.compile(r"['\"]log(?:p|it)s/\w+['\"]: nan")  # of a model whose 
 GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{VALUE}", re.IGNORECASE)
 MEMORY_WORD = re.compile(r"(?i)(?<![a-z])(?:mem(?:ory)?|v?ram|rss|allocated|reserved)(?![a-z])")
 MEMORY_WORDS = ("mem", "ram", "rss", "allocated", "reserved")  # one is in every text that matches, and found sooner
-PART_END = re.compile(r"[,|;{}\t]|\s{2}")
+PART_END = re.compile(r",(?!\d{3}\b)|[|;{}\t]|\s{2}")
 AMOUNT = re.compile(
-    r"(?i)(?<![\w./-])(?P<value>\d{1,15}(?:\.\d{1,9})?)[ \t]?(?P<unit>[kmgt]?i?b?)%?(?=[\s,;|()\]/}'\"]|$)"
+    r"(?i)(?<![\w./-])(?P<value>\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.\d{1,9})?)[ \t]?(?P<unit>[kmgt]?i?b?)%?(?=[\s,;|()\]/}'\"]|$)"
 )
 PER_SECOND = (
     r"(?<![a-z])(?:tok(?:en)?s?|samples?|imgs?|images|seqs?|frames) ?(?:/|_per_| per )s(?:ec(?:ond)?)?(?![a-z])"
@@ -93,10 +94,11 @@ COLUMN_GAP = re.compile(r"\s*[|│┃]\s*|\t+|\s{2,}")
 TABLE_EDGES = " \t|│┃#"
 LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR_NAME})(?:_tra?i?n| [A-Z0-9]+)?$")
 YOLO_ROW = re.compile(r"^\s*\d+/\d+\s+[\d.]+[GM]?\s+(?P<losses>(?:(?:\d+\.\d+|0|nan|inf)\s+){2,5})")  # epoch, memory
-COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost, a step and a value
+COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost, MLPerf, a step and a value
     r"\| +total_timesteps +\| +(?P<step>\d+) +\||.{0,80}\[timer\.py:\d+:stop\] \d+/(?P<at>\d+), "
     r"|(?P<iteration>\d{1,9}):\s+learn: (?P<learn>\S+)(?:\s+test: (?P<test>\S+))?\s"
     r"|.{0,60}?\b(?:Test|Valid(?:ation)?|Val|Eval|Train): ?\[ *(?P<place>\d{1,9})/\d+\]"
+    r"|:{0,3}MLLOG .{0,400}?\"epoch_num\": (?P<epoch>\d{1,9})\b"
     r"|(?P<n>\d{1,9})[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)$"
 )
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
@@ -106,7 +108,7 @@ OTHER_LOSS = re.compile(rf"(?<![a-z])(?:{HELD_OUT_WORD}|best|min|prev){GAP}$", r
 HELD_OUT_BEHIND = re.compile(rf"(?i)loss[_ /]{HELD_OUT_WORD}(?![a-z])")
 OF_POLICY = re.compile(r"(?i)(?:policy|actor|critic|value|pg)[_ /]$")
 # before the loss that others are a part of
-TOTAL_LOSS = re.compile(r"(?i)(?:^|[\s,;|({\['\"])(?:(?:total|train|training)[_ /])?$")
+TOTAL_LOSS = re.compile(r"(?i)(?:^|[\s,;|({\['\"])(?:(?:tot|total|train|training)[_ /])?$")
 EVALUATION = re.compile(  # how a line of one begins
     r"(?i)^\W*(?:test|val|valid|validation|eval|evaluation|(?:test|validat|evaluat)ing)\b ?"
     r"(?:[:\[\]]|- |set\b|results?\b|error\b|step\b|(?:in |at )?epoch)"
@@ -292,7 +294,7 @@ def read_memory(text: str) -> Iterator[tuple[str, float]]:
                 words = COUNTERS.sub(r"\1", name).split()
                 named = " ".join(words).strip(" :=([{'\"")[-MAX_NAME:]
                 unit = UNITS.get(match["unit"][:1].lower())
-                yield (f"{named} (bytes)" if unit else named), float(match["value"]) * (unit or 1)
+                yield (f"{named} (bytes)" if unit else named), float(match["value"].replace(",", "")) * (unit or 1)
 
 
 def read_speed(text: str) -> float | None:
@@ -353,7 +355,9 @@ def read_counter(text: str) -> StepLoss | None:
     match = COUNTED.match(text)
     if match is None:
         return None
-    step = parse_count(match["step"] or match["at"] or match["n"] or match["iteration"] or match["place"])
+    step = parse_count(
+        match["step"] or match["at"] or match["n"] or match["iteration"] or match["place"] or match["epoch"]
+    )
     if match["learn"]:
         values = match.group("learn", "test")
         learn, test = (float(value) if value and NUMBER_CELL.fullmatch(value) else None for value in values)

@@ -50,15 +50,15 @@ DONE = re.compile(
     r"|(?:max_steps|max_epochs)=?\d*`? reached|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed"
     r"|training has finished|\ball stages complete|run finished|finished successfully|^done\.?$|^training time \d+:\d\d:\d\d$"
     r"|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:"
-    r"|terminated of its own accord .*with exit-code 0"
+    r"|\"run_stop\".{0,300}\"status\": \"success\"|terminated of its own accord .*with exit-code 0"
     r"|(?:treinamento|entrenamiento) (?:conclu|complet|finaliz|termin)[a-zí]+|training (?:ist )?(?:abgeschlossen|beendet)"
     r"|entra[iî]nement termin[eé]|обучение (?:завершено|закончено)"
     r"|训练(?:已)?(?:完成|结束)|学習(?:が)?(?:完了|終了)|학습 ?(?:완료|종료)",
     re.IGNORECASE,
 )
 DONE_WORDS = (  # one is in every text that matches; the pattern alone takes a fourth of the time of a line
-    "finish", "done", "complet", "runtime", "final", "reached", "passed", "training time", "own accord", "conclu", "bandwidth",
-    "termin", "abgeschl", "beendet", "завершен", "закончен", "完", "结束", "終了", "완료", "종료",
+    "finish", "done", "complet", "runtime", "final", "reached", "passed", "training time", "own accord", "run_stop", "conclu",
+    "bandwidth", "termin", "abgeschl", "beendet", "завершен", "закончен", "完", "结束", "終了", "완료", "종료",
 )  # fmt: skip
 # rewards of preference pairs, whose loss is one as of any classifier
 PAIR_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")

@@ -55,7 +55,7 @@ TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program w
     r"|^\W*usage: \w|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^[ ~]*\^{3,}[ ~^]*$"
 )
 STACK_FRAME = re.compile(  # of C++ in several forms, of Java
-    r"^ *(?:\[bt\] |frame #\d+: |@ +0x[0-9a-f]{6,}|at [\w.$<>]+\([\w.]+:\d+\)|\d+# )|\[0x[0-9a-f]{8,}\]$|^=+ Memory map: =+$"
+    r"^\s*(?:\[bt\] |frame #\d+: |@ +0x[0-9a-f]{6,}|at [\w.$<>]+\([\w.]+:\d+\)|\d+# )|\[0x[0-9a-f]{8,}\]$|^=+ Memory map: =+$"
 )
 # a count of none, a measure, the end of a tracker, a test of failures, a search for what is optional, a fallback
 NO_TROUBLE = re.compile(
@@ -75,6 +75,9 @@ NO_TROUBLE = re.compile(
     r"|Inappropriate ioctl|\bset(?:ting )?locale\b|XDG_RUNTIME_DIR|^(?:ALSA|Xlib|libEGL|libpng|libva|MESA-LOADER|qt\.\w+)\b"
     r"|\bGLFWError\b|^GKS: cannot open display|are not found in the checkpoint"
     r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` secret"
+    # what a model answers, a tally of items
+    r"|\bI (?:cannot|can't)\b|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bhas requirement .*, but you'll have "
+    r"|^(?:Installing collected packages|Successfully installed)\b"
     r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored|^fatal: not a git repository"
     # Debian's packages, the head of nccl-tests' table, logging's own report, what docker build quotes of a command
     r"|^(?:debconf|invoke-rc\.d): |\bbusbw\b|--- Logging error ---|^#\d+ \d+\.\d+ "

@@ -21,7 +21,7 @@ MAX_STREAMS = 4096
 CUT_OFF = "a traceback without its last line"
 HOOK_FAILED = "Error in sys.excepthook: the exception that ended the program is missing"
 
-HEADER = re.compile(r"Traceback \(most recent call last\)|^Original Traceback|Exception in thread ")
+HEADER = re.compile(r"Traceback \(most recent call last\)|^Original Traceback|Exception in thread (?!\")")
 MESSAGE_BEFORE = re.compile(r"\w: \S.*\w")
 FRAME = re.compile(
     r"^\s*(?P<frame>File \"[^\"]*\", line \d+(?:,? in .*)?)"

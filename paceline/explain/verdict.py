@@ -35,7 +35,14 @@ from paceline.explain.roots import (
 )
 from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.sentences import clean_values, fill_template, format_fix, frame_values, template_values
-from paceline.explain.signs_of_trouble import LAST_CHECKED, ends_well, last_errors, trouble_anywhere, trouble_at_end
+from paceline.explain.signs_of_trouble import (
+    ERROR_PREFIX,
+    LAST_CHECKED,
+    ends_well,
+    last_errors,
+    trouble_anywhere,
+    trouble_at_end,
+)
 from paceline.explain.tracebacks import CUT_OFF
 from paceline.units import format_number_of
 
@@ -58,6 +65,7 @@ ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain
 
 DIGITS = str.maketrans("", "", "0123456789")
 TRAINING_BEGINS = re.compile(r"(?i)\b(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training\W*$")
+ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
 # a record of numbers
 METRICS = re.compile(r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}')
 MONITOR = re.compile(r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|")
@@ -202,6 +210,8 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, ())
     if trouble := [] if progress.finished else [Evidence(n, shorten(text)) for n, text in trouble_at_end(logs)]:
         return explain_silence(logs, progress, trouble)
+    if not progress.finished and (late := [item for log in logs for item in errors_behind_progress(log)]):
+        return explain_silence(logs, progress, late)
     if progress.finished or (progress.steps >= MIN_STEPS and not stays_at_start(progress)) or is_late_step(progress):
         is_log = not all(METRICS.fullmatch(text) for log in logs for _, text in log.last_lines[-1:])
         return explain_health(replace(progress, silent_end=progress.silent_end and is_log))
@@ -228,6 +238,14 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         fix = "" if any(log.is_notebook for log in logs) else CHECK_END
         return Explanation(HEALTHY, confidence=OUTPUT_CONFIDENCE, summary=summary, fix=fix, progress=progress)
     return explain_silence(logs, progress, ())
+
+
+def errors_behind_progress(log: Log) -> list[Evidence]:
+    """The lines behind the last progress of a log that name an Error, but a logger's (last_errors); none where it ends well."""
+    if not log.last_progress or ends_well(log):
+        return []
+    trouble = [(number, text) for number, text in trouble_anywhere([log]) if number > log.last_progress_line]
+    return [Evidence(number, shorten(text)) for number, text in trouble if ERROR_WORD.match(text)]
 
 
 def stays_at_start(progress: LogProgress) -> bool:

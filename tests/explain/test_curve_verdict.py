@@ -362,12 +362,13 @@ MEMORY_LINES = (  # memory in use on the lines of a log, in GiB
     "{{'loss': {loss:.3f}, 'step': {step}, 'memory/device_mem_allocated(GiB)': {memory:.3f}}}\n",
     "Iteration {step}/500\nstart Current memory usage: {mib:.2f} MB\nTraining model: sequential\n",
     "[rank1]: step: {step} loss: {loss:.3f} memory: {memory:.3f}GiB(40.1%) tps: 7,000\n",
+    "step {step}: loss {loss:.3f}\npeak memory = {num_bytes:,} (+49,152)\n",
 )
 
 
 def memory_log(memories, line):
     lines = [
-        line.format(step=step, loss=2 + 3 / step, memory=memory, mib=1024 * memory)
+        line.format(step=step, loss=2 + 3 / step, memory=memory, mib=1024 * memory, num_bytes=round(GIB * memory))
         for step, memory in enumerate(memories, 1)
     ]
     return ["".join(lines).encode()]
@@ -718,6 +719,14 @@ def test_a_leap_to_several_times_any_value_before_is_found_in_five_points():
     [finding] = judge_curves([series(LOSS, [0.03] * 10 + losses)])
     assert (finding.cause, finding.at) == ("loss-diverged", 22)
     assert judge_curves([series(LOSS, [*losses, 0.02])]) == []
+
+
+def test_a_leap_of_many_runs_in_one_curve_whose_last_one_comes_down_is_none():
+    runs = [*[0.02] * 20, *(3e6 * 0.9**n for n in range(72))]
+    assert judge_curves([series(LOSS, runs)]) == []
+    assert [finding.cause for finding in judge_curves([series(LOSS, [*runs[:20], *[3e6, 2e6] * 30])])] == [
+        "loss-diverged"
+    ]
 
 
 def test_a_short_curve_that_leaves_its_first_value_for_one_that_never_changes_has_diverged():

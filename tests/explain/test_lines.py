@@ -6,6 +6,7 @@ from log_samples import read
 from paceline.explain.line_measures import read_step_and_loss, strip_bars
 from paceline.explain.lines import LogLine, split_prefix
 from paceline.explain.progress import MAX_LOSSES, ProgressTracker
+from paceline.explain.several_runs import reach_verdict
 
 
 def test_an_nccl_line_has_a_host_and_a_device_that_is_not_a_rank():
@@ -50,6 +51,9 @@ def test_progress_has_the_first_and_last_step_and_the_loss():
         "gradient_accumulation_steps=8",
         "max_steps: 500",
         "Total optimization steps = 500",
+        "STEPS: (60000, 90000)",
+        "kl_loss_coef: 0.001",
+        "hp_loss_smoothing: 0.1",
     ],
 )
 def test_a_setting_that_counts_steps_is_no_progress(text):
@@ -107,10 +111,23 @@ def test_a_loss_has_the_name_that_its_line_gives_it(line, name):
         ("step 7 L=12 heads=8", None),  # a number of layers
         ('{"step": 3, "num_loss_tokens": 915.0, "train_mean_nll": 0.71}', 0.71),
         ("step 7 packet loss: 12.5%", None),
+        ("Iteration: 0, Loss function: 21.5, Average Loss: 0.022", 21.5),  # the average begins at 0
     ],
 )
 def test_a_loss_is_no_count_and_no_share(line, loss):
     assert read_step_and_loss(line).loss == loss
+
+
+def test_the_epoch_of_an_evaluation_in_an_mlperf_log_is_progress_and_its_error_a_measure():
+    line = ':::MLLOG {"key": "eval_error", "value": 0.1237, "metadata": {"file": "train.py", "epoch_num": %d}}\n'
+    stop = ':::MLLOG {"key": "run_stop", "value": null, "metadata": {"status": "success"}}\n'
+    log = read("".join(line % epoch for epoch in range(1, 9)) + stop)
+    assert (log.progress.steps, log.progress.last_step) == (8, 8)
+    assert log.progress.finished and reach_verdict([log]).cause == "healthy"
+
+
+def test_the_bar_of_an_upload_is_no_progress():
+    assert strip_bars("Pushing shards to the hub: 100%|█████| 21/21 [24:33<00:00, 70.1s/it]")[1] is None
 
 
 def test_the_percentage_of_a_bar_is_no_loss():

@@ -180,7 +180,9 @@ def test_a_validation_loss_alone_that_is_nan_in_a_table_is_no_failure():
     assert explained(NOTEBOOK, "".join(f"{n}\t{3 - n / 9}\tnan\n" for n in range(8))).cause == "healthy"
 
 
-@pytest.mark.parametrize("line", ["the loss of 3 runs  is below 2", "loss: 2.5  step: 4  lr: 1e-3", "loss"])
+@pytest.mark.parametrize(
+    "line", ["the loss of 3 runs  is below 2", "loss: 2.5  step: 4  lr: 1e-3", "loss", "return val_loss, val_acc"]
+)
 def test_text_about_a_loss_is_no_header_of_a_table(line):
     assert read_columns(line) == ()
 

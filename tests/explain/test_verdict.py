@@ -52,6 +52,33 @@ def test_the_first_error_is_the_culprit_and_ranks_that_lost_their_peer_are_victi
     assert {item.rank for item in explanation.consequences} == {0, 2}
 
 
+def test_an_error_behind_the_last_progress_of_an_unfinished_run_is_no_sign_of_health():
+    lines = "".join(f"epoch 1 step {step}/900 loss: 2.{step}\n" for step in range(1, 9))
+    error = "Exception raised:\n the graph of another function is used\n" + "that is all that is known of it\n" * 9
+    assert verdict(lines + error).cause == "unknown"
+    assert verdict(lines + error + lines.replace("epoch 1", "epoch 2")).cause == "healthy"
+
+
+@pytest.mark.parametrize("line", [
+    "Answer: I cannot say who will be the president.",
+    "  Time: 4.80 hours | Success: 493/540 | Failed: 47",
+    "ERROR: botnet 1.19.4 has requirement urllib9<1.27,>=1.25.4, but you'll have urllib9 1.24.3 which is incompatible.",
+])  # fmt: skip
+def test_an_answer_a_tally_and_a_note_of_pip_are_no_trouble(line):
+    assert verdict("reading the data\n" * 9 + f"{line}\n" + "all files are read\n").cause == "healthy"
+
+
+def test_an_exception_of_java_is_no_header_of_a_traceback():
+    java = (
+        'Exception in thread "main" org.example.BadLayerException: too large\n\tat org.example.Net.main(Net.java:16)\n'
+    )
+    assert verdict("reading the data\n" * 9 + java).cause == "user-code-exception"
+    frames = (
+        "reading the data\n" * 9 + "\tat org.example.Net.build(Net.java:7)\n\tat org.example.Net.main(Net.java:16)\n"
+    )
+    assert verdict(frames).cause == "unknown"
+
+
 def test_a_victim_that_writes_first_is_not_blamed():
     explanation = verdict(STEPS + raised(0, PEER) + raised(1, OOM))
     assert (explanation.cause, explanation.rank) == ("cuda-oom", 1)

@@ -72,7 +72,7 @@ class LineFilter:
         self._has_start = False  # these are complete
         self._failed_at_start = False  # a traceback comes behind them
         self._before = b""  # the last shape of the lines before
-        # in the lines given last, where two of these come in turn; True for the first two
+        # in the lines given last, where two of these come in turn; True behind the first one
         self.starts: dict[int, bool] = {}
         self._repeats: dict[bytes, int] = {}
 
@@ -114,7 +114,7 @@ class LineFilter:
     def _find_starts(self, lines: list[bytes], shapes: list[bytes], all_shapes: set[bytes]) -> dict[int, bool]:
         """Where two of the log's first lines come in turn, but for digits: a program that appends to its log starts there.
 
-        The value is whether these are the first two.
+        The value is whether the first of them is the log's first line.
         """
         first = self._read_start(lines, shapes)
         before, self._before = self._before, next(filter(None, reversed(shapes)), self._before)
@@ -126,7 +126,7 @@ class LineFilter:
         numbers = [at for at, shape in enumerate(shapes) if shape]
         adjacent = pairwise([before, *(shapes[at] for at in numbers)])
         places = [(at, pair) for at, pair in zip(numbers, adjacent, strict=True) if pair in pairs and at >= first]
-        return {at: pair == self._start[:2] for at, pair in places}
+        return {at: pair[0] == self._start[0] for at, pair in places}
 
     def _read_start(self, lines: list[bytes], shapes: list[bytes]) -> int:
         """Reads the log's first lines until there are enough; returns the index of the first line behind them."""

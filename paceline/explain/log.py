@@ -32,6 +32,7 @@ class Log:
     speeds: tuple[LossPoint, ...] = ()  # likewise, throughput
     first_line: int = 1  # of the run
     is_restart: bool = False  # the run begins as the log did
+    is_later: bool = False  # by its clock, or as only a new process does, so that no buffer held its lines
     by_command: bool = False  # the run begins with a command that a shell prints
     has_end: bool = False  # a record reports the end of a program
     earlier: "tuple[Log, ...]" = ()  # the runs before it in the same log, of many the last ones
@@ -61,10 +62,9 @@ class Log:
 class OpenRun:
     """What was read of a run so far."""
 
-    def __init__(self, first_line: int, *, rank: int | None, is_restart: bool = False, by_command: bool = False):
+    def __init__(self, first_line: int, *, rank: int | None):
         self.first_line = first_line
-        self.is_restart = is_restart
-        self.by_command = by_command
+        self.is_restart, self.is_later, self.by_command = False, False, False
         self.first: list[Record] = []
         self.last: deque[Record] = deque(maxlen=LAST_RECORDS)
         self.num_parsed = 0  # selected lines
@@ -95,6 +95,7 @@ class OpenRun:
             speeds=tuple(self.progress.speeds),
             first_line=self.first_line,
             is_restart=self.is_restart,
+            is_later=self.is_later,
             by_command=self.by_command,
             has_end=self.bounds.end is not None,
         )

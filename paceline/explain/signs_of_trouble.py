@@ -15,6 +15,7 @@ from paceline.explain.log import Log
 from paceline.explain.matches import (
     EXIT_ZERO,
     IGNORABLE,
+    NOT_FOUND,
     WARNING_LINE,
     WENT_ON,
     is_serving,
@@ -130,6 +131,7 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
         for record in log.records
         if record.line > last_line - WENT_ON or not (passed is None or shape_of(record.text) in passed)
         if is_trouble(record.text) and not (left_program_running(record, log) or failed_at_import(record))
+        if not (NOT_FOUND.search(record.text) and record.line + WENT_ON < last_line)
     ]
 
 

@@ -65,12 +65,11 @@ PRINTED_ERROR = re.compile(r"(?m)^(?:\x1b\[[\d;?]*\w)*(?:ERROR: |usage: |\S+: er
 SHELL = re.compile(  # commands alone that start no program of the user's: they say nothing about an error before them
     r"\s*(?:#.*\n\s*)*(?:!(?!.*(?:python|torchrun|accelerate|deepspeed|\.sh\b)).*(?:\n\s*|$))+"
 )
-VIEWER = re.compile(
-    r"(?m)^\s*!\s*(?:tail|less|watch|\w*top|nvidia-smi)\b|^\s*!.*\b(?:logs?|stream[-\w]*)\b"
-)  # left with Ctrl-C
-COMMAND = re.compile(
-    r"(?m)^\s*(?:!|%%)|\bsubprocess\b|\bos\.system\b|_launcher\b"
-)  # of a cell that starts other programs
+VIEWER = re.compile(  # left with Ctrl-C
+    r"(?m)^\s*!\s*(?:(?:tail|less|watch|\w*top|nvidia-smi)\b|(?!.*(?:python|torchrun|\.sh\b)).* (?:logs?|stream-\w+)(?: |$))"
+)
+# of a cell that starts other programs
+COMMAND = re.compile(r"(?m)^\s*(?:!|%%)|\bsubprocess\b|\bos\.system\b|_launcher\b")
 LOGGED = re.compile(r"(?m)^(?:.*\n)?Traceback \(most recent call last\):\n(?:[ \t].*\n)+.*")
 ROW_END = re.compile(r" ?(?:</(?:tr|div|p)>|<br ?/?>|<table[^>]*>) ?")
 CELL_END, HTML_TAG = re.compile(r" ?</t[dh]> ?"), re.compile(r" ?<[^>]*> ?")

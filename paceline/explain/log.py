@@ -3,7 +3,7 @@
 import re
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.explain.explanation import LogProgress, Record
 from paceline.explain.progress import LossPoint, ProgressLine, ProgressTracker
@@ -11,6 +11,7 @@ from paceline.explain.run_bounds import RunBounds
 
 FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a run with more errors
 SEVERAL_PROCESSES = re.compile(r"(?i)\brank(?:\b|_?\d)|torchrun|torch\.distributed|srun|mpirun|deepspeed|world[_ ]size")
+PROMPT = re.compile(r"(?:\(Pdb\+*\)|\bipdb>) *$")  # of a debugger, which waits for input
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -80,9 +81,12 @@ class OpenRun:
     def close(self, behind: int | None = None) -> Log:
         """The run as a log; behind: the number of the first line that is not a part of it, if there is one."""
         tail = tuple(item for item in self.tail if behind is None or item[0] < behind)
+        progress = self.progress.progress(tail[-1][0] if tail else None)
+        if tail and PROMPT.search(tail[-1][1]):
+            progress = replace(progress, finished=False, done_line=None)
         return Log(
             records=tuple(record for record in (*self.first, *self.last) if behind is None or record.line < behind),
-            progress=self.progress.progress(tail[-1][0] if tail else None),
+            progress=progress,
             last_progress=tuple(self.progress.lines),
             last_lines=tail,
             last_steps=self.progress.steps_by_rank,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from paceline.explain.explanation import Record
 from paceline.explain.frames import left_program_running
 from paceline.explain.lines import split_prefix
-from paceline.explain.log import Log
+from paceline.explain.log import PROMPT, Log
 from paceline.explain.matches import (
     EXIT_ZERO,
     IGNORABLE,
@@ -53,7 +53,8 @@ SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in 
 ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
     r"(?i)terminat|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
-    r"|^\W*usage: \w|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^[ ~]*\^{3,}[ ~^]*$"
+    rf"|{PROMPT.pattern}"
+    r"|^\W*usage: \w|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^[ ~]*\^{(3,)}[ ~^]*$"
 )
 STACK_FRAME = re.compile(  # of C++ in several forms, of Java
     r"^ *(?:\[bt\] |frame #\d+: |@ +0x[0-9a-f]{6,}|at [\w.$<>]+\([\w.]+:\d+\)|\d+# )|\[0x[0-9a-f]{8,}\]$|^=+ Memory map: =+$"

@@ -150,7 +150,7 @@ def test_what_argparse_wrote_in_a_cell_that_later_ones_survived_is_history():
 def test_a_viewer_of_a_log_that_was_left_is_no_stopped_run():
     seen = "rows 12\n^C\n"
     assert verdict(cell(1, "12 rows\n"), cell(2, STEPS + seen, source="!kubectl logs -f trainer")).cause == "healthy"
-    stopped = verdict(cell(1, "12 rows\n"), cell(2, STEPS + seen, source="!python train.py"))
+    stopped = verdict(cell(1, "12 rows\n"), cell(2, STEPS + seen, source="!python train.py --dir logs"))
     assert stopped.cause == "keyboard-interrupt"
 
 

@@ -1333,3 +1333,9 @@ def test_shells_launchers_and_empty_trainings_are_known(text, cause):
 def test_a_field_of_a_summary_that_was_never_computed_is_no_loss():
     text = "eval_avg_loss_per_sentence=1.62\neval_avg_loss_per_word=nan\nbest_loss_mean=1.63\nactual_iterations=86\n"
     assert verdict(text).cause != "loss-nan"
+
+
+def test_a_run_that_stands_at_a_debugger_s_prompt_is_not_healthy():
+    stops = "> /work/reward.py(53)score()\n-> row = rows[i]\n(Pdb) \n"
+    assert verdict(STEPS + "100%|##########| 105/105 [00:00<?, ?it/s]\n" + stops).cause == "unknown"
+    assert verdict(STEPS + stops + STEPS).cause == "healthy"

@@ -54,7 +54,7 @@ ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
     r"(?i)terminat|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
     rf"|{PROMPT.pattern}"
-    r"|^\W*usage: \w|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^[ ~]*\^{(3,)}[ ~^]*$"
+    r"|^\W*usage: \w|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^[ ~]*\^{3,}[ ~^]*$"
 )
 STACK_FRAME = re.compile(  # of C++ in several forms, of Java
     r"^ *(?:\[bt\] |frame #\d+: |@ +0x[0-9a-f]{6,}|at [\w.$<>]+\([\w.]+:\d+\)|\d+# )|\[0x[0-9a-f]{8,}\]$|^=+ Memory map: =+$"

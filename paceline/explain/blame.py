@@ -22,7 +22,6 @@ EXTERNAL = {"keyboard-interrupt", "terminal-hangup"}  # sent to all ranks, no ra
 ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)")
 FAILED_RANK = re.compile(
     r"failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)|\brank (?P<mpi>\d+) exited with code [1-9]"
-    r"|--local[_-]rank[=', ]+(?P<deepspeed>\d+)\b[^\n]*\bexits with return code = -?[1-9]"
 )
 SPAWNED = re.compile(r"[Pp]rocess (?P<pid>\d+) spawned with command: .*--local[_-]rank[=', ]+(?P<rank>\d+)")
 PID_FAILED = re.compile(

@@ -65,6 +65,12 @@ PRINTED_ERROR = re.compile(r"(?m)^(?:\x1b\[[\d;?]*\w)*(?:ERROR: |usage: |\S+: er
 SHELL = re.compile(  # commands alone that start no program of the user's: they say nothing about an error before them
     r"\s*(?:#.*\n\s*)*(?:!(?!.*(?:python|torchrun|accelerate|deepspeed|\.sh\b)).*(?:\n\s*|$))+"
 )
+VIEWER = re.compile(  # left with Ctrl-C
+    r"(?m)^\s*!\s*(?:(?:tail|less|watch|\w*top|nvidia-smi)\b|(?!.*(?:python|torchrun|\.sh\b)).* (?:logs?|stream-\w+)(?: |$))"
+)
+# of a cell that starts other programs
+COMMAND = re.compile(r"(?m)^\s*(?:!|%%)|\bsubprocess\b|\bos\.system\b|_launcher\b")
+LOGGED = re.compile(r"(?m)^(?:.*\n)?Traceback \(most recent call last\):\n(?:[ \t].*\n)+.*")
 ROW_END = re.compile(r" ?(?:</(?:tr|div|p)>|<br ?/?>|<table[^>]*>) ?")
 CELL_END, HTML_TAG = re.compile(r" ?</t[dh]> ?"), re.compile(r" ?<[^>]*> ?")
 
@@ -253,8 +259,12 @@ def printed_outputs(content: bytes) -> tuple[list[bytes], str]:
         # the errors that count come last: their cells may have no count
         for at in sorted(range(len(cells)), key=lambda at: (bool(errors[at]) and not survived[at], counts[at])):
             outputs = [item for item in cells[at].get("outputs", ()) if not (survived[at] and "ename" in item)]
-            text = "\n".join([*map(output_text, outputs), ""])
-            is_install = survived[at] and not lacks_package and PIP.search(joined(cells[at].get("source")))
+            text, source = "\n".join([*map(output_text, outputs), ""]), joined(cells[at].get("source"))
+            if VIEWER.search(source):
+                text = text.replace("^C", "")
+            if survived[at] and not errors[at] and not COMMAND.search(source):  # it worked, as a later one did
+                text = LOGGED.sub("", text)
+            is_install = survived[at] and not lacks_package and PIP.search(source)
             is_usage = survived[at] and "SystemExit" in errors[at]
             texts.append((PRINTED_ERROR.sub("", text) if is_install or is_usage else text).encode("utf-8", "replace"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

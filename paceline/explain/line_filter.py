@@ -15,7 +15,7 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.progress import reports_progress
 from paceline.explain.run_bounds import START_WORD
 
-# of a log's first lines, what comes again: its first two lines, another two in turn, or the first line, perhaps alone
+# of a log's first lines, what comes again: the first and one behind it, another two in turn, or the first, perhaps alone
 Start = Literal["first two", "two", "first"]
 MAX_LINE_BYTES = 1 << 16  # only the beginning of a longer line is parsed
 BEFORE, AFTER = 3, 24  # lines selected around one with an error word: the context and the further lines of its message
@@ -129,7 +129,7 @@ class LineFilter:
         adjacent = pairwise([before, *(shapes[at] for at in numbers)])
         places = [(at, pair) for at, pair in zip(numbers, adjacent, strict=True) if pair in pairs and at >= first]
         starts: dict[int, Start] = dict.fromkeys(titles, "first")
-        return starts | {at: "first two" if pair == self._start[:2] else "two" for at, pair in places}
+        return starts | {at: "first two" if pair[0] == self._start[0] else "two" for at, pair in places}
 
     def _read_start(self, lines: list[bytes], shapes: list[bytes]) -> int:
         """Reads the log's first lines until there are enough; returns the index of the first line behind them."""

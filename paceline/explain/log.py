@@ -3,7 +3,7 @@
 import re
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.explain.explanation import LogProgress, Record
 from paceline.explain.progress import LossPoint, ProgressLine, ProgressTracker
@@ -11,6 +11,7 @@ from paceline.explain.run_bounds import RunBounds
 
 FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a run with more errors
 SEVERAL_PROCESSES = re.compile(r"(?i)\brank(?:\b|_?\d)|torchrun|torch\.distributed|srun|mpirun|deepspeed|world[_ ]size")
+PROMPT = re.compile(r"(?:\(Pdb\+*\)|\bipdb>) *$")  # of a debugger, which waits for input
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -32,6 +33,7 @@ class Log:
     speeds: tuple[LossPoint, ...] = ()  # likewise, throughput
     first_line: int = 1  # of the run
     is_restart: bool = False  # the run begins as the log did
+    is_later: bool = False  # by its clock, or as only a new process does, so that no buffer held its lines
     by_command: bool = False  # the run begins with a command that a shell prints
     has_end: bool = False  # a record reports the end of a program
     earlier: "tuple[Log, ...]" = ()  # the runs before it in the same log, of many the last ones
@@ -61,10 +63,9 @@ class Log:
 class OpenRun:
     """What was read of a run so far."""
 
-    def __init__(self, first_line: int, *, rank: int | None, is_restart: bool = False, by_command: bool = False):
+    def __init__(self, first_line: int, *, rank: int | None):
         self.first_line = first_line
-        self.is_restart = is_restart
-        self.by_command = by_command
+        self.is_restart, self.is_later, self.by_command = False, False, False
         self.first: list[Record] = []
         self.last: deque[Record] = deque(maxlen=LAST_RECORDS)
         self.num_parsed = 0  # selected lines
@@ -80,9 +81,12 @@ class OpenRun:
     def close(self, behind: int | None = None) -> Log:
         """The run as a log; behind: the number of the first line that is not a part of it, if there is one."""
         tail = tuple(item for item in self.tail if behind is None or item[0] < behind)
+        progress = self.progress.progress(tail[-1][0] if tail else None)
+        if tail and PROMPT.search(tail[-1][1]):
+            progress = replace(progress, finished=False, done_line=None)
         return Log(
             records=tuple(record for record in (*self.first, *self.last) if behind is None or record.line < behind),
-            progress=self.progress.progress(tail[-1][0] if tail else None),
+            progress=progress,
             last_progress=tuple(self.progress.lines),
             last_lines=tail,
             last_steps=self.progress.steps_by_rank,
@@ -95,6 +99,7 @@ class OpenRun:
             speeds=tuple(self.progress.speeds),
             first_line=self.first_line,
             is_restart=self.is_restart,
+            is_later=self.is_later,
             by_command=self.by_command,
             has_end=self.bounds.end is not None,
         )

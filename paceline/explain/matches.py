@@ -46,12 +46,13 @@ WRAPPED = re.compile(
 )
 EXIT_ZERO = (
     r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)[ :=]*0\b|exit[ -]?code[ :=]+0\b"
-    r"|return code[ :=]+0\b|ExitCode 0:0"
+    r"|return code[ :=]+0\b|ExitCode 0:0|exit_?code\W+(?:null|none)\b|\s{2}exit code$"  # not yet, the head of a table
 )
 NO_FAILURE = re.compile(rf"{EXIT_ZERO}|(?<!sigkill_)handler|^Terminated at \w{{3}} ", re.IGNORECASE)  # LSF's time
 CANNOT_START = re.compile(r"can't open file '[^']+': \[Errno 2\]")  # Python itself, before any program runs
 NOT_FOUND = re.compile(  # said by a script or a shell
     r"(?:^|: )(?:line )?\d+: [\w./-]+: (?:command )?not found|^(?:ba)?sh: [\w./-]+: command not found"
+    r"|^(?:mkdir|ln|cp|mv|rm|chmod|chown|touch): cannot |\.sh: line \d+: syntax error"  # by others of its commands
 )
 TYPED = re.compile(r"(?:-?(?:ba)?sh: )?[\w./-]+: command not found|zsh: command not found: \S+$")  # at a prompt
 # a way back through NCCL's functions, also when its sockets are closed at the end
@@ -72,6 +73,7 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     rf"|{RECOVERED}|_is_a_lwp: open|select_algorithm\.py\b|^MESA-LOADER|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
     r"|slurm_load_jobs error: Invalid job id"  # of squeue, when the job is over
     r"|_cgroup_procs_check: |Cannot write to cgroup\.procs|TensorDispatcher: dlopen failed|\bexits with return code = [1-9]"
+    r"|^\w[\w. -]{2,40} {3,}not (?:built correctly|found|available)\b"  # a row of a table of the environment
     r"|failed call to cuInit|Ignore above cudart dlerror"  # TensorFlow and XLA go on with the CPU
     r"|NCCL WARN NET/OFI (?:Failed to initialize \w+ protocol|aws-ofi-nccl initialization failed|Initializing plugin)"  # others do
     r"|^\S+\.pyi?:\d+:(?:\d+:)? (?:error|note): |^\d+\. \w+ \(-?[\d.]+\)$"  # mypy's lines, ranked words of a topic
@@ -286,7 +288,8 @@ def is_serving(log: Log) -> bool:
 
 def is_warned_of(record: Record, log: Log) -> bool:
     """Whether a logger wrote an exception behind a warning of its own."""
-    before = [other for other in log.records if other.kind == "line" and 0 < record.line - other.line <= 2]
+    lines = (other for other in log.records if other.kind == "line" and other.rank == record.rank)
+    before = [other for other in lines if 0 < record.line - other.line <= 2]
     return record.kind == "exception" and bool(before) and WARNED.search(before[-1].text) is not None
 
 

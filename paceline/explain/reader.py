@@ -31,7 +31,7 @@ from paceline.explain.lines import (
     unwrap_json,
 )
 from paceline.explain.log import LAST_LINES, Log, OpenRun
-from paceline.explain.run_bounds import COMMAND, START_WORD, may_start, shape_of
+from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, may_start, shape_of
 from paceline.explain.tracebacks import TracebackReader
 
 MAX_LINE_CHARS = 4000
@@ -195,10 +195,10 @@ class LogParser:
             self._parse(number, raw)
             before = number
 
-    def _begin_run(self, first_line: int, *, is_restart: bool = False, by_command: bool = False) -> None:
+    def _begin_run(self, first_line: int) -> None:
         """Closes the run before a line and begins the next one with it."""
         self._read_tail(first_line)
-        ended, self._run = self._run, OpenRun(first_line, rank=self._rank, is_restart=is_restart, by_command=by_command)
+        ended, self._run = self._run, OpenRun(first_line, rank=self._rank)
         self._earlier.append(ended.close(first_line))
         self._run.tail.extend(item for item in ended.tail if item[0] >= first_line)
         for record in (*ended.first, *ended.last):
@@ -292,9 +292,10 @@ class LogParser:
         if self._run.bounds.starts_run(number, line.text, is_first=start in ("two", "first two")) or (
             start in ("first", "first two") and self._is_apart(number, line.time, start)
         ):
-            self._begin_run(number, is_restart=start is not None, by_command=COMMAND.match(line.text) is not None)
-        elif COMMAND.match(line.text):
-            self._run.by_command = True
+            self._begin_run(number)
+            self._run.is_restart, self._run.is_later = start is not None, start is not None and self._is_later(line.time)
+        self._run.by_command = self._run.by_command or COMMAND.match(line.text) is not None
+        self._run.is_later = self._run.is_later or NEW_PROCESS.match(line.text) is not None
         begins = start in ("two", "first two") or self._run.first_line == number
         if begins or self._last_begin[1] is None:
             self._last_begin = (number if begins else self._last_begin[0], line.time)
@@ -317,11 +318,13 @@ class LogParser:
 
         The first line alone, which a program may repeat, begins one behind an exception only.
         """
-        last_line, last_time = self._last_begin
-        seconds = time - last_time if time is not None and last_time is not None else 0.0
-        return (start == "first two" and number - last_line >= MIN_RUN) or (
-            self._run.bounds.has_exception and seconds >= MIN_RUN_S
-        )
+        is_far = start == "first two" and number - self._last_begin[0] >= MIN_RUN
+        return is_far or (self._run.bounds.has_exception and self._is_later(time))
+
+    def _is_later(self, time: float | None) -> bool:
+        """Whether the clock shows that a process began after those whose first lines came last."""
+        last_time = self._last_begin[1]
+        return time is not None and last_time is not None and time - last_time >= MIN_RUN_S
 
     def _record(self, number: int, line: LogLine, step: int | None) -> Record:
         """The record of a line that is not part of a traceback; rank and host may come from torchrun's banner above it."""

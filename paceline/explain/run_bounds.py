@@ -27,9 +27,13 @@ LAUNCHER = re.compile(  # written at once, so that no buffer held it
     r"(?:\*+ ?)?Setting OMP_NUM_THREADS environment variable for each process|\[INFO\] \[runner\.py:\d+:main\] cmd = "
     r"|\| NVIDIA-SMI \d|wandb: Tracking run with wandb version"
 )
+NEW_PROCESS = re.compile(  # Paddle's C++ writes it at once, when a process takes its GPU and joins the others
+    r"[IW] \w+\.cc:\d+\] (?:Please NOTE: device: \d|init nccl context nranks: \d|ProcessGroupNCCL pg_timeout_ )"
+)
 DUMP = re.compile(r"(?:\w+: ?)?Namespace\(|(?:args|arguments|config(?:uration)?|options)\W{0,3}\{", re.IGNORECASE)
 START_WORD = re.compile(  # in the lower-case bytes of every line that either can match
     rb"^\s*\++ |\$ +[a-z/]|nohup: |omp_num_threads|\] cmd = |nvidia-smi \d|tracking run with|namespace\("
+    rb"|please note: device|init nccl context|nccl pg_timeout_"
     rb"|^(?:args|arguments|config|configuration|options)\W"
 )
 # the first frame of what nobody has caught; behind it may stand what is left of a progress bar
@@ -40,7 +44,7 @@ UNCOMPILED = re.compile(r"(?:Syntax|Indentation|Tab)Error")
 SHELL_END = re.compile(  # of a program, as what has started it reports
     r"ChildFailedError|^(?:.*: line \d+: +\d+ +)?(?:Killed|Aborted|Terminated|Segmentation fault|Bus error)\b"
     r"|srun: error: .*(?:[Ee]xited with|Killed|Terminated|Aborted|Segmentation)|exits with return code = -?[1-9]"
-    r"|^Port \d+ is in use by another program"  # Flask
+    r"|^Port \d+ is in use by another program|^FatalError: `"  # Flask; a signal, as Paddle's C++ reports it
 )
 
 
@@ -51,7 +55,10 @@ def ended_program(record: Record) -> bool:
 
 def failed_at_import(record: Record) -> bool:
     """Whether a script ended at one of its own imports, before it had done anything."""
-    return record.text.startswith("ModuleNotFoundError") and len(record.frames) == 1 and ended_program(record)
+    is_missing = record.text.startswith(
+        ("ModuleNotFoundError", "ImportError: No module named")
+    )  # the latter of Python 2
+    return is_missing and len(record.frames) == 1 and ended_program(record)
 
 
 @dataclass
@@ -72,7 +79,7 @@ class RunBounds:
         if self.end is not None:
             starts = (
                 is_first
-                or bool(COMMAND.match(text) or LAUNCHER.match(text))
+                or bool(COMMAND.match(text) or LAUNCHER.match(text) or NEW_PROCESS.match(text))
                 or (is_dump and self._is_new(number, text))
             )
         else:
@@ -129,7 +136,7 @@ class RunBounds:
 
 def may_start(text: str) -> bool:
     """Whether a line can be the first one of a run."""
-    return any(pattern.match(text) for pattern in (COMMAND, LAUNCHER, DUMP))
+    return any(pattern.match(text) for pattern in (COMMAND, LAUNCHER, NEW_PROCESS, DUMP))
 
 
 def shape_of(text: str) -> str:

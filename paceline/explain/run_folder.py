@@ -86,7 +86,9 @@ LOG_NAMES = re.compile(
     r"(?:\.(?:log|txt|out|err|output|stdout|stderr)(?:\.\d+)?(?:\.(?:gz|bz2|xz))?|(?:^|/)(?:stdout|stderr|slurm-\S+|log)|\.[oe]\d+)$"
 )
 ERROR_NAMES = re.compile(r"(?:^|[._-])error\.json$")
-RANK_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker|process|proc|task)[-_.]?(?P<rank>\d{1,6})(?!\d)", re.IGNORECASE)
+RANK_NAME = re.compile(
+    r"(?:^|[^a-z])(?:rank|worker(?:log)?|process|proc|task)[-_.]?(?P<rank>\d{1,6})(?!\d)", re.IGNORECASE
+)
 RANK_FILE = re.compile(
     r"(?:^|/)(?P<rank>\d{1,5})(?:/(?:stdout|stderr)\.log|\.(?:log|out|err|txt|error\.json)|/error\.json)$"
 )
@@ -359,7 +361,8 @@ def ranks_of(files: Sequence[Path]) -> list[int | None]:
     names = ["/".join(path.parts[-2:]) for path in files]
     matches = [RANK_NAME.search(name) or RANK_FILE.search(name) for name in names]
     ranks = [int(match["rank"]) if match else None for match in matches]
-    return ranks if len(files) == 1 or len(set(ranks) - {None}) > 1 else [None] * len(files)
+    is_one = len(files) == 1 and not files[0].stem.isdecimal()  # a number alone can be that of a job
+    return ranks if is_one or len(set(ranks) - {None}) > 1 else [None] * len(files)
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:

@@ -91,7 +91,7 @@ def judge_runs(runs: Sequence[Run]) -> int:
     """The place of the run that is asked about."""
     shown = [at for at, run in enumerate(runs) if run.counts]
     last = len(runs) - 1
-    just_began = runs[last].log.is_restart and not runs[last - 1].log.has_end
+    just_began = runs[last].log.is_later or (runs[last].log.is_restart and not runs[last - 1].log.has_end)
     if not shown or (just_began and runs[last].state == "silent"):
         return last
     at = shown[-1]
@@ -103,7 +103,7 @@ def judge_runs(runs: Sequence[Run]) -> int:
 def is_consequence(run: Run, before: Run) -> bool:
     """Whether a run failed because the run before it did, or is what was left of it."""
     cause = run.explanation.cause
-    if run.state != "failed" or cause == before.explanation.cause:
+    if run.state != "failed" or run.log.is_later or cause == before.explanation.cause:
         return False
     if cause == UNKNOWN:  # how a launcher reports the end of what failed before
         return all(record.kind != "exception" for record in run.log.records)

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from paceline.explain.explanation import Record
 from paceline.explain.frames import left_program_running
 from paceline.explain.lines import split_prefix
-from paceline.explain.log import Log
+from paceline.explain.log import PROMPT, Log
 from paceline.explain.matches import (
     EXIT_ZERO,
     IGNORABLE,
+    NOT_FOUND,
     WARNING_LINE,
     WENT_ON,
     is_serving,
@@ -52,6 +53,7 @@ SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in 
 ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
     r"(?i)terminat|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
+    rf"|{PROMPT.pattern}"
     r"|^\W*usage: \w|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^[ ~]*\^{3,}[ ~^]*$"
 )
 STACK_FRAME = re.compile(  # of C++ in several forms, of Java
@@ -133,6 +135,7 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
         for record in log.records
         if record.line > last_line - WENT_ON or not (passed is None or shape_of(record.text) in passed)
         if is_trouble(record.text) and not (left_program_running(record, log) or failed_at_import(record))
+        if not (NOT_FOUND.search(record.text) and record.line + WENT_ON < last_line)
     ]
 
 

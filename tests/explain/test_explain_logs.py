@@ -42,3 +42,9 @@ def test_a_log_folder_of_torchrun_is_read_with_its_error_files(tmp_path):
     )
     explanation = explain(tmp_path)
     assert (explanation.cause, explanation.rank) == ("disk-full", 1)
+
+
+def test_a_number_is_a_rank_only_among_several_files_and_paddle_s_workerlog_has_one(tmp_path):
+    for name, rank in (("17.log", None), ("workerlog.3", 3)):
+        (tmp_path / name).write_text(raised(None, OOM))
+        assert explain(tmp_path / name).rank == rank

@@ -145,3 +145,24 @@ def test_what_argparse_wrote_in_a_cell_that_later_ones_survived_is_history():
     failed = cell(1, f"usage: ipykernel_launcher.py [-h]\n{error}", error="SystemExit: 2")
     assert verdict(failed, cell(2, "12 rows\n")).cause == "healthy"
     assert verdict(failed).cause == "config-error"
+
+
+def test_a_viewer_of_a_log_that_was_left_is_no_stopped_run():
+    seen = "rows 12\n^C\n"
+    assert verdict(cell(1, "12 rows\n"), cell(2, STEPS + seen, source="!kubectl logs -f trainer")).cause == "healthy"
+    stopped = verdict(cell(1, "12 rows\n"), cell(2, STEPS + seen, source="!python train.py --dir logs"))
+    assert stopped.cause == "keyboard-interrupt"
+
+
+def test_a_traceback_that_a_cell_logged_before_it_worked_is_history_but_not_that_of_a_command():
+    trace = 'could not write the index\nTraceback (most recent call last):\n  File "a.py", line 3, in f\n    g()\n'
+    denied = trace + "PermissionError: [Errno 13] Permission denied: '/data/a.idx'\n"
+    for source, is_history in (("open_index()", True), ("!python a.py", False)):
+        cells = [cell(1, denied, source=source), cell(2, "12 rows\n")]
+        texts, _ = printed_outputs(json.dumps({"cells": cells}).encode())
+        assert (b"PermissionError" not in b"".join(texts)) == is_history
+
+
+def test_the_exit_code_of_a_job_that_has_none_yet_is_no_failure():
+    table = "Name         State      Exit code\n-----------  ---------  -----------\ntrainer      running\n"
+    assert verdict(cell(1, STEPS), cell(2, table + '"exitCode": null,\n')).cause == "healthy"

@@ -277,3 +277,34 @@ def test_behind_a_failed_import_settings_begin_a_run_and_other_output_is_another
     assert verdict(missing + settings + uncaught(OOM)).cause == "cuda-oom"
     assert verdict(missing + settings).cause == "import-error"
     assert verdict(OTHER_OUTPUT + missing + 3 * OTHER_OUTPUT).cause == "healthy"
+
+
+def test_a_run_that_begins_later_by_the_clock_or_by_its_process_leaves_an_uncaught_error_to_the_earlier_one():
+    at = "2026-03-0{} 10:00:00,000 - INFO - "
+    begin = "{0}reading the corpus of bird songs\n{0}model has 5,000 weights\n"
+    first, later = begin.format(at.format(1)), begin.format(at.format(2))
+    assert verdict(first + uncaught(OOM) + later).cause == "unknown"
+    assert verdict(first + uncaught(OOM) + first).cause == "cuda-oom"
+    joins = (
+        "I0305 10:00:0{}.250000 {} nccl_context.cc:83] init nccl context nranks: 2 local rank: 1 gpu id: 1 ring id: 0\n"
+    )
+    signal = "[SignalInfo: *** SIGTERM (@0x1f4) received by PID 977 (TID 0x7f) from PID 800 ***]"
+    stopped = f"FatalError: `Termination signal` is detected by the operating system.\n  {signal}\n"
+    assert verdict(joins.format(1, 811) + uncaught(OOM) + joins.format(9, 977)).cause == "unknown"
+    assert verdict(joins.format(1, 811) + stopped + joins.format(9, 977)).cause == "unknown"
+    both = joins.format(1, 811) + uncaught(OOM) + joins.format(9, 977) + stopped
+    assert verdict(both).cause == "preempted-sigterm"
+
+
+def test_a_run_begins_with_the_log_s_first_line_although_its_settings_differ():
+    handled = "ERROR - " + raised(None, BUG)
+    begin = "2026-03-0{} 10:00:00 - INFO - reading the corpus of songs\n2026-03-0{} 10:00:00 - INFO - Namespace(path='{}')\n"
+    runs = [begin.format(day, day, path) for day, path in ((1, "a"), (2, "bb"), (3, "bb"), (4, "bb"))]
+    explanation = verdict(runs[0] + runs[1] + runs[2] + handled + runs[3])
+    assert explanation.cause == "unknown"
+    assert "begins at line" in explanation.summary
+
+
+def test_a_module_that_python_2_does_not_find_ended_one_program_of_several():
+    missing = uncaught("ImportError: No module named pathlib").replace("    main()", "    import pathlib")
+    assert verdict(missing + 3 * OTHER_OUTPUT).cause == "healthy"

@@ -921,9 +921,30 @@ def test_the_rank_of_the_only_process_is_0():
     assert verdict("RANK and WORLD_SIZE in environ: 0/2\n" + bug).rank is None
 
 
-def test_deepspeed_s_launcher_names_the_rank_in_the_command_that_failed():
+def test_deepspeed_s_launcher_quotes_the_command_that_it_started_last_which_names_no_rank():
     line = "[ERROR] [launch.py:325:sigkill_handler] ['python3', '-u', 'train.py', '--local_rank=1'] exits with return code = -11\n"
-    assert (verdict(line).cause, verdict(line).rank) == ("sigsegv", 1)
+    assert (verdict(line).cause, verdict(line).rank) == ("sigsegv", None)
+
+
+def test_an_exception_behind_another_rank_s_warning_is_not_what_was_warned_of():
+    warning = "03/14 10:00:00 - WARNING - the decoder is deprecated\n"
+    later = "".join(f"rank {n} is gone\n" for n in range(50))
+    explanation = verdict(warning + raised(1, OOM) + raised(0, OOM) + later)
+    assert (explanation.cause, explanation.rank) == ("cuda-oom", 1)
+
+
+def test_a_row_of_a_table_of_the_environment_is_no_failure():
+    rows = "torchvision               0.15\nmylib._C                  not built correctly: No module named 'mylib._C'\n"
+    work = "".join(f"INFO - sample {n} has {n % 7} words\n" for n in range(20))
+    assert verdict(rows + "CUDA compiler             Not found\n" + work).cause == "healthy"
+
+
+def test_what_one_command_of_a_script_could_not_do_is_no_failure_where_the_script_goes_on():
+    work = "".join(f"INFO - sample {n} has {n % 7} words\n" for n in range(60))
+    failed = "mkdir: cannot create directory `/scratch/run7': Permission denied\n"
+    assert verdict(failed + work).cause == "healthy"
+    assert verdict(work + failed).cause == "permission-denied"
+    assert verdict("./all.sh: line 12: syntax error: unexpected end of file\n" + work).cause == "healthy"
 
 
 def test_the_output_of_monitors_shows_no_run():
@@ -1339,3 +1360,9 @@ def test_shells_launchers_and_empty_trainings_are_known(text, cause):
 def test_a_field_of_a_summary_that_was_never_computed_is_no_loss():
     text = "eval_avg_loss_per_sentence=1.62\neval_avg_loss_per_word=nan\nbest_loss_mean=1.63\nactual_iterations=86\n"
     assert verdict(text).cause != "loss-nan"
+
+
+def test_a_run_that_stands_at_a_debugger_s_prompt_is_not_healthy():
+    stops = "> /work/reward.py(53)score()\n-> row = rows[i]\n(Pdb) \n"
+    assert verdict(STEPS + "100%|##########| 105/105 [00:00<?, ?it/s]\n" + stops).cause == "unknown"
+    assert verdict(STEPS + stops + STEPS).cause == "healthy"

@@ -9,29 +9,15 @@ structlog, loguru (serialize=True), python-json-logger, Elastic's ECS and Google
 of metrics, stays as it is.
 """
 
-import bz2
-import codecs
-import csv
-import gzip
-import html
-import io
 import json
-import lzma
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
-from itertools import chain
-from typing import Any, AnyStr, BinaryIO
+from typing import Any, AnyStr
 
-from paceline.errors import PacelineError
 from paceline.terminal import STEERING
 
-CHUNK_BYTES = 1 << 21
-FORMAT_BYTES = 6  # at the start of a file, which show how it is compressed
-OPENERS: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
-UNPACKERS = {b"\x28\xb5\x2f\xfd": "zstd -dc", b"PK\x03\x04": "unzip -p"}  # commands for what explain does not unpack
 MAX_PREFIXES = 8  # on one line; real ones have four
 MAX_RANKS = 100_000
 DAYS_BEFORE_MONTH = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334)
@@ -113,15 +99,6 @@ SAMPLE_FIELDS = {"role", "messages", "prompt", "completion", "question", "task_i
 SHOWN_LEVEL = re.compile(r"(?i)(?:WARN(?:ING)?|ERROR|CRITICAL|FATAL)$")
 EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b")
 
-CSV_NAME = r'"?[\w@. ()/-]{1,60}"?'
-CSV_HEADER = re.compile(rf"{CSV_NAME}(?:,{CSV_NAME}){{1,60}}")
-MESSAGE_COLUMNS = ("message", "msg", "@message", "log", "line", "_raw", "textpayload", "jsonpayload.message", "content")
-TIME_COLUMN = re.compile(r"(?i)time|^date$|^ts$")
-
-START_BYTES = 4096  # of a log, which show its encoding
-UNPRINTED = bytes([*range(1, 7), *range(14, 27), *range(28, 32), 127])
-HTML_QUOTES = (b"&quot;", b"&#39;", b"&#x27;", b"&#34;", b"&lt;")
-HTML_ESCAPES = (*HTML_QUOTES, b"&gt;", b"&nbsp;", b"&amp;")
 
 Fields = Mapping[str, Any]
 
@@ -269,86 +246,3 @@ def has_word(text: AnyStr, words: Iterable[AnyStr]) -> bool:
         if word in text:
             return True
     return False
-
-
-def chunks_from(file: BinaryIO, *, name: str = "FILE") -> Iterator[bytes]:
-    """The bytes of an open file as they arrive, decompressed: a pipe returns what it has. name: for the shell."""
-    start = file.peek(FORMAT_BYTES)[:FORMAT_BYTES] if isinstance(file, io.BufferedReader) else b""
-    if unpacker := next((UNPACKERS[magic] for magic in UNPACKERS if start.startswith(magic)), None):
-        raise PacelineError(f"{name} is compressed", fix=f"{unpacker} {name} | paceline explain -")
-    opener = next((OPENERS[magic] for magic in OPENERS if start.startswith(magic)), None)
-    opened = opener(file) if opener else file
-    read = getattr(opened, "read1", opened.read)
-    while chunk := read(CHUNK_BYTES):
-        yield chunk
-
-
-def split_start(chunks: Iterable[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """The first START_BYTES or more of a log, and the chunks after them."""
-    iterator = iter(chunks)
-    first = b""
-    while len(first) < START_BYTES and (chunk := next(iterator, None)) is not None:
-        first += chunk
-    return first, iterator
-
-
-def is_utf16(first: bytes) -> bool:
-    start = first[:START_BYTES]
-    return start.startswith((b"\xff\xfe", b"\xfe\xff")) or (
-        0.4 < start.count(0) / max(1, len(start)) < 0.7 and len(start) > 8
-    )
-
-
-def is_binary(first: bytes) -> bool:
-    """Whether a file that starts like this is no text: control characters that no program prints. NULs can be a hole in a log."""
-    text = first.replace(b"\0", b"")
-    num_control = len(text) - len(text.translate(None, UNPRINTED))
-    return num_control > 4 + len(text) / 30 and not is_utf16(first)
-
-
-def as_text(first: bytes, others: Iterator[bytes]) -> Iterator[bytes]:
-    """Yields what a program printed, of a log in UTF-16 (PowerShell's >), in HTML, in one string, or in a log viewer's CSV."""
-    chunks = chain([first], others)
-    if not is_utf16(first):
-        if column := message_column(first):
-            yield from exported_messages(b"".join(chunks), column)
-        else:
-            yield from map(replacement_for(first), chunks)
-        return
-    is_big = first.startswith(b"\xfe\xff") or (not first.startswith(b"\xff\xfe") and first[:1] == b"\0")
-    for text in codecs.iterdecode(chunks, "utf-16-be" if is_big else "utf-16-le", "replace"):
-        yield text.encode("utf-8", "replace")
-
-
-def replacement_for(first: bytes) -> Callable[[bytes], bytes]:
-    """Returns what undoes the escapes of a log that starts like this: HTML's, or those of a string with all its lines."""
-    escapes: dict[bytes, bytes] = {}
-    if first.count(b"\n") < 3 < first.count(b"\\n") / 2:
-        escapes = {b"\\r\\n": b"\n", b"\\n": b"\n", b"\\t": b"\t", b'\\"': b'"'}
-    elif has_word(first, HTML_QUOTES):
-        escapes = {entity: html.unescape(entity.decode()).encode() for entity in HTML_ESCAPES}
-    return lambda chunk: reduce(lambda text, pair: text.replace(*pair), escapes.items(), chunk)
-
-
-def message_column(first: bytes) -> str:
-    """The column with the lines of a log in the CSV that starts like this; empty if it is none, such as a table of metrics."""
-    header = first.removeprefix(b"\xef\xbb\xbf").partition(b"\n")[0].decode("utf-8", "replace").strip()
-    if not CSV_HEADER.fullmatch(header):
-        return ""
-    columns = next(csv.reader([header]))
-    if not any(map(TIME_COLUMN.search, columns)):
-        return ""
-    return next((column for column in columns if column.strip().lower() in MESSAGE_COLUMNS), "")
-
-
-def exported_messages(content: bytes, column: str) -> Iterator[bytes]:
-    """Yields the messages of a log viewer's CSV, the oldest first."""
-    csv.field_size_limit(max(csv.field_size_limit(), len(content)))  # a message may be a whole traceback
-    lines, times = [], []
-    for row in csv.DictReader(io.StringIO(content.decode("utf-8-sig", "replace"), newline="")):
-        lines.append((row[column] or "").rstrip("\r\n"))
-        times.append(next((row[name] or "" for name in row if name and TIME_COLUMN.search(name)), ""))
-    if times and times[0] > times[-1]:
-        lines.reverse()
-    for line in lines:
-        yield line.encode("utf-8", "replace") + b"\n"

@@ -18,19 +18,9 @@ from paceline.explain.explanation import Record, RecordKind
 from paceline.explain.forwarded import ForwardedLines, WrappedLines, is_notebook, printed_outputs
 from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes, Start
 from paceline.explain.line_measures import StepLoss, in_english, read_step_and_loss, strip_bars
-from paceline.explain.lines import (
-    CHUNK_BYTES,
-    MAX_RANKS,
-    LogLine,
-    as_text,
-    has_word,
-    is_binary,
-    split_prefix,
-    split_start,
-    strip_escapes,
-    unwrap_json,
-)
+from paceline.explain.lines import MAX_RANKS, LogLine, has_word, split_prefix, strip_escapes, unwrap_json
 from paceline.explain.log import LAST_LINES, Log, OpenRun
+from paceline.explain.log_text import CHUNK_BYTES, as_text, is_binary, split_start
 from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, may_start, shape_of
 from paceline.explain.tracebacks import TracebackReader
 
@@ -293,7 +283,8 @@ class LogParser:
             start in ("first", "first two") and self._is_apart(number, line.time, start)
         ):
             self._begin_run(number)
-            self._run.is_restart, self._run.is_later = start is not None, start is not None and self._is_later(line.time)
+            self._run.is_restart = start is not None
+            self._run.is_later = self._run.is_restart and self._is_later(line.time)
         self._run.by_command = self._run.by_command or COMMAND.match(line.text) is not None
         self._run.is_later = self._run.is_later or NEW_PROCESS.match(line.text) is not None
         begins = start in ("two", "first two") or self._run.first_line == number

@@ -11,7 +11,7 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -50,9 +50,9 @@ from paceline.explain.explanation import (
     name_host,
 )
 from paceline.explain.line_filter import Shapes
-from paceline.explain.lines import chunks_from
 from paceline.explain.log import Log
 from paceline.explain.log_curves import judge_progress
+from paceline.explain.log_text import chunks_from, read_chunks
 from paceline.explain.reader import read_log
 from paceline.explain.recorded_end import apply_recorded_end, events_of, note_recoveries
 from paceline.explain.sentences import clean_values, fill_template
@@ -363,19 +363,6 @@ def ranks_of(files: Sequence[Path]) -> list[int | None]:
     ranks = [int(match["rank"]) if match else None for match in matches]
     is_one = len(files) == 1 and not files[0].stem.isdecimal()  # a number alone can be that of a job
     return ranks if is_one or len(set(ranks) - {None}) > 1 else [None] * len(files)
-
-
-def read_chunks(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, decompressed; read_log reads a compressed file that is incomplete as far as possible."""
-    try:
-        if path.is_fifo() and path.parts[1:2] != ("dev",):  # but for the shell's <(command), which has a writer
-            open_file(path)
-        with path.open("rb") as file:
-            yield from chunks_from(file, name=shlex.quote(str(path)))
-    except OSError as error:
-        raise PacelineError(
-            f"{path} cannot be read: {error.strerror or error}", fix="check the path and its permissions"
-        ) from error
 
 
 def read_error_file(path: Path, *, rank: int | None) -> list[Log]:

@@ -24,7 +24,7 @@ from paceline.errors import PacelineError
 from paceline.explain.event_files import Report, read_event_file, read_wandb_file
 from paceline.explain.explanation import CurveEvidence
 from paceline.explain.line_measures import ERROR_NAME, HELD_OUT_WORD
-from paceline.explain.lines import START_BYTES, message_column
+from paceline.explain.log_text import START_BYTES, message_column
 from paceline.noise import median
 from paceline.rundir import RunDir, open_file, read_json_lines
 from paceline.units import format_number_of, unix_time

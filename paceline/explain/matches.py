@@ -96,7 +96,7 @@ MESSAGE_TYPES = ("Error", "RuntimeError", "ValueError", "KeyError", "OSError", "
 PYTHON_MESSAGE = re.compile(  # what Python itself says about a mistake in code, without its type
     r"(?:\w+ index|\w+) out of range$|(?:float |integer )?(?:division|modulo)\b.* by zero|'\w+' object (?:is not|has no|cannot)"
     r"|unsupported operand|(?:name|local variable|cannot access local variable) '\w+' |'[\w.-]+'$|module '[\w.]+' has no attribute"
-    r"|(?:not enough|too many) values to unpack|invalid literal for|could not convert string|\S+\(\) (?:got|takes|missing)\b"
+    r"|(?:not enough|too many) values to unpack|invalid literal for|[Tt]he truth value of an? |could not convert string|\S+\(\) (?:got|takes|missing)\b"
 )
 PROGRAM_ENDED = re.compile(
     r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"
@@ -105,7 +105,7 @@ CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
 )
 FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog
-    r"Stop training$|terminating training|block: \[[\d,]+\], thread: \[[\d,]+\] Assertion "
+    r"[Ss]top [Tt]raining$|terminating training|block: \[[\d,]+\], thread: \[[\d,]+\] Assertion "
     r"|Watchdog caught collective operation timeout|taking the entire process down"
 )
 DIED = re.compile(r"\bdied with <Signals\.SIG")  # as Python reports the end of a child

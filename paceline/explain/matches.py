@@ -59,7 +59,7 @@ TYPED = re.compile(r"(?:-?(?:ba)?sh: )?[\w./-]+: command not found|zsh: command 
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
 SERVED, MIN_SERVED = re.compile(r'HTTP/\d(?:\.\d)?" 20\d\b'), 3  # a request that was answered, in a log's last lines
-WENT_ON, MIN_REPEATS = 40, 5  # lines; such about an item that was left out
+WENT_ON, BEFORE_DONE, MIN_REPEATS = 40, 8, 5  # lines; such about an item that was left out
 RECOVERED = (  # what a program does in place of what failed
     r"\b(?:proceed|continu)ing (?:without|anyway)\b|\bbut continuing\b|\bfall(?:ing|s) ?back (?:to|on)\b"
     r"|\b(?:going to|using) \S+ instead\b(?! of)|\btrying port \d|\bsome optimizations will not be enabled\b"
@@ -96,7 +96,8 @@ MESSAGE_TYPES = ("Error", "RuntimeError", "ValueError", "KeyError", "OSError", "
 PYTHON_MESSAGE = re.compile(  # what Python itself says about a mistake in code, without its type
     r"(?:\w+ index|\w+) out of range$|(?:float |integer )?(?:division|modulo)\b.* by zero|'\w+' object (?:is not|has no|cannot)"
     r"|unsupported operand|(?:name|local variable|cannot access local variable) '\w+' |'[\w.-]+'$|module '[\w.]+' has no attribute"
-    r"|(?:not enough|too many) values to unpack|invalid literal for|[Tt]he truth value of an? |could not convert string|\S+\(\) (?:got|takes|missing)\b"
+    r"|(?:not enough|too many) values to unpack|invalid literal for|could not convert string|[Tt]he truth value of an? "
+    r"|\S+\(\) (?:got|takes|missing)\b"
 )
 PROGRAM_ENDED = re.compile(
     r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"
@@ -319,10 +320,17 @@ def is_of_item(record: Record) -> bool:
 
 
 def lines_before_done(log: Log) -> range:
-    """The lines that "done" vouches for: a shell script also says it behind a program that has failed."""
+    """The lines that "done" vouches for: a script also says it behind a program that has failed, or an error that it caught."""
     end = log.progress.done_line or 0
-    exits = (record for record in log.records if record.kind in ("exit", "signal") and is_failure(record))
-    return range(max((record.line + 1 for record in exits if record.line < end), default=0), end)
+    failures = (record for record in log.records if record.line < end and is_failure(record))
+    ends = (item.line for item in failures if item.kind in ("exit", "signal") or is_last_word(item, end, log))
+    return range(max(ends, default=-1) + 1, end)
+
+
+def is_last_word(record: Record, end: int, log: Log) -> bool:
+    """Whether a traceback stands right before "done", with hardly any progress between."""
+    is_near = end - record.line - record.text.count("\n") <= BEFORE_DONE
+    return bool(record.frames) and is_near and len(log.steps_after(record)) < STEPS_AFTER
 
 
 def as_ended(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:

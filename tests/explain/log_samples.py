@@ -16,6 +16,7 @@ PEER = (
     "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:12455."
     " This is typically caused by a remote worker crashing"
 )
+OTHER_LINES = "".join(f"INFO: writing file {number}\n" for number in range(9))  # a program goes on without steps
 STEPS = "".join(f"step {step:05d}/00100 | loss {3 - step / 50:.3f}\n" for step in range(10))
 
 

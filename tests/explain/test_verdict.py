@@ -1,7 +1,7 @@
 """The verdict: the first event, its rank, its consequences, and logs that are healthy or have an unknown failure."""
 
 import pytest
-from log_samples import OOM, PEER, STEPS, raised
+from log_samples import OOM, OTHER_LINES, PEER, STEPS, raised
 
 from paceline.explain.reader import read_log
 from paceline.explain.sentences import clean_values, fill_template
@@ -361,7 +361,8 @@ def test_a_log_that_ends_inside_a_traceback_is_no_healthy_one():
 
 def test_a_wrapper_that_prints_finished_does_not_undo_the_exception_that_ended_its_program():
     lines = ["Traceback (most recent call last):", '  File "{file}", line 179, in {name}', "    main(args)"]
-    text = "\n".join([*lines, "RuntimeError: expected scalar type Float but found BFloat16", "Training finished.", ""])
+    error = "RuntimeError: expected scalar type Float but found BFloat16"
+    text = "\n".join([*lines, error, OTHER_LINES, "Training finished.", ""])
     assert verdict(text.format(file="train.py", name="<module>")).cause == "dtype-mismatch"
     assert verdict(text.format(file="train.py", name="run_trial")).cause == "healthy"  # somebody caught it
 
@@ -967,6 +968,12 @@ def test_a_script_that_says_done_behind_a_launcher_s_failure_is_no_sign_of_succe
     )
     assert verdict(STEPS + raised(None, worker) + ends).cause == "dataset-missing"
     assert verdict(raised(None, worker) + STEPS + "Done.\n").cause == "healthy"
+
+
+def test_a_program_that_says_done_right_behind_a_traceback_has_not_done_its_work():
+    caught = "Traceback for the error!\n" + raised(None, BUG) + "Restarting training ...\n"
+    assert verdict(STEPS + caught + "Finished training!\n").cause == "user-code-exception"
+    assert verdict(STEPS + caught + OTHER_LINES + "Finished training!\n").cause == "healthy"
 
 
 def test_an_error_that_the_run_has_survived_twice_does_not_end_it_the_third_time():

@@ -14,7 +14,5 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    atexit.register(
-        gc.freeze
-    )  # the interpreter's exit then need not visit torch's objects, where a command has imported it
+    atexit.register(gc.freeze)  # the interpreter's exit then need not visit torch's objects
     run_command_line()

@@ -1,5 +1,7 @@
 """paceline trains GPT-style language models on the GPUs a person has."""
 
+import atexit
+import gc
 import sys
 
 __version__ = "0.1.0"
@@ -12,4 +14,5 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    atexit.register(gc.freeze)  # the interpreter's exit then need not visit torch's objects
     run_command_line()

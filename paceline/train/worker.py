@@ -50,6 +50,7 @@ from paceline.train.setup import choose_compile, make_model, resume, rng_pieces,
 from paceline.train.trouble import LossTrouble, answer_trouble, load_skipped
 from paceline.units import format_bytes
 
+gc.freeze()  # what torch made stays to the end: no later collection needs to visit it
 gc.enable()
 
 # B rows in a micro-batch, T tokens in a row

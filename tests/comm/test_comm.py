@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from paceline.cli import run_command
 from paceline.comm.analysis import LinkRate, format_comm, make_results
 from paceline.comm.session import CommFailed, check_ranks, links_between, measure_comm
 from paceline.command_line import parse
@@ -74,8 +75,12 @@ def during_checks(folder: Path, act: Callable[[Path], None]) -> threading.Thread
 
 @pytest.mark.dist
 @pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.soak)])
-def test_ranks_have_right_results_and_figures_of_every_collective_and_pair(nproc, tmp_path):
-    results = measure_comm(cpu(nproc), cache_dir=tmp_path, **SMALL)
+def test_ranks_have_right_results_and_figures_of_every_collective_and_pair(nproc, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "paceline.comm.session.measure_comm", lambda config, **keys: measure_comm(config, **keys | SMALL)
+    )
+    assert run_command(["comm", "--json", "--device=cpu", f"--nproc={nproc}", f"--cache-dir={tmp_path}"]) == 0
+    results = json.loads(capsys.readouterr().out)
     assert (results["right"], results["world_size"], results["backend"], results["wrong"]) == (True, nproc, "gloo", [])
     assert results["dtypes"] == ["fp32", "bf16", "fp16", "fp64", "int64", "uint8"]
     assert list(results["collectives"]) == ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]

@@ -5,6 +5,7 @@ A walk is one rank of a run that does not exist. It tells which graphs are compi
 card, copies to the card, collectives in order with their bytes, and the dtypes of products.
 """
 
+import gc
 import tempfile
 import threading
 import time
@@ -114,6 +115,7 @@ class CardGPT(setup.GPT):
 def main(*walks: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the facts of each walk. walks: the arguments of `walk`."""
     prepare()
+    gc.freeze()  # what torch and its compiler made: collections need not visit it
     keeper = GraphKeeper()
     facts = []
     for settings in walks:

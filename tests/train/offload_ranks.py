@@ -68,15 +68,16 @@ def run_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
         for name, keys in WAYS.items()
         for offload in OFFLOADS
     }
-    path = folder / f"{world_size}-{rank}.pt"
-    torch.save(facts, path)
+    resumed = ("muon bf16 optimizer", "muon bf16 full")
+    saved_here = {(name, offload): facts[name, offload]["checkpoint"] for name in resumed for offload in OFFLOADS}
+    torch.save(saved_here, folder / f"{world_size}-{rank}.pt")
     if world_size > 1:
         dist.barrier()
     for saved_by in sorted({1, world_size}):
         ranks = [torch.load(folder / f"{saved_by}-{other}.pt") for other in range(saved_by)]
-        for name in ("muon bf16 optimizer", "muon bf16 full"):
+        for name in resumed:
             for saved_with in OFFLOADS:
-                saved = whole([one[name, saved_with]["checkpoint"] for one in ranks])
+                saved = whole([one[name, saved_with] for one in ranks])
                 for offload in OFFLOADS:
                     plan = plan_with(offload, world_size, **WAYS[name])
                     facts[name, saved_by, saved_with, offload] = steps_of(rank, plan, saved=saved)

@@ -63,6 +63,14 @@ def test_text_behind_an_open_progress_bar_is_read_without_the_bar():
     assert (record.text, record.step) == ("ValueError: sample 1841 has 3 fields", 60)
 
 
+def test_what_fish_says_of_a_process_behind_an_open_progress_bar_is_a_signal():
+    bar = "Stepping through batches:   0%|          | 0/1 [00:00<?, ?it/s]"
+    [record] = read(
+        bar + "fish: Job 1, 'python train.py' terminated by signal SIGSEGV (Address boundary error)\n"
+    ).records
+    assert (record.kind, record.text[:11]) == ("signal", "fish: Job 1")
+
+
 def test_carriage_returns_separate_lines_but_line_numbers_count_newlines():
     log = read("x\r1%|  | 1/9\r2%|  | 2/9\r\n" + TRACEBACK)
     assert exceptions(log)[0].line == 2

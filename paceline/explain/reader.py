@@ -244,7 +244,8 @@ class LogParser:
 
     def _read_progress(self, number: int, raw: bytes) -> None:
         self._num_progress += 1
-        for part in unwrap_json(raw) if has_word(raw, USUAL_PROGRESS) or PROGRESS_WORD.search(raw) else ():
+        shows_progress = has_word(raw, USUAL_PROGRESS) or PROGRESS_WORD.search(raw, 0, MAX_LINE_BYTES)
+        for part in unwrap_json(raw) if shows_progress else ():
             text, bar = strip_bars(strip_escapes(part[:MAX_LINE_CHARS].decode("utf-8", "replace")))
             self._add_progress(number, split_prefix(text), bar)
 

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,17 @@ def test_a_log_that_only_another_program_can_unpack_is_refused_with_its_command(
     assert capsys.readouterr().err.splitlines() == [
         f"error: '{path}' is compressed",
         f"  fix: zstd -dc '{path}' | paceline explain -",
+    ]
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
+def test_an_archive_is_refused_with_the_commands_that_unpack_and_explain_it(mode, log, tmp_path, capsys):
+    with tarfile.open(path := tmp_path / "logs.tgz", mode) as archive:
+        archive.add(log)
+    assert run_command(["explain", str(path)]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: {path} is an archive of files",
+        f"  fix: mkdir logs && tar -xf {path} -C logs && paceline explain logs",
     ]
 
 

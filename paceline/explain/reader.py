@@ -130,9 +130,8 @@ class LogParser:
         # of this block, and the first that the run's last lines do not have yet
         self._lines: tuple[Sequence[int], list[bytes], int] = ((), [], 0)
         self._pending = 0  # lines at the start of the next block that follow a selected one
-        self._waiting: deque[tuple[int, bytes]] = deque(
-            maxlen=PROGRESS_LINES
-        )  # skipped last; parsed before the next event
+        # skipped last; parsed before the next event
+        self._waiting: deque[tuple[int, bytes]] = deque(maxlen=PROGRESS_LINES)
         self._num_progress = 0  # lines read for progress
         self._snippet_rank: int | None = None
         self._banner_rank: int | None = None

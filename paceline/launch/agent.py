@@ -151,9 +151,8 @@ def start_engine(job: dict[str, Any]) -> subprocess.Popen[bytes]:
     logs_dir.mkdir(parents=True, exist_ok=True)
     names = ("command", "nproc", "logs_dir", "run_id", "stop_grace_s", "libuv", "rendezvous")
     engine_job = {key: job[key] for key in names}
-    fds = (
-        () if job["lock_fd"] is None else (job["lock_fd"],)
-    )  # the run stays locked until engine and workers have ended too
+    # the run stays locked until engine and workers have ended too
+    fds = () if job["lock_fd"] is None else (job["lock_fd"],)
     if job["rendezvous"] and job["rendezvous"]["index"] == 0:
         listener = listen(job["rendezvous"]["host"], job["rendezvous"]["ports"])
         port, fd = listener.getsockname()[1], listener.detach()

@@ -88,9 +88,8 @@ def write_part(save: PendingSave) -> None:
     """Writes this rank's file, then the JSON that marks it as whole. A rank that owns nothing writes the JSON alone."""
     save.directory.mkdir(exist_ok=True)  # a run folder that has vanished is not made again
     save.folder.mkdir(exist_ok=True)
-    given_up = (
-        save.folder / GIVEN_UP
-    )  # rank 0 did not wait, and removes all parts: no useless file may stay on a full disk
+    # rank 0 did not wait, and removes all parts: no useless file may stay on a full disk
+    given_up = save.folder / GIVEN_UP
     try:
         files = {save.file.name: asdict(write_shard(save.file, save.tensors))} if save.tensors else {}
         write_atomic(save.file.with_suffix(".json"), json.dumps({"files": files, "tensors": save.entries}))

@@ -233,8 +233,8 @@ def normalize(args: Sequence[str], *, command: str, options: type) -> list[str]:
     while remaining:
         argument = remaining.pop(0)
         is_option = argument.startswith("-") and argument != "-"
-        if has_script and (not is_option or argument in ("--", "-m")):
-            others = remaining if argument == "--" else [argument, *remaining]
+        if argument == "--" or (has_script and (not is_option or argument == "-m")):
+            others += remaining if argument == "--" else [argument, *remaining]
             break
         if not is_option:
             others.append(argument)

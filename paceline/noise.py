@@ -22,9 +22,8 @@ STILL_CHANGE, STILL_ERROR = 0.004, 0.0016  # of the level: between thirds of a c
 MIN_LEVEL, STUCK_FALL = 6, 0.01  # points of a third; the share of the level, from the first points
 SAME_VALUES, MIN_PERIOD = 20, 6  # in a row; points of an epoch that is repeated
 EVEN_RISES, MAX_EVEN_RISES = 5, GROWTH_BLOCKS * MIN_BLOCK - 2  # in a row, of a curve too short for such blocks
-MAX_PAUSE = (
-    10  # times the usual time between two lines: an evaluation; beyond it the machine slept, or its clock was set
-)
+# times the usual time between two lines: an evaluation; beyond it the machine slept, or its clock was set
+MAX_PAUSE = 10
 EVENNESS = 4  # times that one of them may be as large or small as their median
 MIN_RISES, FEW_RISE = 2, 0.3  # of few points: one after the other, and all of them as a share of the lowest
 MIN_POINTS, JUMP_FROM, Z_FALL = 20, 10, 2.0  # of a curve that is judged; of one before a jump; standard errors

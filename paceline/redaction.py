@@ -18,12 +18,10 @@ SET = "set"  # in place of a secret
 PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:(?s:.{0,8000}?)-----END [A-Z ]*PRIVATE KEY-----|[A-Za-z0-9+/=\s\\]*)"
 )
-URL_LOGIN = re.compile(
-    r"(?<=://)(?:[^\s/?#'\"]*@|[^\s/:@'\"]+:(?!\d+/)[^\s@'\"<>]+@)"
-)  # user:password@, or a token alone
-BARE_LOGIN = re.compile(
-    r"(?<![\w:/@.+-])[\w.+-]{1,64}:(?=[^\s@/:]*\d)[^\s@/:'\"]{4,99}@(?=[\w-]+\.\w)"
-)  # without a scheme
+# user:password@, or a token alone
+URL_LOGIN = re.compile(r"(?<=://)(?:[^\s/?#'\"]*@|[^\s/:@'\"]+:(?!\d+/)[^\s@'\"<>]+@)")
+# without a scheme
+BARE_LOGIN = re.compile(r"(?<![\w:/@.+-])[\w.+-]{1,64}:(?=[^\s@/:]*\d)[^\s@/:'\"]{4,99}@(?=[\w-]+\.\w)")
 LOGIN_FLAG = re.compile(r"(?<!\S)((?:-u|--user|--proxy-user)[ =]+['\"]?)[^\s:'\"]+:[^\s'\"]+")
 WEBHOOK = re.compile(
     r"(?i)((?:hooks\.slack\.com|discord(?:app)?\.com/api(?:/v\d+)?/webhooks|webhook\.office\.com|chat\.googleapis\.com/v1"

@@ -186,10 +186,11 @@ def problem_of(error: OSError) -> PacelineError:
 
 
 class TolerantStream:
-    """A stream that raises nothing: it is silent once its reader has gone, and loses lines on a full disk."""
+    """A stream that raises nothing: it is silent once its reader has gone, and loses lines on a full disk, its `problem`."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
+        self.problem: str | None = None
 
     def write(self, text: str) -> int:
         with self._tolerance():
@@ -207,6 +208,7 @@ class TolerantStream:
         try:
             yield
         except OSError as error:
+            self.problem = error.strerror if error.errno in NO_SPACE else self.problem
             if error.errno not in but:
                 silence(self._stream)
 

@@ -210,7 +210,6 @@ def test_a_value_reaches_its_option_as_it_was_typed(value):
         ("plan", options.PlanOptions, ["--gpu", "-m", "x"], "--gpu has no value"),
         ("plan", options.PlanOptions, ["--depth 8"], "unknown option --depth 8"),
         ("plan", options.PlanOptions, ["-5"], "unknown option -5"),
-        ("explain", options.ExplainOptions, ["--", "--json"], "unknown option --"),
         ("run", options.ScriptOptions, ["--name", "-m", "train.py"], "--name has no value"),
         ("run", options.ScriptOptions, ["--nproc", "-m", "x"], "--nproc has no value"),
         ("plan", options.PlanOptions, ["--config=a", "--config", "b"], "--config is given twice"),
@@ -220,6 +219,12 @@ def test_what_begins_with_a_dash_is_an_option_unless_it_is_a_value(command, take
     with pytest.raises(UsageError) as error:
         parse(line, command=command, options=takes)
     assert error.value.message == message
+
+
+def test_behind_two_dashes_a_name_may_begin_with_a_dash():
+    args = parse(["--json", "a.log", "--", "-x.log", "--json"], command="explain", options=options.ExplainOptions)
+    assert (args.json, args.logs) == (True, ("a.log", "-x.log", "--json"))
+    assert parse(["--", "-x"], command="runs show", options=run_options.RunsShowOptions).run == "-x"
 
 
 @pytest.mark.parametrize("line", [["--depth", "--help"], ["--depth", "x", "-h"], ["--help", "--nonsense"]])

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 TOKENIZER_FILE = "tokenizer.json"  # in a prepared folder
-SAMPLE_TEXT = (
-    "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"  # shows how a tokenizer cuts
-)
+# shows how a tokenizer cuts
+SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
 BOS = "<|bos|>"
 # the token between documents, by its names in tokenizers made elsewhere; the first that exists is taken
 SEPARATORS = (BOS, "<|endoftext|>", "<|begin_of_text|>", "<s>", "<bos>", "</s>", "<eos>", "<|end_of_text|>", "[CLS]")

@@ -69,9 +69,8 @@ class LineFilter:
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
         self._ignored: set[bytes] = set()  # plain ones, and those that were parsed often enough
-        self._start: tuple[
-            bytes, ...
-        ] = ()  # the shapes of the log's first lines, up to the first traceback or progress
+        # the shapes of the log's first lines, up to the first traceback or progress
+        self._start: tuple[bytes, ...] = ()
         self._has_start = False  # these are complete
         self._failed_at_start = False  # a traceback comes behind them
         self._before = b""  # the last shape of the lines before

@@ -17,9 +17,8 @@ BAR = re.compile(
     r"(?:[^\s|%][^|%]{0,80}?: +)? {0,3}(?P<percent>\d{1,3})%\|[^|]*"
     r"\|? {0,2}(?P<at>[\d.,]+[kMG]?)/(?P<of>[\d.,]+[kMG]?)(?: \[[^\]]*(?:\]|$)|)"
 )
-COUNTER = re.compile(
-    r"(?:[^\s|%][^|%]{0,80}?: +)? {0,3}(?P<at>\d+)it \[\d+:\d\d[^\]]*(?:\]|$)"
-)  # tqdm's, without a total
+# tqdm's, without a total
+COUNTER = re.compile(r"(?:[^\s|%][^|%]{0,80}?: +)? {0,3}(?P<at>\d+)it \[\d+:\d\d[^\]]*(?:\]|$)")
 PREPARATION = re.compile(  # the bar of what comes before training, or beside it, also behind a logger's prefix
     r"(?:.*: )?\W*(?:Running tokeniz"
     r"|(?:Up|Down)?[Ll]oad|Fetch|Map|Tokeniz|Generating (?:\w+ split|partition)|Filter|Resolv|Prepar|Extract|Convert"
@@ -223,9 +222,8 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     elif loss is None:
         loss = read_value(SHORT_LOSS.search(text))
     if loss == 0 and "reward" in lowered and lowered.count("nan") == 1:
-        grad_norm = (
-            None  # of GRPO, whose loss is 0 by design: while rewards and KL are finite, only the step is skipped
-        )
+        # of GRPO, whose loss is 0 by design: while rewards and KL are finite, only the step is skipped
+        grad_norm = None
     name = name_of(loss_match) if loss_match else "loss"
     name = "eval_loss" if EVALUATION.match(text) else name
     if loss is not None and loss < 0 and "entropy" in lowered:

@@ -59,6 +59,9 @@ def chunks_from(file: BinaryIO, *, name: str = "FILE") -> Iterator[bytes]:
     opened = opener(file) if opener else file
     read = getattr(opened, "read1", opened.read)
     while chunk := read(CHUNK_BYTES):
+        if chunk[257:262] == b"ustar":
+            fix = f"mkdir logs && tar -xf {name} -C logs && paceline explain logs"
+            raise PacelineError(f"{name} is an archive of files", fix=fix)
         yield chunk
 
 

@@ -131,9 +131,8 @@ class LogParser:
         # of this block, and the first that the run's last lines do not have yet
         self._lines: tuple[Sequence[int], list[bytes], int] = ((), [], 0)
         self._pending = 0  # lines at the start of the next block that follow a selected one
-        self._waiting: deque[tuple[int, bytes]] = deque(
-            maxlen=PROGRESS_LINES
-        )  # skipped last; parsed before the next event
+        # skipped last; parsed before the next event
+        self._waiting: deque[tuple[int, bytes]] = deque(maxlen=PROGRESS_LINES)
         self._num_progress = 0  # lines read for progress
         self._snippet_rank: int | None = None
         self._banner_rank: int | None = None
@@ -245,7 +244,8 @@ class LogParser:
 
     def _read_progress(self, number: int, raw: bytes) -> None:
         self._num_progress += 1
-        for part in unwrap_json(raw) if has_word(raw, USUAL_PROGRESS) or PROGRESS_WORD.search(raw) else ():
+        shows_progress = has_word(raw, USUAL_PROGRESS) or PROGRESS_WORD.search(raw, 0, MAX_LINE_BYTES)
+        for part in unwrap_json(raw) if shows_progress else ():
             text, bar = strip_bars(strip_escapes(part[:MAX_LINE_CHARS].decode("utf-8", "replace")))
             self._add_progress(number, split_prefix(text), bar)
 

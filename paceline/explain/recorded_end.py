@@ -5,6 +5,7 @@ A stop that somebody asked for is no failure. A supervisor that was killed recor
 verdict from being written.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,11 @@ PREEMPTED, KILLED, PEER_DIED, UNKNOWN = "preempted-sigterm", "killed-from-outsid
 AFTERMATH = {PREEMPTED, PEER_DIED, "terminal-hangup"}
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE", "SIGXCPU"}
 FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any output
-HANG_LINES = ("mark:", "State:", "File ")  # of hangs/<attempt>/<rank>.txt
+HANG_LINES = (  # of hangs/<attempt>/<rank>.txt: the heartbeat, the process, and the first frame of faulthandler or py-spy
+    re.compile(r"mark: (?!none)"),
+    re.compile(r"State:"),
+    re.compile(r'File "|\S.* \([^()]+:\d+\)$'),
+)
 
 
 def events_of(all_events: Iterable[Mapping[str, Any]], attempt: int) -> list[Mapping[str, Any]]:
@@ -126,7 +131,7 @@ def hang_evidence(run: RunDir, attempt: int, rank: int | None) -> list[Evidence]
         lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
         return []
-    firsts = [next((i for i, line in enumerate(lines) if line.startswith(start)), None) for start in HANG_LINES]
+    firsts = [next((i for i, line in enumerate(lines) if pattern.match(line)), None) for pattern in HANG_LINES]
     source = str(path.relative_to(run.path))
     return [Evidence(i + 1, lines[i], rank, source) for i in sorted(i for i in firsts if i is not None)]
 

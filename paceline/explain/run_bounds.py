@@ -55,9 +55,8 @@ def ended_program(record: Record) -> bool:
 
 def failed_at_import(record: Record) -> bool:
     """Whether a script ended at one of its own imports, before it had done anything."""
-    is_missing = record.text.startswith(
-        ("ModuleNotFoundError", "ImportError: No module named")
-    )  # the latter of Python 2
+    # the latter of Python 2
+    is_missing = record.text.startswith(("ModuleNotFoundError", "ImportError: No module named"))
     return is_missing and len(record.frames) == 1 and ended_program(record)
 
 

@@ -57,7 +57,7 @@ from paceline.explain.reader import read_log
 from paceline.explain.recorded_end import apply_recorded_end, events_of, note_recoveries
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import is_metric_file, is_no_log, read_series
-from paceline.explain.several_runs import choose_runs, explain_chosen, reach_verdict
+from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, reach_verdict
 from paceline.explain.verdict import UNKNOWN
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import (
@@ -291,6 +291,10 @@ def explain(source: Iterable[bytes] | Path) -> Explanation:
 
 def explain_files(files: Sequence[Path]) -> Explanation:
     """Explains logs with what lies beside them, files with metrics, or both; what a log shows stays the cause."""
+    job_files, other_jobs = newest_job(files)
+    if other_jobs:
+        explanation = explain_files(job_files)
+        return replace(explanation, notes=(*explanation.notes, other_jobs))
     metrics = {path for path in files if is_metric_file(path)}
     texts = [path for path in files if path not in metrics and not RAS_NAME.search(path.name)]
     runs = choose_runs([*read_files(texts), *companion_logs(files)])

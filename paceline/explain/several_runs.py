@@ -3,10 +3,14 @@ Which run of a log an explanation is about, and the sentences on the log's other
 
 A log may hold several runs: restarts that append to it, the programs of a script, the steps of a Slurm job. Each is explained
 alone. The answer is that of the last one that did any work or failed, or of an earlier one that made it fail.
+The logs of several jobs in one folder are several runs too: the answer is that of the newest.
 """
 
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from paceline.explain.catalogue import load_catalogue
@@ -21,6 +25,12 @@ from paceline.units import format_number_of
 # that an earlier program of a script may not have written
 MISSING_FILES = {"checkpoint-missing-or-perm", "dataset-missing"}
 MAX_TOLD = 3  # causes of other runs in one sentence
+JOB_NAME = re.compile(  # with the number of a job: slurm-100.out, train-100.err, train.o100, 100.out, 100_0_log.out
+    r"(?:slurm-(?P<slurm>\d+)"
+    r"|(?!.*(?i:20\d\d[-_]?[01]\d|nccl|rank|worker|proc|task|pid|host|node|gpu|part|step|epoch))"
+    r"(?:.*[-_.][oe]?)?(?P<job>[1-9]\d*))(?:[-_.]\d{1,4})?(?:_log)?(?:\.(?:out|err|log|txt|gz|bz2|xz))*"
+)
+MIN_JOB = 100  # smaller numbers may be those of ranks, but for Slurm's own names
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,20 @@ def choose_runs(logs: Sequence[Log]) -> Chosen:
 def explain_chosen(runs: Chosen, values: Mapping[str, str]) -> Explanation:
     explanation = explain_one_run(runs.logs, values)
     return replace(explanation, notes=(*explanation.notes, *runs.notes))
+
+
+def newest_job(files: Sequence[Path]) -> tuple[list[Path], str]:
+    """The files of the newest job and those of none, where names have the numbers of several; a sentence on the other jobs."""
+    matches = {path: match for path in files if (match := JOB_NAME.fullmatch(path.name))}
+    jobs = {path: int(match["slurm"] or match["job"]) for path, match in matches.items()}
+    newest, *others = sorted(set(jobs.values()), reverse=True) or [0]
+    if not others or any(match["job"] and jobs[path] < MIN_JOB for path, match in matches.items()):
+        return list(files), ""
+    logs = [[str(path) for path in jobs if jobs[path] == job] for job in others[:MAX_TOLD]]
+    commands = ", ".join(f"`{shlex.join(['paceline', 'explain', *names])}`" for names in logs)
+    more = f" and {len(others) - MAX_TOLD} older" if len(others) > MAX_TOLD else ""
+    note = f"these are the logs of {len(others) + 1} jobs, and {newest}, the newest, is explained; the others: {commands}{more}"
+    return [path for path in files if jobs.get(path, newest) == newest], note
 
 
 def split_runs(log: Log) -> list[Run]:

@@ -57,9 +57,8 @@ WRAPPER = re.compile(
     r"|^torch\.distributed\.elastic\S*SignalException"
 )
 SPAWN_CHILD = re.compile(r"multiprocessing[/\\](?:spawn|forkserver)\.py\"?.* in (?:_main|spawn_main|main)")
-UNREADABLE = re.compile(
-    r"EOFError\b|\S*UnpicklingError: pickle data was truncated"
-)  # what a parent did not finish to send
+# what a parent did not finish to send
+UNREADABLE = re.compile(r"EOFError\b|\S*UnpicklingError: pickle data was truncated")
 ASSERTION = re.compile(r"^\W*(?:\d+\W+)?assert\b\s*(?P<expression>.+)")
 RAISED = re.compile(
     r"\W*(?:\d+\W+)?raise (?P<type>[A-Z][\w.]*)\(f?(?P<quote>['\"])(?P<message>.+?)(?:(?P=quote)\)?)?\s*$"
@@ -103,9 +102,8 @@ class TracebackReader:
     def __init__(self) -> None:
         self._open: dict[str, Unfinished] = {}
         self._ignored: dict[str, int] = {}  # by stream: the line that announced one
-        self._hooks: dict[
-            str, Record
-        ] = {}  # by stream: sys.excepthook failed, the exception that it was called for follows
+        # by stream: sys.excepthook failed, the exception that it was called for follows
+        self._hooks: dict[str, Record] = {}
         self._assertions: dict[str, list[str]] = {}  # by stream: a source line whose traceback lacks its first lines
         self._cut: list[Record] = []  # errors of which the end is missing
         self._stacks: set[str] = set()  # streams that are printing a stack dump
@@ -173,9 +171,8 @@ class TracebackReader:
             error = self._start(number, line, step)
             error.has_header, named = True, text[: header.start()].strip()
             error.type = named if named and EXCEPTION.fullmatch(named) else ""
-            return not MESSAGE_BEFORE.search(
-                text[: header.start()]
-            )  # a logger's own sentence, with the error behind it
+            # a logger's own sentence, with the error behind it
+            return not MESSAGE_BEFORE.search(text[: header.start()])
         elif not frame:
             return self._is_message(number, line, step)
         elif key in self._open or key not in self._stacks:

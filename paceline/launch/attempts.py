@@ -6,6 +6,7 @@ SIGTERM end an attempt (launch/supervisor.py) or the wait before the next one. N
 """
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -126,6 +127,9 @@ def finish_job(job: Job, services: Services, signals: StopSignals) -> tuple[int,
         else:
             lines = job.closing_lines(outcome, seconds=time.monotonic() - started, time_line=time_line)
         job.show([*lines, *notes], exit_code=exit_code)
+        if problem := getattr(sys.stdout, "problem", None):
+            lost = f"a part of the output could not be written ({problem})"
+            print(f"note    {lost}: that of the ranks is in {job.run.logs(outcome.attempt)}", file=sys.stderr)
     return exit_code, reason
 
 

@@ -39,14 +39,8 @@ PREPARE_BYTES = 4 * GIB  # while the text becomes tokens
 BYTES_PER_TOKEN = 8  # text, and its tokens as shards
 SMALL_TEXT_BYTES = 256 * MIB  # builtin
 MAX_NAME = 40  # schedulers append to names, and a label has 63 characters
-OWN_KEYS = (
-    "name",
-    "runs_dir",
-    "cache_dir",
-    "data",
-    "tokenizer",
-    "hosts",
-)  # which the command line sets, or the scheduler
+# which the command line sets, or the scheduler
+OWN_KEYS = ("name", "runs_dir", "cache_dir", "data", "tokenizer", "hosts")
 HERE_KEYS = ("python", "interface")  # which describe other machines than the container
 REMOTE_TEXT = re.compile(r"builtin$|hf:")
 

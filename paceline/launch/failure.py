@@ -140,9 +140,8 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
     error = read_error(run.rank_error(attempt, rank))
     end_signal = signal_name(-exit_code) if exit_code < 0 else None
     traceback = error.get("traceback")
-    if not traceback and (
-        end["ended_by_us"] or end_signal not in OUTSIDE_SIGNALS
-    ):  # otherwise it had survived that error
+    # otherwise it had survived that error
+    if not traceback and (end["ended_by_us"] or end_signal not in OUTSIDE_SIGNALS):
         start = next((i for i in reversed(range(len(lines))) if lines[i].lstrip().startswith(ERROR_START)), None)
         # native frames and warnings after an error belong to it
         traceback = None if start is None else "\n".join(lines[start:])

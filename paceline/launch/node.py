@@ -143,9 +143,8 @@ class Node:
         self.received = b""
         self.heard_at = 0.0
         self.num_refused = 0  # tries to connect again
-        self.modules: dict[
-            str, tuple[subprocess.Popen[bytes], Any]
-        ] = {}  # by the id of their connection, with their stderr
+        # by the id of their connection, with their stderr
+        self.modules: dict[str, tuple[subprocess.Popen[bytes], Any]] = {}
         self.signals: list[str] = []
         self.is_stopping = self.is_killed = False
 

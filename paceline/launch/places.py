@@ -26,9 +26,8 @@ class Contract:
     source: str  # as messages call them
     node_rank: str
     num_nodes: str
-    addresses: tuple[
-        str, ...
-    ]  # each has the address of node 0, or a list that begins with it; the first that is set counts
+    # each has the address of node 0, or a list that begins with it; the first that is set counts
+    addresses: tuple[str, ...]
     port: str | None = None
     nproc: str | None = None  # ranks on each node, or its GPUs
     tasks_per_node: str | None = None  # processes that the launcher has started there

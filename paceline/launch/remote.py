@@ -262,9 +262,8 @@ class FarEnd:
         path.mkdir(parents=True, exist_ok=True)
         self.run = RunDir(path)
         if line.get("run_id"):
-            kill_processes(
-                line["run_id"], timeout_s=LEFT_S, index=line["index"]
-            )  # of an attempt that a lost link has ended
+            # of an attempt that a lost link has ended
+            kill_processes(line["run_id"], timeout_s=LEFT_S, index=line["index"])
         if not self.shared:
             self.lock = self.lock_when_free(self.run, line["head"])
             self.follower = Follower(self.run, self.channel)

@@ -262,6 +262,5 @@ def read_trial(run: RunDir, plan: Plan, *, launched: float, ahead_s: Mapping[int
             stage["ready_time"] -= ahead_s.get(rank, 0.0)
     slowest = [[max(rank[name] for rank in stage) for name in names] for stage in stages]
     speeds = [Speed(ready_time - launched, step_s, eval_s) for ready_time, step_s, eval_s in slowest]
-    return Trial(
-        known, min(speeds, key=lambda speed: speed.step_s)
-    )  # the worker, too, takes the faster of the two stages
+    # the worker, too, takes the faster of the two stages
+    return Trial(known, min(speeds, key=lambda speed: speed.step_s))

@@ -23,9 +23,8 @@ MX_BLOCK, NVFP4_BLOCK = 32, 16
 BIAS, NOT_A_NUMBER = 127, 255  # of a scale in E8M0
 SMALLEST_AMAX = 2.0**-100  # of a whole tensor: its reciprocal stays finite
 LARGEST_FP32 = torch.finfo(torch.float32).max
-NEGATIVE = (
-    0b1101011111101000  # signs before the Hadamard transform, as NVIDIA's kernels have them; the same on all ranks
-)
+# signs before the Hadamard transform, as NVIDIA's kernels have them; the same on all ranks
+NEGATIVE = 0b1101011111101000
 MULTIPLIER, KEY_STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 7  # of Philox 2x32; 7 rounds pass BigCrush
 WORD = 0xFFFFFFFF
 

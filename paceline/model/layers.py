@@ -30,9 +30,8 @@ from paceline.plan.activations import loss_chunks
 
 RMS_EPS = 1e-6
 SOFTCAP = 15.0  # of the logits
-FUSED_ERROR = (
-    1e-4  # relative: of the Triton kernel, whose exp and division are approximations on a GPU, against PyTorch
-)
+# relative: of the Triton kernel, whose exp and division are approximations on a GPU, against PyTorch
+FUSED_ERROR = 1e-4
 COMPILED_SHAPES = 64  # of one function at most
 QK_GAIN = 1.2  # of q and of k after their norm: sharper attention than unit vectors give
 

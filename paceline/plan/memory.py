@@ -147,9 +147,8 @@ def _gathered_bytes(setup: RunSetup, checkpointing: bool | str, backward: bool) 
     plan = setup.layout
     schedule = gather_schedule(plan, shapes, checkpointing=checkpointing, backward=backward)
     numels, parts = [bucket.segment for bucket in plan.buckets], parts_of(shapes)
-    copies = setup.world_size + (
-        setup.world_size - 1 if setup.device == "cpu" else 0
-    )  # received beside this rank's own
+    # received beside this rank's own
+    copies = setup.world_size + (setup.world_size - 1 if setup.device == "cpu" else 0)
     grad_bytes = copies * (NARROW if setup.precision == "bf16" else FP32)
     last_parts = [max(parts[placement.param.name] for placement in bucket.placements) for bucket in plan.buckets]
 

@@ -174,9 +174,8 @@ class RunRows:
         self.start = start_time(run)
         self.metrics = GrowingFile(run.metrics)
         self.events = GrowingFile(run.events)
-        self.places: list[
-            tuple[float, dict[str, str]]
-        ] = []  # of each attempt: its start, and of several hosts that of each rank
+        # of each attempt: its start, and of several hosts that of each rank
+        self.places: list[tuple[float, dict[str, str]]] = []
         self.hosts: dict[str, HostRows] = {}
         self.logs: dict[Path, LogRows] = {}
 

@@ -42,9 +42,8 @@ Rows = tuple[Int64s, Int64s]  # idx and targets, (B, T)
 MicroBatch = Callable[[int, int], tuple[Tensor, Tensor]]
 MEMORY_STEPS = 20  # steps of an attempt before its memory is recorded: the peak no longer grows
 SCALE_GROWTH_STEPS = 2000  # fp16: so many good steps double the loss scale, as in torch.amp.GradScaler
-MAX_SKIPPED_STEPS = (
-    20  # in a row: a million times smaller, the gradient still overflows, so the scale is not the reason
-)
+# in a row: a million times smaller, the gradient still overflows, so the scale is not the reason
+MAX_SKIPPED_STEPS = 20
 
 
 @dataclass

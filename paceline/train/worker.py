@@ -104,7 +104,7 @@ def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: Heartb
     progress.beat(start, "compile")
     choose_compile(loop, model)
     memory = MemoryEvents(run, attempt, rank, device, plan, compiled=model.compiled)
-    writer = make_writer(run, config, plan, attempt=attempt, rank=rank)
+    writer = make_writer(run, config, plan, attempt=attempt, rank=rank, stop=stop)
 
     def evaluate() -> float:
         return val_bpb(
@@ -148,7 +148,9 @@ def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: Heartb
     finish(loop, writer, step=done, bpb=bpb, stopped=stopped)
 
 
-def make_writer(run: RunDir, config: Config, plan: Plan, *, attempt: int, rank: int) -> CheckpointWriter:
+def make_writer(
+    run: RunDir, config: Config, plan: Plan, *, attempt: int, rank: int, stop: StopRequest
+) -> CheckpointWriter:
     """Returns the writer of this rank's checkpoints, which records each one in events.jsonl."""
 
     def on_saved(step: int, seconds: float, num_bytes: int) -> None:
@@ -157,13 +159,14 @@ def make_writer(run: RunDir, config: Config, plan: Plan, *, attempt: int, rank: 
 
     def on_no_space(error: NoSpace) -> None:
         is_last = error.step == plan.num_steps
+        effect = f"{'the run waits' if is_last else 'training continues'} and saves as soon as there is room"
+        effect = "the run stops without it" if stop.is_set else effect
         if rank == 0:
-            sizes = {"needed_bytes": error.needed_bytes, "free_bytes": error.free_bytes}
+            facts = {"needed_bytes": error.needed_bytes, "free_bytes": error.free_bytes, "effect": effect}
             host = {"host": error.host} if error.host else {}
             last = {"last": True} if is_last else {}
-            append_event(run, "save_failed", step=error.step, **sizes, **host, **last, message=error.message)
-        effect = "the run waits" if is_last else "training continues"
-        log.warning(f"{error.message}; {effect} and saves as soon as there is room")
+            append_event(run, "save_failed", step=error.step, **facts, **host, **last, message=error.message)
+        log.warning(f"{error.message}; {effect}")
 
     return CheckpointWriter(
         run.checkpoints,

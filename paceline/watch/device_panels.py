@@ -58,9 +58,8 @@ MAPS = {
     "disk_free": DeviceMap("disk free", "on the disk of the run", "bytes", "disk_total"),
 }
 SLOW = "▲ slow"
-SMALL_SHARE = (
-    0.05  # of a GPU's memory: a process of others that takes less, such as a desktop's, is shown without a warning
-)
+# of a GPU's memory: a process of others that takes less, such as a desktop's, is shown without a warning
+SMALL_SHARE = 0.05
 
 
 def ranks_panel(snapshot: Snapshot) -> Panel | None:

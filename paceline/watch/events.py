@@ -131,8 +131,7 @@ def sentence_of(kind: str, event: Record, *, labelled: bool) -> str | None:
             free = f", {format_bytes(event['free_bytes'])} free" if event.get("free_bytes") is not None else ""
             place = f" on {event['host']}, whose disk is full" if event.get("host") else ""
             needed = f"{format_bytes(event['needed_bytes'])} needed{place}{free}"
-            effect = "the run waits" if event.get("last") else "training continues"
-            return f"checkpoint not saved{at}: {needed}; {effect} and saves as soon as there is room"
+            return f"checkpoint not saved{at}: {needed}; {event.get('effect', 'it is saved as soon as there is room')}"
         case "sample":
             return f"sample{at}: {one_line(str(event.get('text', '')), SAMPLE_CHARS)}"
         case "resumed":

@@ -62,9 +62,8 @@ def goodput(
     for index, attempt in enumerate(attempts):
         before = attempts[index - 1] if index else None
         is_retry = before is not None and before.session == attempt.session
-        is_regrouped = (
-            before is not None and before.state == "regrouped"
-        )  # saved and ended for more hosts: nothing failed
+        # saved and ended for more hosts: nothing failed
+        is_regrouped = before is not None and before.state == "regrouped"
         if before is not None and is_retry:
             seconds["start_up" if is_regrouped else "recovery"] += attempt.start - before.end
         elif attempt.session < len(launches):  # the first attempt of its command

@@ -48,12 +48,8 @@ MAX_LINE_BYTES = 4000  # a longer line shows no progress
 SAMPLE_EVERY_S = 2.0  # of this machine, beside a log
 FIRST_GAP_S = 0.2
 FIRST_SAMPLES_S = 3.0  # at most: the wait for the first two
-GOES_ON = (
-    STANDS_STILL,
-    MEMORY_GROWS,
-    SLOWS_DOWN,
-    OVERFITS,
-)  # what curves show of a run that goes on, or has come to its end
+# what curves show of a run that goes on, or has come to its end
+GOES_ON = (STANDS_STILL, MEMORY_GROWS, SLOWS_DOWN, OVERFITS)
 LIKELY = 0.5  # below it a log that still grows has not failed: it may only have come to its first collective
 UNWATCHED_S = 60.0  # after which the sampling ends
 

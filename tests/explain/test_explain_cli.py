@@ -10,12 +10,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
+from pathlib import Path
 
 import pytest
+from log_samples import OOM
 
 from paceline.cli import run_command
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import with_commands
+from paceline.explain.several_runs import newest_job
 from paceline.heartbeat import HeartbeatWriter
 from paceline.rundir import RunDir, append_event, lock_run, write_atomic
 
@@ -156,6 +160,17 @@ def test_a_log_that_only_another_program_can_unpack_is_refused_with_its_command(
     ]
 
 
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
+def test_an_archive_is_refused_with_the_commands_that_unpack_and_explain_it(mode, log, tmp_path, capsys):
+    with tarfile.open(path := tmp_path / "logs.tgz", mode) as archive:
+        archive.add(log)
+    assert run_command(["explain", str(path)]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: {path} is an archive of files",
+        f"  fix: mkdir logs && tar -xf {path} -C logs && paceline explain logs",
+    ]
+
+
 def test_an_incomplete_compressed_log_is_read_as_far_as_possible(tmp_path, capsys):
     path = tmp_path / "train.log.gz"
     path.write_bytes(gzip.compress(LOG.encode())[:-9])
@@ -196,6 +211,45 @@ def test_two_runs_are_not_read_as_the_ranks_of_one(names, run, log, capsys, monk
     error = capsys.readouterr().err
     assert error.startswith("error: explain takes one run at a time, without further logs: ")
     assert "fix: paceline explain runs/newer explains the newest; `paceline runs runs` lists them" in error
+
+
+def test_the_logs_of_several_jobs_are_several_runs_and_the_newest_is_explained(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cancelled = "slurmstepd: error: *** JOB 99 ON node-3 CANCELLED AT 2026-08-21T02:33:05 DUE TO TIME LIMIT ***\n"
+    for name, text in {
+        "slurm-98.out": OOM,
+        "slurm-99.out": cancelled,
+        "train-103.err": LOG,
+        "train-103.out": "",
+    }.items():
+        (tmp_path / name).write_text(text)
+    explanation = json.loads(explained(capsys, ".", "--json"))
+    assert (explanation["cause"], explanation["consequences"][0]["source"]) == ("disk-full", "train-103.err")
+    assert explanation["notes"] == [
+        "these are the logs of 3 jobs, and 103, the newest, is explained;"
+        " the others: `paceline explain slurm-99.out`, `paceline explain slurm-98.out`"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "num_jobs"),
+    [
+        ("train.o4711 train.e4711 train.o4712", 2),
+        ("gpt2_100.log gpt2_101_0.log.gz", 2),
+        ("slurm-1.out slurm-2.out slurm-3.out slurm-4.out slurm-5.out", 5),
+        ("5001.out 5002.out 5002.err run.log", 2),
+        ("100_0_log.out 100_1_log.out", 1),
+        ("log-99.txt log-100.txt log-101.txt", 1),
+        ("nccl.node7.4711.log nccl.node7.4712.log", 1),
+        ("rank-100.log rank-101.log", 1),
+        ("train-2026-11-27.log train-2026-11-28.log", 1),
+        ("train-20261127-101500.log train-20261127-101600.log", 1),
+    ],
+)
+def test_numbers_in_names_are_those_of_jobs_unless_they_are_ranks_processes_or_dates(names, num_jobs):
+    files = [Path(name) for name in names.split()]
+    newest, note = newest_job(files)
+    assert note.startswith(f"these are the logs of {num_jobs} jobs") if num_jobs > 1 else newest == files
 
 
 def test_an_error_with_a_fix_that_a_rank_reported_itself_replaces_the_catalogues(run, capsys):

@@ -166,6 +166,11 @@ def test_a_loss_that_became_nan_is_explained_at_its_first_step():
     assert "step 10" in explanation.summary
 
 
+def test_a_message_that_names_its_argument_is_not_repeated():
+    error = "train.py: error: argument --lr: invalid float value: 'x'"
+    assert explain_text(f"usage: train.py [-h] --lr LR\n{error}\n").summary == error
+
+
 def test_memory_that_the_optimizer_lacks_is_no_matter_of_the_batch():
     frames = "".join(
         f'  File "/env/torch/optim/adamw.py", line {n}, in {name}\n'

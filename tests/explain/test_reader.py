@@ -2,6 +2,7 @@
 
 import gzip
 import random
+import time
 
 import pytest
 from log_samples import TRACEBACK, exceptions, prefixed, read
@@ -141,6 +142,16 @@ def test_of_a_file_that_is_no_text_only_the_start_is_read():
         raise AssertionError("read on")
 
     assert read_log(chunks()).problem == NOT_TEXT
+
+
+def test_one_line_of_megabytes_takes_about_as_long_as_many_short_lines():
+    def cpu_s(log):
+        began = time.process_time()
+        read_log([log])
+        return time.process_time() - began
+
+    long, short = b"a" * (4 << 20), (b"a" * 63 + b"\n") * (1 << 16)
+    assert min(cpu_s(long) for _ in range(3)) < 3 * min(cpu_s(short) for _ in range(3))
 
 
 def test_a_hole_of_zeros_in_a_log_does_not_hide_its_text():

@@ -89,6 +89,18 @@ def test_a_cause_that_was_recorded_counts_where_the_logs_show_only_an_exit_code(
     assert (explanation.cause, explanation.summary, explanation.rank) == ("disk-full", "it was full", 1)
 
 
+def test_the_evidence_of_a_hang_has_the_stack_by_py_spy_and_no_heartbeat_of_a_script(run):
+    run.hang(1).mkdir(parents=True)
+    (run.hang(1) / "1.txt").write_text(
+        "rank 1, process 102\nmark: none\ncores in use: 0.00\n\nState: S (sleeping)\n\nstacks, taken by py-spy\n"
+        'Process 102: python train.py\nPython v3.11.2 (/usr/bin/python3.11)\n\nThread 102 (idle): "MainThread"\n'
+        "    read (/home/ann/loader.py:80)\n    <module> (/home/ann/train.py:9)\n"
+    )
+    append_event(run, "verdict", attempt=1, cause="hang", rank=1, summary="rank 1 made no progress", fix="x")
+    texts = [item.text for item in explain_run(run).evidence[:3]]
+    assert texts[:2] == ["State: S (sleeping)", "read (/home/ann/loader.py:80)"]
+
+
 def test_a_rank_that_ended_itself_without_an_error_is_looked_up_in_its_own_log(run):
     append_event(run, "rank_failed", attempt=1, rank=1, exit_code=3, signal=None, message="", consequence=False)
     append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=3)

@@ -223,7 +223,7 @@ def make_loop(plan: Plan, run: RunDir, rank: int) -> Loop:
 def save_checkpoint(loop: Loop) -> dict[str, Any]:
     """Saves as the worker does; returns the states of the random number generators."""
     torch.manual_seed(1_000_003 + loop.rank)  # as the worker has done at the start
-    writer = make_writer(loop.run, loop.config, loop.plan, attempt=0, rank=loop.rank)
+    writer = make_writer(loop.run, loop.config, loop.plan, attempt=0, rank=loop.rank, stop=loop.stop)
     parts = {"optimizer": loop.optimizer, "scale": loop.scale, "loss_guard": loop.guard}
     state = {name: part.state_dict() for name, part in parts.items()}  # type: ignore[attr-defined]
     writer.save(1, loop.optimizer.pieces() + setup.rng_pieces(loop.rank, loop.device), state)

@@ -163,6 +163,15 @@ def test_the_run_folder_has_what_happened_and_repeats_the_run(bench):
     assert (bench.folder / "more" / "r2" / "config.toml").read_text() == bench.run_dir.config_toml.read_text()
 
 
+def test_a_full_disk_behind_stdout_ends_no_run_and_is_reported_with_the_place_of_the_logs(bench):
+    bench.script("print('a result'); raise SystemExit(7)")
+    with open("/dev/full", "w") as full:
+        done = bench.run("--nproc", 1, "--max-attempts", 1, "--", "train.py", stdout=full)
+    assert (done.returncode, bench.log(0)) == (7, "a result\n")
+    note = "note    a part of the output could not be written (No space left on device): that of the ranks is in "
+    assert done.err.splitlines()[-1] == f"{note}runs/r/logs/1"
+
+
 def test_a_run_without_a_name_is_called_after_its_script_and_paceline_itself_writes_to_stderr_only(bench):
     bench.script("print('a result')", name="my exp.v2.py")
     done = bench.run("--nproc", 1, "--", "./my exp.v2.py", "--lr", "0.1", name=None)

@@ -268,6 +268,29 @@ def test_a_stop_and_the_deadline_end_the_wait_for_room_and_the_run_is_not_finish
     assert not loop.run.events.exists()
 
 
+@pytest.mark.parametrize(
+    ("stops", "step", "effect"),
+    [
+        (True, 20, "the run stops without it"),
+        (False, 20, "training continues and saves as soon as there is room"),
+        (False, 30, "the run waits and saves as soon as there is room"),
+    ],
+)
+def test_a_save_without_room_says_whether_the_run_continues_waits_or_stops(
+    tmp_path, monkeypatch, caplog, stops, step, effect
+):
+    monkeypatch.setattr(worker, "checkpoint_bytes", lambda plan: 2)
+    plan, config, run = SimpleNamespace(world_size=1, num_steps=30), SimpleNamespace(keep_last=1), RunDir(tmp_path)
+    writer = worker.make_writer(run, config, plan, attempt=1, rank=0, stop=SimpleNamespace(is_set=stops))
+    writer.on_no_space(NoSpace("no space", fix="make room", step=step, needed_bytes=2, free_bytes=1))
+    [event] = read_json_lines(run.events)
+    assert (event["effect"], event.get("last"), caplog.messages) == (
+        effect,
+        step == 30 or None,
+        [f"no space; {effect}"],
+    )
+
+
 def test_step_ms_is_the_mean_of_the_steps_since_the_last_line_without_evaluations(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))

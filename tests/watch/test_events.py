@@ -15,8 +15,8 @@ TEXTS = [
     (ROLLBACK, "loss-nan at step 7: rollback 1 of at most 3, back to step 4, skipping the batch of step 7"),
     ({"event": "trouble", "step": 7, "message": "the loss is NaN or infinite"}, "step 7: the loss is NaN or infinite"),
     (
-        {"event": "save_failed", "step": 7, "needed_bytes": 2 << 30, "free_bytes": 1 << 30, "last": True},
-        "checkpoint not saved at step 7: 2.0 GiB needed, 1.0 GiB free; the run waits and saves as soon as there is room",
+        {"event": "save_failed", "step": 7, "needed_bytes": 2 << 30, "free_bytes": 1 << 30, "effect": "the run stops"},
+        "checkpoint not saved at step 7: 2.0 GiB needed, 1.0 GiB free; the run stops",
     ),
     (
         {"event": "decision", "action": "fewer-ranks", "why": "lost a GPU: continuing on 1"},

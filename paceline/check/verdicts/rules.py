@@ -25,9 +25,8 @@ class Intent:
     precision: str | None = None
     low_precision: str | None = None  # of the blocks' products, where the hardware is to compute them
     compile: bool | None = None
-    config: dict[str, Any] = field(
-        default_factory=dict
-    )  # every key of Config; of a script only those about its ranks and hosts
+    # every key of Config; of a script only those about its ranks and hosts
+    config: dict[str, Any] = field(default_factory=dict)
     set_keys: frozenset[str] = field(default_factory=frozenset)  # the keys that the user has set
     run_dir: str | None = None
     sequence_len: int | None = None

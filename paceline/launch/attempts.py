@@ -28,6 +28,7 @@ from paceline.options import LaunchOptions, Recovery, Services
 from paceline.plan.host import oom_kills
 from paceline.rundir import NO_SPACE, RunDir, append_event, read_json_lines, resume_command
 from paceline.slurm import SlurmJob
+from paceline.terminal import TolerantStream
 from paceline.watch.events import one_line
 from paceline.watch.run_reader import RunReader
 from paceline.watch.summary import goodput_line
@@ -127,8 +128,8 @@ def finish_job(job: Job, services: Services, signals: StopSignals) -> tuple[int,
         else:
             lines = job.closing_lines(outcome, seconds=time.monotonic() - started, time_line=time_line)
         job.show([*lines, *notes], exit_code=exit_code)
-        if problem := getattr(sys.stdout, "problem", None):
-            lost = f"a part of the output could not be written ({problem})"
+        if isinstance(sys.stdout, TolerantStream) and sys.stdout.problem:
+            lost = f"a part of the output could not be written ({sys.stdout.problem})"
             print(f"note    {lost}: that of the ranks is in {job.run.logs(outcome.attempt)}", file=sys.stderr)
     return exit_code, reason
 

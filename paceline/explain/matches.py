@@ -328,8 +328,8 @@ def lines_before_done(log: Log) -> range:
 
 
 def is_last_word(record: Record, end: int, log: Log) -> bool:
-    """Whether a traceback stands right before "done", with hardly any progress between."""
-    is_near = end - record.line - record.text.count("\n") <= BEFORE_DONE
+    """Whether a traceback stands right before the "done" that ends a log, with hardly any progress between."""
+    is_near = end - record.line - record.text.count("\n") <= BEFORE_DONE and log.last_lines[0][0] <= end
     return bool(record.frames) and is_near and len(log.steps_after(record)) < STEPS_AFTER
 
 

@@ -974,6 +974,7 @@ def test_a_program_that_says_done_right_behind_a_traceback_has_not_done_its_work
     caught = "Traceback for the error!\n" + raised(None, BUG) + "Restarting training ...\n"
     assert verdict(STEPS + caught + "Finished training!\n").cause == "user-code-exception"
     assert verdict(STEPS + caught + OTHER_LINES + "Finished training!\n").cause == "healthy"
+    assert verdict(STEPS + caught + "Finished training!\n" + OTHER_LINES).cause == "healthy"
 
 
 def test_an_error_that_the_run_has_survived_twice_does_not_end_it_the_third_time():

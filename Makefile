@@ -16,9 +16,9 @@ train: $(VENV)/core
 quick: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not dist and not slow and not soak'
 
-# of four processes two often wait for a deadline or a browser, so that two cores are busy
+# of three processes one often waits for a deadline or a browser, so that two cores are busy
 test: $(VENV)/gpu-proof
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 10
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 10
 
 # the long tests, among them the kernels of GPUs that are not there, then a hundred faults and as root those of several hosts;
 # ARGS='--seed 2 --faults 24 --only sigkill,disk' and HOSTS='--only mtu' take others

@@ -50,6 +50,7 @@ IGNORED = re.compile(
     r"|^Error in atexit|^Exception in Tkinter|^Error in (?P<hook>sys\.excepthook)"
 )
 SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
+ENDED_PROCESS = re.compile(r"(?:\S*Exception: )process (?P<rank>\d{1,4}) terminated with (?:signal|exit code)")
 WRAPPER = re.compile(
     r"ChildFailedError|ProcessRaisedException|ProcessExitedException|CalledProcessError|SpawnException"
     r"|^(?:\w+\.)*\w+: Caught \w+ in (?:DataLoader worker|replica|pin memory|\w+) |ray\.exceptions\.RayTaskError"
@@ -248,7 +249,9 @@ class TracebackReader:
             text += f"\n{statement}"
         child = UNREADABLE.match(text) and any(map(SPAWN_CHILD.search, error.frames[-2:]))
         kind: RecordKind = "banner" if child or WRAPPER.search(text) else "exception"
-        return [replace(error.record, kind=kind, text=text or CUT_OFF, frames=tuple(error.frames[-MAX_FRAMES:]))]
+        rank = int(match["rank"]) if (match := ENDED_PROCESS.match(text)) else error.record.rank
+        frames = tuple(error.frames[-MAX_FRAMES:])
+        return [replace(error.record, kind=kind, text=text or CUT_OFF, rank=rank, frames=frames)]
 
 
 def frame_text(frame: re.Match[str]) -> str:

@@ -216,3 +216,14 @@ def test_a_parent_that_reports_the_exit_code_of_its_child_does_not_say_what_fail
         "ValueError: sample 1841 has 3 fields", "Exception: process 2 terminated with exit code 1"
     )
     assert explain([parent.encode()]).cause == "unknown"
+
+
+def test_a_process_that_torch_s_spawn_reports_as_killed_is_the_rank():
+    spawn = (
+        'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    spawn(work, nprocs=2)\n'
+        '  File "torch/multiprocessing/spawn.py", line 140, in join\n    raise ProcessExitedException(\n{}'
+        "process 1 terminated with signal SIGKILL\n"
+    )
+    for name in ("torch.multiprocessing.spawn.ProcessExitedException: ", "Exception: "):
+        [record] = read(spawn.format(name)).records
+        assert record.rank == 1

@@ -58,11 +58,13 @@ def chunks_from(file: BinaryIO, *, name: str = "FILE") -> Iterator[bytes]:
     opener = next((OPENERS[magic] for magic in OPENERS if start.startswith(magic)), None)
     opened = opener(file) if opener else file
     read = getattr(opened, "read1", opened.read)
-    while chunk := read(CHUNK_BYTES):
-        if chunk[257:262] == b"ustar":
-            fix = f"mkdir logs && tar -xf {name} -C logs && paceline explain logs"
-            raise PacelineError(f"{name} is an archive of files", fix=fix)
+    chunk = read(CHUNK_BYTES)
+    if chunk[257:262] == b"ustar":
+        fix = f"mkdir logs && tar -xf {name} -C logs && paceline explain logs"
+        raise PacelineError(f"{name} is an archive of files", fix=fix)
+    while chunk:
         yield chunk
+        chunk = read(CHUNK_BYTES)
 
 
 def split_start(chunks: Iterable[bytes]) -> tuple[bytes, Iterator[bytes]]:

@@ -8,7 +8,7 @@ line of a log begins with: the spaces of a pasted one, a tag in brackets, a time
 
 A terminal breaks lines at its width: in a copy from tmux, in what PowerShell writes of a program's stderr. A log counts as broken
 where its longest lines are equally long, most of them are followed by a line that begins otherwise than they do, and words go on in
-that line.
+that line. PowerShell breaks before a word that does not fit and keeps the space; its record of the first line shows the width.
 
 A notebook stores what each cell printed when it last ran, also an error that its author has long fixed elsewhere.
 """
@@ -57,6 +57,7 @@ NOT_IN_NAME = re.compile(r"[^\w.-]+")
 MIN_WIDTH, MAX_WIDTH = 60, 400  # characters of a line
 MIN_BROKEN, MIN_SHARE = 3, 0.6  # different lines that go on in the next one, and their share of those of full width
 START = 4  # characters by which two lines begin alike
+POWERSHELL_RECORD = "    + CategoryInfo "
 RULE = 12  # different characters; fewer are a line of dashes
 # when a cell began to run, in the metadata of JupyterLab and Kaggle, of papermill and ExecuteTime, of Colab
 BEGINNINGS = ("iopub.execute_input", "start_time", "timestamp")
@@ -146,23 +147,34 @@ class WrappedLines:
 
     def __init__(self) -> None:
         self._width: int | None = None  # 0 if the lines are whole
+        self._at_words = False  # PowerShell's way
 
     def join(self, lines: list[bytes], numbers: Sequence[int]) -> tuple[list[bytes], Sequence[int]]:
         """The lines as they were before, each with the number of its first part; the same lists if none is broken."""
         if self._width is None:
-            self._width = find_width([line.decode("utf-8", "replace") for line in lines])
+            texts = [line.decode("utf-8", "replace") for line in lines]
+            self._width = width_of_record(texts)
+            self._at_words = self._width > 0
+            self._width = self._width or find_width(texts)
         if not self._width:
             return lines, numbers
         joined: list[bytes] = []
         first_numbers: list[int] = []
         goes_on = False
-        for line, number in zip(lines, numbers, strict=True):
+        for at, (line, number) in enumerate(zip(lines, numbers, strict=True)):
             if goes_on:
                 joined[-1] += line
             else:
                 joined.append(line)
                 first_numbers.append(number)
-            goes_on = len(line.decode("utf-8", "replace")) == self._width
+            length = len(line.decode("utf-8", "replace"))
+            goes_on = length == self._width
+            if self._at_words and at + 1 < len(lines):
+                after = lines[at + 1]
+                if goes_on:
+                    goes_on = not after.startswith(b"  ")
+                elif length < self._width and line.endswith(b" "):
+                    goes_on = length + len(after.split(b" ", 1)[0]) >= self._width  # a word needs a place for its space
         return joined, first_numbers
 
 
@@ -234,6 +246,16 @@ def find_width(lines: Sequence[str]) -> int:
     num_shapes = len({line.translate(DIGITS) for line, _ in broken})  # a line of progress has one
     is_wrapped = num_shapes >= MIN_BROKEN and len(broken) >= MIN_SHARE * len(full) and num_words >= len(broken) / 2
     return width if is_wrapped else 0
+
+
+def width_of_record(lines: Sequence[str]) -> int:
+    """The width at which PowerShell breaks the lines of a program's stderr, by its record of the first one; 0 without a record."""
+    at = next((at for at, line in enumerate(lines) if line.startswith(POWERSHELL_RECORD)), 0)
+    if not at:
+        return 0
+    start = next((before + 1 for before in range(at - 1, -1, -1) if set(lines[before]) - set("+~ ")), at)
+    end = next((after for after in range(at, len(lines)) if not lines[after].strip()), len(lines))
+    return max(map(len, lines[start:end]))
 
 
 def is_word(character: str) -> bool:

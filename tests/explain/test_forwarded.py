@@ -110,6 +110,26 @@ def test_a_container_s_output_is_no_error_because_google_cloud_calls_it_one():
     assert explain(["\n".join(map(line, LOG.splitlines())).encode()]).cause == "user-code-exception"
 
 
+@pytest.mark.parametrize("width", [30, 50, 77])
+def test_what_powershell_writes_of_stderr_is_read_as_a_whole_however_narrow_its_window(width):
+    first, *others = raised(None, f"ValueError: Invalid CUDA 'device=0' requested: {OOM}").splitlines()
+    record = ["At line:1 char:1", "+ python train.py", "+ " + "~" * (width - 2), f"    + CategoryInfo {'x' * 60}"]
+    lines = [f"python : {first}", *record, "    + FullyQualifiedErrorId : NativeCommandError", " ", *others]
+    log = "\r\n".join("\r\n".join(as_powershell(line, width)) for line in lines)
+    (found,) = exceptions(read(log.encode()))
+    assert found.text == f"ValueError: Invalid CUDA 'device=0' requested: {OOM}"
+
+
+def as_powershell(line, width):
+    """The lines in which PowerShell writes one: broken before a word for which, with its space, there is no place."""
+    while len(line) > width:
+        space = line.rfind(" ", 1, width)
+        at = space + 1 if space > 0 and line[:space].strip() else width
+        yield line[:at]
+        line = line[at:]
+    yield line
+
+
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
 def test_lines_that_a_terminal_has_broken_are_read_as_a_whole(width, encoding):

@@ -36,6 +36,13 @@ def pytest_configure() -> None:
         config.cpp.simdlen = 256
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves files of which all tests are of the soak tier unread: some import the compiler."""
+    if config.option.markexpr != "not soak" or not collection_path.name.startswith("test_"):
+        return None
+    return True if "\npytestmark = [\n    pytest.mark.soak,\n" in collection_path.read_text() else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collects without the garbage collector: importing torch makes nothing but objects that stay."""

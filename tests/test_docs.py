@@ -68,7 +68,7 @@ SMALLER = {  # what a test has time for, added to what a person would type
 }
 
 
-LONG = {"profile.md": pytest.mark.soak}  # tests/launch/test_profile.py has a shorter one
+LONG = dict.fromkeys(("profile.md", "script.md"), pytest.mark.soak)  # tests/launch has shorter ones
 
 
 @pytest.mark.dist

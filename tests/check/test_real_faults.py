@@ -141,6 +141,7 @@ def within(cgroup: Path, *, limit_bytes: int) -> list[str]:
     return ["bash", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "bash"]
 
 
+@pytest.mark.soak
 def test_a_memory_limit_under_the_need_is_reported(cgroup, tmp_path):
     before = within(cgroup, limit_bytes=800 << 20)
     finding = check_and_fix({"plan-refused": "stop"}, folder=tmp_path, before=before)["plan-refused"]

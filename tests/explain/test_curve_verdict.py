@@ -16,14 +16,14 @@ from paceline.explain.line_measures import read_columns, read_step_and_loss
 from paceline.explain.run_folder import explain
 from paceline.explain.series import GRADIENT, LOSS, MEMORY, RATE, REWARD, SCORE, STEP_TIME, THROUGHPUT, VALIDATION
 
-RUNS = 200  # of each noise level
+RUNS = 100  # of each noise level
 SEEDS = 60
 QUIET = NOISE_LEVELS[:4]  # up to 10 %
 GIB = 2**30
 
 
 @pytest.mark.parametrize("level", NOISE_LEVELS)
-def test_a_thousand_healthy_runs_of_five_noise_levels_show_nothing(level):
+def test_healthy_runs_of_five_noise_levels_show_nothing(level):
     findings = [finding for seed in range(RUNS) for finding in judge_curves(healthy_run(seed, level))]
     assert [(finding.cause, finding.series.name, finding.at) for finding in findings] == []
 

@@ -83,7 +83,7 @@ def test_ranks_mixed_line_by_line_and_cut_into_chunks_are_explained(lines, size)
         ("Traceback (most recent call last):\n" * 20_000).encode(),
         "".join(f"[rank{n}]: Traceback (most recent call last):\n" for n in range(20_000)).encode(),
         "".join(f"[rank{n % 999}]: ValueError: failed {n}\n" for n in range(20_000)).encode(),
-        "".join(f"error {chr(97 + n % 26) * (n % 999)}\n" for n in range(3_000)).encode(),
+        "".join(f"error {chr(97 + n % 26) * (n % 999)}\n" for n in range(1_000)).encode(),
     ],
     ids=range(12),
 )

@@ -40,7 +40,7 @@ RACES = (
     "a checkpoint that waits for nothing",
 )
 WALKS = SOUND | {name: {"fault": name} for name in (*COPY_FAULTS, *ORDER_FAULTS, *BYTE_FAULTS, *RACES)}
-SHORT = ("one rank", "two ranks", "a blocking copy", "a buffer used again too early")  # outside of make soak
+SHORT = ("one rank", "a buffer used again too early")  # outside of make soak
 Facts = dict[str, Any]
 
 

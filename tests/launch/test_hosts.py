@@ -237,6 +237,7 @@ def test_the_link_of_a_chosen_interface_is_measured(cable, choice):
     assert (link["address"], link["local"], link["error"]) == ("10.88.0.2", "10.88.0.1", None)
 
 
+@pytest.mark.soak
 @needs_namespaces
 def test_an_interpreter_without_torch_and_packages_is_refused_with_the_commands_that_install_them(hosts):
     venv = hosts.folder / "empty"

@@ -9,14 +9,23 @@ from test_gpt import CONFIG, make_gpt, rows
 
 from paceline.config import MIN_VOCAB_SIZE
 from paceline.data.tokenizer import Tokenizer, train_tokenizer
-
-transformers = pytest.importorskip("transformers", reason="needs transformers")
-
-from paceline.model.modeling_paceline import PacelineForCausalLM  # noqa: E402
-from paceline.train import export  # noqa: E402
+from paceline.train import export
 
 SAME = {"rtol": 0, "atol": 1e-5}
 TEXTS = ["def f(x):\n    return x  # 你好, naïve 🙂", " two  spaces ", ""]
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """Imported by the tests that need it: it takes seconds of every test process that collects."""
+    return pytest.importorskip("transformers", reason="needs transformers")
+
+
+@pytest.fixture(scope="module")
+def exported_class(transformers) -> type:
+    from paceline.model.modeling_paceline import PacelineForCausalLM
+
+    return PacelineForCausalLM
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +34,13 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def convert(tmp_path, tokenizer):
+def convert(tmp_path, tokenizer, exported_class):
     """Returns a function that exports a model and loads it again."""
 
     def make(model, **options):
         configs = export.export_configs(model.config, tokenizer, origin={})
         export.write_files(tmp_path, export.export_weights(model), tokenizer, configs)
-        return PacelineForCausalLM.from_pretrained(tmp_path, **options).eval()
+        return exported_class.from_pretrained(tmp_path, **options).eval()
 
     return make
 
@@ -124,7 +133,7 @@ def test_in_bf16_it_is_as_near_as_a_bf16_run_and_keeps_the_scalars_in_fp32(conve
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_trainer_takes_a_step_on_padded_rows_and_saves_a_model_that_loads(
-    checkpointing, convert, tokenizer, tmp_path
+    checkpointing, convert, exported_class, transformers, tokenizer, tmp_path
 ):
     exported = convert(make_gpt(replace(CONFIG, vocab_size=tokenizer.vocab_size)))
     fast = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
@@ -146,7 +155,7 @@ def test_the_trainer_takes_a_step_on_padded_rows_and_saves_a_model_that_loads(
     )
     trainer.train()
     assert [name for name, p in exported.named_parameters() if torch.equal(p, before[name])] == []
-    saved = PacelineForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-1")
+    saved = exported_class.from_pretrained(tmp_path / "out" / "checkpoint-1")
     assert all(torch.equal(p, saved.get_parameter(name)) for name, p in exported.named_parameters())
 
 
@@ -160,7 +169,7 @@ def test_weights_that_are_too_large_for_one_file_become_several(convert, tmp_pat
 
 
 def test_a_text_becomes_the_tokens_of_the_run_behind_the_token_between_documents_and_comes_back(
-    convert, tokenizer, tmp_path
+    convert, transformers, tokenizer, tmp_path
 ):
     convert(make_gpt())
     fast = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)

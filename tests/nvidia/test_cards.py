@@ -234,6 +234,7 @@ def test_nvidia_smi_reports_the_same_cards_where_the_binding_is_missing(host, tm
     )
 
 
+@pytest.mark.soak
 def test_libraries_of_low_precision_are_judged_by_their_metadata_on_the_card_that_is_here(host, tmp_path):
     for name, number in (("transformer_engine", "2.17.0"), ("torchao", "0.18.0")):
         folder = tmp_path / "site" / f"{name}-{number}.dist-info"

@@ -28,9 +28,9 @@ MIB = 1 << 20
 PROFILED = {
     "depth 2, checkpointed, two micro-steps": setup_of(depth=2, activation_checkpointing=True, grad_accum_steps=2),
     "depth 3, bf16, replicated AdamW": setup_of(depth=3, precision="bf16", optimizer="adamw", shard="none"),
-    "depth 4, bf16, chunks, shared keys": setup_of(depth=4, precision="bf16", logits_budget_bytes=MIB, n_kv_head=1),
 }
 SOAK_PROFILED = {
+    "depth 4, bf16, chunks, shared keys": setup_of(depth=4, precision="bf16", logits_budget_bytes=MIB, n_kv_head=1),
     "depth 2": setup_of(depth=2),
     "depth 4, long rows": setup_of(depth=4, sequence_len=640, device_batch_size=1),
     "depth 2, bf16": setup_of(depth=2, precision="bf16"),
@@ -70,7 +70,9 @@ def check_against_profiler(setup: MemorySetup, profiled: dict[str, int]) -> None
     "setup",
     [
         pytest.param(setup_of(depth=3, world_size=2, activation_checkpointing=True), marks=pytest.mark.soak),
-        setup_of(depth=4, world_size=2, precision="bf16", logits_budget_bytes=MIB),
+        pytest.param(
+            setup_of(depth=4, world_size=2, precision="bf16", logits_budget_bytes=MIB), marks=pytest.mark.soak
+        ),
         setup_of(depth=3, world_size=2, precision="bf16", shard="full"),
         pytest.param(setup_of(depth=4, world_size=2, optimizer="adamw", shard="none"), marks=pytest.mark.soak),
         setup_of(depth=4, world_size=2, optimizer="adamw", shard="none", precision="bf16", grad_accum_steps=2),
@@ -184,7 +186,7 @@ def short_name(setup: MemorySetup) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "setup",
-    grid(5, seed=1, most_ops=10) + sharded_grid(2, seed=3, most_ops=8) + ddp_grid(2, seed=4, most_ops=8),
+    grid(3, seed=1, most_ops=10) + sharded_grid(1, seed=3, most_ops=8) + ddp_grid(1, seed=4, most_ops=8),
     ids=short_name,
 )
 def test_the_closed_form_is_the_trace_within_three_per_cent(setup: MemorySetup):

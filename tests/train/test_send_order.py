@@ -68,7 +68,9 @@ def layer_of(name: str) -> int | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way, checkpointed", [("eager", False), ("by block", False), ("by block", True)])
+@pytest.mark.parametrize(
+    "way, checkpointed", [("eager", False), ("by block", False), pytest.param("by block", True, marks=pytest.mark.soak)]
+)
 def test_a_layers_gradients_are_complete_before_the_backward_of_the_layer_below(way, checkpointed):
     order, grads = backward(way, checkpointed=checkpointed)
     assert order["lm_head.weight"] == 1.0  # the loss has made it: it is sent under the whole backward
@@ -81,7 +83,7 @@ def test_a_layers_gradients_are_complete_before_the_backward_of_the_layer_below(
         torch.testing.assert_close(grads[name], eager, rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_graph_completes_every_gradient_at_its_end():
     assert set(backward("whole", n_layer=2)[0].values()) == {0.0}
 

@@ -125,9 +125,12 @@ SETUPS = {
         depth=4, device="cuda", precision="bf16", optimizer="adamw", vocab_size=32_768, offload="optimizer"
     ),
 }
+SHORT = ("AdamW, large tables", "two ranks, bf16", "a GPU", "a GPU, offloaded")  # outside of make soak
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.soak) for name in SETUPS]
+)
 def test_traced_bytes_are_those_of_the_closed_form(name):
     setup = replace(SETUPS[name], optimizer_states="8bit")
     traced, planned = trace_steps(setup).peaks, {phase.name: phase.bytes for phase in phases(setup)}

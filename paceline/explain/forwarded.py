@@ -58,6 +58,7 @@ MIN_WIDTH, MAX_WIDTH = 60, 400  # characters of a line
 MIN_BROKEN, MIN_SHARE = 3, 0.6  # different lines that go on in the next one, and their share of those of full width
 START = 4  # characters by which two lines begin alike
 POWERSHELL_RECORD = "    + CategoryInfo "
+IN_SHELL, MAX_RECORD = re.compile(r"\S+ : "), 40  # python : the first line of its stderr; lines of a record up to CategoryInfo
 RULE = 12  # different characters; fewer are a line of dashes
 # when a cell began to run, in the metadata of JupyterLab and Kaggle, of papermill and ExecuteTime, of Colab
 BEGINNINGS = ("iopub.execute_input", "start_time", "timestamp")
@@ -253,7 +254,7 @@ def width_of_record(lines: Sequence[str]) -> int:
     at = next((at for at, line in enumerate(lines) if line.startswith(POWERSHELL_RECORD)), 0)
     if not at:
         return 0
-    start = next((before + 1 for before in range(at - 1, -1, -1) if set(lines[before]) - set("+~ ")), at)
+    start = next((before for before in range(at, max(at - MAX_RECORD, -1), -1) if IN_SHELL.match(lines[before])), at)
     end = next((after for after in range(at, len(lines)) if not lines[after].strip()), len(lines))
     return max(map(len, lines[start:end]))
 

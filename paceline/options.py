@@ -150,7 +150,7 @@ class TrainOptions(LaunchOptions, RejoinOption, SubmitOptions, ConfigOptions):
 
 
 class ResumeOptions(LaunchOptions, RejoinOption, SubmitOptions):
-    """Continue a run from its last good checkpoint, on any number of devices.
+    """Continue a run from its last good checkpoint, on any number of devices that divides the rows of a step.
 
     A larger --num-steps extends a finished run; its learning rates are then computed for the whole new length. Keys that
     shape weights or choose rows cannot change, by a flag or in its config.toml; --data says where its text is now.

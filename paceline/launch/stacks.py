@@ -9,6 +9,7 @@ writes the recording to a file (DumpPipe in torch/csrc/distributed/c10d/ProcessG
 a second). It writes that file at its own timeouts as well. torch's gloo does neither: the trainer's ranks do (train/process.py).
 """
 
+import json
 import os
 import re
 import shutil
@@ -20,22 +21,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from paceline.rundir import RECORDER_DUMP, RunDir, append_event
+from paceline.rundir import RECORDER_DUMP, RunDir, append_event, read_end
 
 WORKING = 0.2  # of one core: a process that uses less only waits
 IDLE = 0.05  # of one core: a script is idle when each of its ranks uses less
 PY_SPY_S = 4.0  # for all ranks together
 OWN_STACKS_S = 1.0  # for a rank's own handler, which needs a few ms
 PAUSE_S = 0.02
+SAMPLE_BYTES = 1 << 16  # of the end of health/<host>.jsonl: more than one line
 FRAME = re.compile(
     r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$'  # faulthandler
     r"|^\s+(?P<name2>\S.*) \((?P<file2>[^()]+):(?P<line2>\d+)\)$"  # py-spy
 )
 MAIN_THREAD = re.compile(r'^Thread \S+ \([^)]*\): "MainThread"')
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
+# where DDP's constructor, forward and backward call C++ code that waits for the other ranks
+WAITS_IN_C = re.compile(r"/torch/(distributed/\w+|nn/parallel/distributed|autograd/graph)\.py$")
+BACKWARD = "_engine_run_backward"  # the innermost frame of a wait in backward
 # a queue, a lock or a child process is not another rank
 STDLIB = re.compile(r"/lib/python3\.\d+/(?!(site|dist)-packages/)|<frozen ")
 LIBRARY = re.compile(r"/(site|dist)-packages/(?!paceline/)|/lib/python3\.\d+/|<frozen ")
@@ -180,11 +186,11 @@ def main_frames(text: str) -> list[Frame]:
 
 
 def waits_for_others(frames: Sequence[Frame]) -> bool:
-    """Whether the thread is inside one of torch's collectives, or waits for one that was started before."""
+    """Whether the thread is inside one of torch's collectives or DDP's, or waits for one that was started before."""
     return any(
         frame.file.endswith(COLLECTIVES) or (".wait(" in source_line(frame) and not STDLIB.search(frame.file))
         for frame in frames[:4]
-    )
+    ) or any(WAITS_IN_C.search(frame.file) for frame in frames[:1])
 
 
 def source_line(frame: Frame) -> str:
@@ -201,7 +207,8 @@ def call_site(frames: Sequence[Frame]) -> str | None:
         return None
     called = next((frame for frame in frames if not LIBRARY.search(frame.file)), frames[0])
     place = f"{'/'.join(Path(called.file).parts[-2:])}:{called.line}"
-    collective = [frame for frame in frames if frame.file.endswith(COLLECTIVES)]
+    collectives = [frame for frame in frames if frame.file.endswith(COLLECTIVES)]
+    collective = frames[1:2] if frames[0].name == BACKWARD else collectives
     return f"{collective[-1].name}, called at {place}" if collective else f"{called.name} at {place}"
 
 
@@ -239,6 +246,19 @@ def describe_process(pid: int) -> str:
             place = "n/a" if wchan in ("", "0") else wchan
             lines.append(f"thread {task.name} {name}: state {process_state(int(task.name))}, waits in {place}")
     return "\n".join(lines)
+
+
+def describe_host(run: RunDir) -> dict[str, Any]:
+    """Returns load and memory from /proc, and the last health sample, which includes the GPUs."""
+    facts: dict[str, Any] = {}
+    for path in sorted(run.health_dir.glob("*.jsonl")):
+        with suppress(ValueError, IndexError):
+            facts[path.stem] = json.loads(read_end(path, SAMPLE_BYTES)[0].splitlines()[-1])
+    for name in ("loadavg", "meminfo"):
+        with suppress(OSError):
+            lines = Path("/proc", name).read_text().splitlines()
+            facts[name] = "; ".join(lines[:3])
+    return facts
 
 
 def recorder_env(user_env: Mapping[str, str], run: RunDir, logs_dir: Path) -> dict[str, str]:

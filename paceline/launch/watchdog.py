@@ -20,9 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 from paceline.heartbeat import PHASES, Heartbeat, read_heartbeat
 from paceline.launch.cluster import Cluster
@@ -35,19 +33,19 @@ from paceline.launch.stacks import (
     Frame,
     RankProcess,
     call_site,
+    describe_host,
     inspect_ranks,
     main_frames,
     rank_processes,
     waits_for_others,
 )
-from paceline.rundir import RunDir, read_end, utc_now, write_atomic
-from paceline.units import format_ranks
+from paceline.rundir import RunDir, utc_now, write_atomic
+from paceline.units import format_list, format_ranks
 
 HANG_AFTER_S = 60.0  # of silence within a step
 SCRIPT_HANG_AFTER_S = 600.0  # of a script, which may print nothing for long
 PROCESS_CHECK_S = 0.5  # between two looks at the processes while heartbeats are missing
 LONGEST_POLL_S = 1.0  # more time than this between two polls does not count
-SAMPLE_BYTES = 1 << 16  # of the end of health/<host>.jsonl: more than one line
 INSPECTION_S = 10.0  # another host has as long for the stacks of its ranks
 USUAL_STEPS = 6  # a step may take this many times the usual step, a long phase this many times its longest so far
 LONG_PHASE = 10  # times the floor: the start, the first step (it compiles), an evaluation, a checkpoint
@@ -55,6 +53,7 @@ WORKING_PHASE = 6  # times that while the processor is used: a large model compi
 IN_STEP = ("train", "load", "forward", "backward", "reduce", "update")
 MEDIAN_OF = 20  # steps
 FINAL_PHASES = ("stopped", "done")
+MAX_PLACES = 4  # in one sentence
 
 
 @dataclass(frozen=True)
@@ -257,19 +256,6 @@ def describe_rank(rank: RankState, *, stacks: str = "", process: str = "") -> st
     )
 
 
-def describe_host(run: RunDir) -> dict[str, Any]:
-    """Returns load and memory from /proc, and the last health sample, which includes the GPUs."""
-    facts: dict[str, Any] = {}
-    for path in sorted(run.health_dir.glob("*.jsonl")):
-        with suppress(ValueError, IndexError):
-            facts[path.stem] = json.loads(read_end(path, SAMPLE_BYTES)[0].splitlines()[-1])
-    for name in ("loadavg", "meminfo"):
-        with suppress(OSError):
-            lines = Path("/proc", name).read_text().splitlines()
-            facts[name] = "; ".join(lines[:3])
-    return facts
-
-
 def find_culprits(ranks: Sequence[RankState]) -> list[RankState]:
     """Returns the ranks that hold up the others, and every rank where no criterion separates them."""
     if all(rank.state in GONE for rank in ranks):
@@ -293,23 +279,38 @@ def find_culprits(ranks: Sequence[RankState]) -> list[RankState]:
 def describe_hang(ranks: Sequence[RankState], culprits: Sequence[RankState], *, silent_s: float) -> str:
     """Returns one sentence: which ranks are stuck where, and which ranks wait for them."""
     late, others = culprits[0], [rank for rank in ranks if rank not in culprits]
-    state = STATES.get(late.state or "", "gone")
-    if late.state in ("S", "R") and late.cores >= WORKING:
-        state = f"working ({late.cores:.1f} cores)"
-    activity = f"{'is' if len(culprits) == 1 else 'are'} {state}{describe_place(late)}"
     start = f"no rank made progress for {silent_s:.0f} s"
+    stuck = describe_ranks(culprits, describe_activity, verbs=("is ", "are "))
     if not others:
-        subject = "the only rank" if len(ranks) == 1 else "nothing distinguishes the ranks: all"
-        return f"{start}: {subject} {activity}"
+        if len({describe_activity(rank) for rank in ranks}) > 1:
+            return f"{start}: nothing shows which rank is to blame: {stuck}"
+        subject = "the only rank is" if len(ranks) == 1 else "nothing distinguishes the ranks: all are"
+        return f"{start}: {subject} {describe_activity(late)}"
     ahead = max(others, key=lambda rank: rank.place)
     missed = ""
     if ahead.heartbeat is not None and ahead.place > late.place:
         missed = f" and did not reach {ahead.heartbeat.position}"
-    waiting = f"{format_ranks(rank.rank for rank in others)} {'waits' if len(others) == 1 else 'wait'}"
-    hosts = {rank.host for rank in culprits}
-    host = f" on {late.host}" if late.host and len(hosts) == 1 else ""
-    subject = f"{format_ranks(rank.rank for rank in culprits)}{host}"
-    return f"{start}: {subject} {activity}{missed}; {waiting}{describe_place(ahead)}"
+    return f"{start}: {stuck}{missed}; {describe_ranks(others, describe_place, verbs=('waits', 'wait'))}"
+
+
+def describe_ranks(ranks: Sequence[RankState], describe: Callable[[RankState], str], *, verbs: tuple[str, str]) -> str:
+    """Returns 'rank 0 is waiting in x and ranks 1 and 2 are waiting in y': ranks of one description together."""
+    groups: dict[str, list[RankState]] = {}
+    for rank in ranks:
+        groups.setdefault(describe(rank), []).append(rank)
+    texts = []
+    for text, group in groups.items():
+        hosts = {rank.host for rank in group}
+        host = f" on {group[0].host}" if group[0].host and len(hosts) == 1 else ""
+        texts.append(f"{format_ranks(rank.rank for rank in group)}{host} {verbs[len(group) > 1]}{text}")
+    return format_list(texts, limit=MAX_PLACES)
+
+
+def describe_activity(rank: RankState) -> str:
+    """Returns 'waiting (state S) in load of step 3', as far as it is known."""
+    if rank.state in ("S", "R") and rank.cores >= WORKING:
+        return f"working ({rank.cores:.1f} cores){describe_place(rank)}"
+    return STATES.get(rank.state or "", "gone") + describe_place(rank)
 
 
 def describe_place(rank: RankState) -> str:

@@ -3,7 +3,7 @@ The training loop: micro-steps, one collective for what ranks must agree on, upd
 
 Seeds: what must be equal on all ranks (initial weights, order of rows) comes from `seed` alone; what must differ between ranks
 (torch's global generators) is seeded with (seed, rank) and saved in the checkpoint. Only rank 0 writes shared files. Ranks wait for
-each other only in the optimizer's own collectives, in the evaluation's sum and at the end; nothing else needs a barrier.
+each other only in the optimizer's own collectives, in and after an evaluation and at the end; nothing else needs a barrier.
 """
 
 import gc
@@ -28,7 +28,7 @@ from paceline.plan.cost import mfu
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, append_event, append_json_line, utc_now
 from paceline.train.optim import ShardedOptimizer
-from paceline.train.process import BusyClock, StopRequest, peak_bytes
+from paceline.train.process import BusyClock, StopRequest, all_reduce_sum, peak_bytes
 from paceline.train.trouble import LossGuard, LossTrouble, find_trouble
 from paceline.train.updates import lr_mult, momentum_of_step, weight_decay_mult
 from paceline.units import format_bytes, format_duration, format_mfu
@@ -197,6 +197,7 @@ class Loop:
                 self.progress.beat(done, "eval")
                 gc.collect()
                 bpb = self._finite_bpb(done)
+                stopping = self._stop_is_requested()
             if last or stopping or due or done == start_step + 1 or done % self.config.log_every == 0:
                 self._log(done, values, bpb=bpb, step_ms=1000 * fmean(seconds))
                 seconds.clear()
@@ -231,6 +232,12 @@ class Loop:
                 self.run, "note", text=f"the evaluation at step {step:,} gave {bpb} as val_bpb, which is left out"
             )
         return None
+
+    def _stop_is_requested(self) -> bool:
+        """Whether at least one rank requested a stop during an evaluation: all ranks then stop before the next step. Collective."""
+        requests = torch.full((1,), float(self.stop.is_set), device=self.device)
+        all_reduce_sum(requests)
+        return requests.item() > 0
 
     def one_step(self, step: int) -> tuple[dict[str, Any], bool, bool]:
         """Does forward, backward, agreement and update. Collective.

@@ -357,7 +357,7 @@ class BusyClock:
 
 @dataclass
 class StopRequest:
-    """A request to stop, set by a signal handler at any moment; ranks agree on it in the step's own collective."""
+    """A request to stop, set by a signal handler at any moment; ranks agree on it in each step and after each evaluation."""
 
     is_set: bool = False
     training: bool = False  # before the first step there is nothing to save

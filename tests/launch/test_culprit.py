@@ -11,6 +11,12 @@ IN_ALL_REDUCE = (
     Frame("wrapper", "/v/site-packages/torch/distributed/c10d_logger.py", 83),
     Frame("one_step", "/src/paceline/train/loop.py", 190),
 )
+IN_BACKWARD = (
+    Frame("_engine_run_backward", "/v/site-packages/torch/autograd/graph.py", 979),
+    Frame("backward", "/v/site-packages/torch/autograd/__init__.py", 395),
+    Frame("Tensor.backward", "/v/site-packages/torch/_tensor.py", 623),
+    Frame("<module>", "/home/me/ddp.py", 34),
+)
 IN_LOADER = (Frame("tokenize", "/home/me/data.py", 12), Frame("one_step", "/src/paceline/train/loop.py", 170))
 
 
@@ -48,6 +54,40 @@ def test_a_rank_that_has_not_started_is_behind_all():
 def test_at_equal_heartbeats_the_rank_with_a_stack_outside_the_collective_is_named():
     ranks = [rank(0, frames=IN_ALL_REDUCE), rank(1, frames=IN_LOADER)]
     assert find_culprits(ranks) == [ranks[1]]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        IN_BACKWARD[0],
+        Frame("_verify_param_shape_across_processes", "/v/site-packages/torch/distributed/utils.py", 286),
+        Frame("_distributed_broadcast_coalesced", "/v/site-packages/torch/nn/parallel/distributed.py", 2363),
+    ],
+)
+def test_a_rank_inside_ddp_waits_for_the_rank_that_is_elsewhere(frame):
+    ranks = [rank(0, None, frames=(frame, *IN_BACKWARD[1:])), rank(1, None, frames=IN_LOADER)]
+    assert find_culprits(ranks) == [ranks[1]]
+
+
+def test_code_of_the_script_that_backward_calls_is_no_wait_for_others():
+    ranks = [rank(0, None, frames=(*IN_LOADER, *IN_BACKWARD)), rank(1, None, frames=IN_ALL_REDUCE)]
+    assert find_culprits(ranks) == [ranks[0]]
+
+
+def test_the_sentence_says_where_the_sleeping_rank_is_and_that_the_other_waits_in_backward():
+    ranks = [rank(0, None, frames=IN_BACKWARD), rank(1, None, frames=IN_LOADER)]
+    assert describe_hang(ranks, find_culprits(ranks), silent_s=15) == (
+        "no rank made progress for 15 s: rank 1 is waiting (state S) in tokenize at me/data.py:12;"
+        " rank 0 waits in backward, called at me/ddp.py:34"
+    )
+
+
+def test_ranks_that_wait_for_each_other_at_different_places_are_listed_and_none_is_blamed():
+    ranks = [rank(0, None, frames=IN_ALL_REDUCE), *(rank(number, None, frames=IN_BACKWARD) for number in (1, 2))]
+    assert describe_hang(ranks, find_culprits(ranks), silent_s=15) == (
+        "no rank made progress for 15 s: nothing shows which rank is to blame: rank 0 is waiting (state S) in all_reduce, called at"
+        " train/loop.py:190 and ranks 1 and 2 are waiting (state S) in backward, called at me/ddp.py:34"
+    )
 
 
 def test_a_missing_stack_blames_no_rank():

@@ -210,13 +210,13 @@ class MadeUpLoop(loop.Loop):
         return {"loss": 2.0, "grad_norm": 1.0, "lr_mult": 1.0, "rank_ms": [1.0]}, False, False
 
 
-def run_made_up(kind, folder, evaluate, *, num_steps, every):
+def run_made_up(kind, folder, evaluate, *, num_steps, every, stop=None):
     """The lines of metrics.jsonl of such a loop."""
     plan = SimpleNamespace(
         num_steps=num_steps, total_batch_size=6000, world_size=1, flops_per_token=1, peak_flops=None, precision="fp32"
     )
     config = SimpleNamespace(max_loss_spike=None, eval_every=every, log_every=every, save_every=0, sample_every=0)
-    stop, progress = SimpleNamespace(training=False), SimpleNamespace(beat=lambda *_: None)
+    stop, progress = stop or StopRequest(), SimpleNamespace(beat=lambda *_: None)
     optimizer, device = SimpleNamespace(waits_in_backward=False), torch.device("cpu")
     run = RunDir(folder)
     try:
@@ -236,6 +236,21 @@ def test_an_evaluation_that_is_not_finite_is_reported_and_does_not_end_the_run(t
         "the evaluation at step 0 gave inf as val_bpb, which is left out",
         "the evaluation at step 2 gave nan as val_bpb, which is left out",
     ]
+
+
+@pytest.mark.parametrize("requested_by", ["this rank", "another rank"])
+def test_a_stop_that_any_rank_requests_in_an_evaluation_ends_the_run_without_another_step(
+    tmp_path, monkeypatch, requested_by
+):
+    stop = StopRequest()
+
+    def evaluate():
+        stop.is_set = stop.training and requested_by == "this rank"
+        return 1.5
+
+    monkeypatch.setattr(loop, "all_reduce_sum", lambda sums: sums.add_(requested_by == "another rank"))
+    lines = run_made_up(MadeUpLoop, tmp_path, evaluate, num_steps=6, every=2, stop=stop)
+    assert [(line["step"], line.get("val_bpb")) for line in lines] == [(0, 1.5), (1, None), (2, 1.5)]
 
 
 def end_of_run(run, *, stops=False):

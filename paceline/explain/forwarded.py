@@ -58,7 +58,10 @@ MIN_WIDTH, MAX_WIDTH = 60, 400  # characters of a line
 MIN_BROKEN, MIN_SHARE = 3, 0.6  # different lines that go on in the next one, and their share of those of full width
 START = 4  # characters by which two lines begin alike
 POWERSHELL_RECORD = "    + CategoryInfo "
-IN_SHELL, MAX_RECORD = re.compile(r"\S+ : "), 40  # python : the first line of its stderr; lines of a record up to CategoryInfo
+IN_SHELL, MAX_RECORD = (
+    re.compile(r"\S+ : "),
+    40,
+)  # python : the first line of its stderr; lines of a record up to CategoryInfo
 RULE = 12  # different characters; fewer are a line of dashes
 # when a cell began to run, in the metadata of JupyterLab and Kaggle, of papermill and ExecuteTime, of Colab
 BEGINNINGS = ("iopub.execute_input", "start_time", "timestamp")

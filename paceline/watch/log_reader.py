@@ -238,7 +238,7 @@ class LogCurves:
         self.stat: os.stat_result | None = None  # of the file at the last read; None: it is gone
         self._silence_s = 0.0  # since the last write, at the last read
         self._written: float | None = None  # when the last line that was read was written
-        self._counts_steps = False  # whether a line has named its step
+        self.counts_steps = False  # whether a line has named its step
 
     def read(self, *, start: float | None = None, end: float | None = None) -> None:
         """Reads what is new. start, end: of the attempt that has written the log, where they are known."""
@@ -297,9 +297,9 @@ class LogCurves:
                 if self.step is not None and line.step < self.step:
                     self._extend(points)  # the training restarted from an earlier step
                     points, self.first_step = {}, None
-                self.step, self._counts_steps = line.step, True
+                self.step, self.counts_steps = line.step, True
                 self.first_step = line.step if self.first_step is None else self.first_step
-            elif not self._counts_steps and "loss" in line.values:
+            elif not self.counts_steps and "loss" in line.values:
                 self.step = (self.step or 0) + 1  # nothing counts the steps, so each line counts as one
             for name, value in line.values.items():
                 self.latest[name] = value

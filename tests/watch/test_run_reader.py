@@ -230,6 +230,31 @@ def test_the_curves_of_a_script_without_a_speed_are_spread_over_its_attempt_read
     assert folder.look().series["loss"].times == [START + second for second in (10, 20, 30, 40, 60, 80)]
 
 
+def test_the_curves_of_a_script_join_those_of_its_attempts_each_from_its_first_step_on(script):
+    for attempt, steps in ((1, range(1, 7)), (2, range(5, 8)), (3, ())):
+        script.begin_script(attempt=attempt)
+        lines = "".join(f"step {step}/9 loss: {10 * attempt + step}.0\n" for step in steps)
+        script.print(lines + ("step 6/9 val_loss: 1.0\n" if attempt == 1 else ""), attempt=attempt)
+    series = script.look().series
+    assert (series["loss"].steps, series["loss"].values) == ([1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 25, 26, 27])
+    assert series["val_loss"].steps == []  # step 6 was taken again
+    script.print("learning rate: 0.1\n", attempt=3)
+    assert script.look().series == series
+    script.print("step 1/9 loss: 9.0\n", attempt=3)
+    snapshot = script.look()
+    assert (snapshot.step, snapshot.series["loss"].values) == (1, [9.0])
+
+
+def test_attempts_without_a_step_on_their_lines_are_not_joined_and_a_note_says_so(script):
+    for attempt in (1, 2):
+        script.begin_script(attempt=attempt)
+        assert script.look().notes == []
+        script.print("{'loss': 3.0, 'epoch': 0.1}\n{'loss': 2.5, 'epoch': 0.2}\n", attempt=attempt)
+    snapshot = script.look()
+    assert snapshot.series["loss"].values == [3.0, 2.5]
+    assert snapshot.notes == ["no line shows a step: the curves of earlier attempts are left out"]
+
+
 UNJUDGED = Summary("info", "Nothing unusual so far, and too little is reported to say more.")
 
 

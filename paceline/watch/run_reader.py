@@ -204,11 +204,11 @@ class RunReader:
         fields |= best.fields(since=start) if best else {}
         fields["ranks"] = fields["ranks"] or [RankView(log.rank) for log in last if log.rank is not None]
         logs_read = [self._script_log(log) for log in self.logs if log.rank == rank]
-        attempts = [curves for curves in logs_read if curves.step is not None]
-        if attempts and all(curves.counts_steps for curves in attempts):
-            fields["series"] = join_series([curves.curves for curves in attempts])
-        elif any(curves is not best for curves in attempts):
-            fields["notes"] = [*fields["notes"], "no line shows a step: the curves of earlier attempts are left out"]
+        if best and best.counts_lines:
+            note = f"no line of attempt {last[0].attempt} shows a step: the curves count its lines"
+            fields["notes"] = [*fields["notes"], note]
+        elif attempts := [curves.curves for curves in logs_read if curves.counts_steps]:
+            fields["series"] = join_series(attempts)
         fields |= {} if fields["state"] == "running" else {"eta_s": None}
         if best and best.num_lines and fields["silence_s"] is None and fields["updated"] and start is not None:
             fields["silence_s"] = max(0.0, fields["updated"] - start) / best.num_lines

@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from run_folders import START, utc, write_run
@@ -14,7 +14,8 @@ from snapshots import NOW
 
 from paceline.errors import PacelineError
 from paceline.rundir import append_json_line, append_sample, utc_now
-from paceline.watch.status import open_reader, run_status
+from paceline.watch.panels import run_row
+from paceline.watch.status import format_run, format_steps, open_reader, run_status
 from paceline.watch.summary import Summary, summarize
 
 
@@ -70,7 +71,7 @@ def test_files_that_vanish_leave_their_fields_empty(folder):
         path.unlink()
     snapshot = folder.look()
     assert (snapshot.step, snapshot.loss, snapshot.series, snapshot.events, snapshot.num_steps) == (
-        0,
+        None,
         None,
         {},
         [],
@@ -245,14 +246,16 @@ def test_the_curves_of_a_script_join_those_of_its_attempts_each_from_its_first_s
     assert (snapshot.step, snapshot.series["loss"].values) == (1, [9.0])
 
 
-def test_attempts_without_a_step_on_their_lines_are_not_joined_and_a_note_says_so(script):
+def test_a_script_without_a_step_on_its_lines_has_none_anywhere(script):
     for attempt in (1, 2):
         script.begin_script(attempt=attempt)
-        assert script.look().notes == []
+        assert script.look().step is None
         script.print("{'loss': 3.0, 'epoch': 0.1}\n{'loss': 2.5, 'epoch': 0.2}\n", attempt=attempt)
-    snapshot = script.look()
-    assert snapshot.series["loss"].values == [3.0, 2.5]
-    assert snapshot.notes == ["no line shows a step: the curves of earlier attempts are left out"]
+    snapshot, status = script.look(), run_status(script.run)
+    assert (snapshot.step, snapshot.loss, snapshot.series["loss"].values) == (None, 2.5, [3.0, 2.5])
+    assert snapshot.notes == ["no line of attempt 2 shows a step: the curves count its lines"]
+    assert format_run(snapshot).startswith("r: running, step n/a, loss 2.5000\n")
+    assert (status.step, format_steps(status), run_row(asdict(status))["steps"]) == (None, "n/a", "n/a")
 
 
 UNJUDGED = Summary("info", "Nothing unusual so far, and too little is reported to say more.")

@@ -166,10 +166,9 @@ def runs(args: run_options.RunsOptions) -> None:
 
 def runs_show(args: run_options.RunsShowOptions) -> None:
     from paceline.rundir import find_run
-    from paceline.watch.status import format_run, open_reader, run_json
+    from paceline.watch.terminal.runs import show_runs
 
-    snapshot = open_reader(find_run(args.run, runs_dir=args.runs_dir).path).update()
-    print(json.dumps(run_json(snapshot), indent=1) if args.json else format_run(snapshot))
+    print(show_runs([find_run(name, runs_dir=args.runs_dir).path for name in args.runs], as_json=args.json))
 
 
 def label_run(args: run_options.RunsTagOptions | run_options.RunsNoteOptions) -> None:

@@ -18,12 +18,13 @@ class RunsOptions(JsonOption):
 
 
 class RunsShowOptions(JsonOption, RunsOption):
-    """Show one run: why each attempt ended, what was done next, and where the time went.
+    """Show one run: why each attempt ended, what was done next, and where the time went; of several runs, the settings that differ.
 
     $ paceline runs show books
+    $ paceline runs show runs/sweep-*
     """
 
-    run: str = positional("RUN", RUN)
+    runs: tuple[str, ...] = positional("RUN", f"{RUN}; or several")
 
 
 class RunsTagOptions(RunsOption):

@@ -224,7 +224,7 @@ def test_what_begins_with_a_dash_is_an_option_unless_it_is_a_value(command, take
 def test_behind_two_dashes_a_name_may_begin_with_a_dash():
     args = parse(["--json", "a.log", "--", "-x.log", "--json"], command="explain", options=options.ExplainOptions)
     assert (args.json, args.logs) == (True, ("a.log", "-x.log", "--json"))
-    assert parse(["--", "-x"], command="runs show", options=run_options.RunsShowOptions).run == "-x"
+    assert parse(["--", "-x"], command="runs show", options=run_options.RunsShowOptions).runs == ("-x",)
 
 
 @pytest.mark.parametrize("line", [["--depth", "--help"], ["--depth", "x", "-h"], ["--help", "--nonsense"]])

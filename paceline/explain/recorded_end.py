@@ -80,15 +80,19 @@ def apply_recorded_end(
 def note_recoveries(
     explanation: Explanation, run: RunDir, all_events: Iterable[Mapping[str, Any]], attempt: int
 ) -> Explanation:
-    """Adds to a healthy attempt why those before it failed."""
+    """Adds to a healthy attempt why those before it failed, and of a script that its progress is not that of the whole run."""
     verdicts = [
         event for event in all_events if event.get("event") == "verdict" and event.get("attempt", attempt) < attempt
     ]
-    if explanation.cause != HEALTHY or not verdicts:
+    if explanation.cause != HEALTHY:
         return explanation
-    causes = ", ".join(str(event.get("cause")) for event in verdicts)
-    note = f"earlier attempts failed and the run recovered: {causes}; paceline runs show {run.quoted}"
-    return replace(explanation, notes=(*explanation.notes, note))
+    notes = list(explanation.notes)
+    if attempt > 1 and is_script_run(run):
+        notes.append(f"this is the progress of attempt {attempt} alone; paceline watch {run.quoted} has all attempts")
+    if verdicts:
+        causes = ", ".join(str(event.get("cause")) for event in verdicts)
+        notes.append(f"earlier attempts failed and the run recovered: {causes}; paceline runs show {run.quoted}")
+    return replace(explanation, notes=tuple(notes))
 
 
 def find_stop(run: RunDir, events: Sequence[Mapping[str, Any]]) -> tuple[str, str, str] | None:

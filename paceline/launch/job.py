@@ -235,7 +235,7 @@ class TrainingJob(Job):
         if not samples or samples[-1].get("step") != status.step:
             return lines
         prompt, text = (quoted(str(samples[-1].get(name, ""))) for name in ("prompt", "text"))
-        head = f"sample  held-out text, which the model then continues ({run.sample(status.step)})"
+        head = f"sample  held-out text, which the model then continues ({run.sample(samples[-1]['step'])})"
         return ["", head, prompt, "        continued by the model", text, *lines]
 
 

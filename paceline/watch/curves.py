@@ -14,7 +14,7 @@ import math
 import statistics
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from itertools import chain
@@ -270,14 +270,18 @@ class Curve:
         if not (np.diff(new[0]) > 0).all():
             following = np.minimum.accumulate(new[0][::-1])[::-1]  # the least x from each point on
             new = [column[np.append(new[0][:-1] < following[1:], True)] for column in new]
-        num_old = int(np.searchsorted(self.x, new[0][0]))
+        self.cut(new[0][0])
         self.x, self.values, self.times = (
-            np.concatenate([old[:num_old], column])
-            for old, column in zip((self.x, self.values, self.times), new, strict=True)
+            np.concatenate([old, column]) for old, column in zip((self.x, self.values, self.times), new, strict=True)
         )
-        self._series = None
         if len(self.x) > THIN_AT * self.max_points:
             self._thin()
+
+    def cut(self, x: float) -> None:
+        """Removes the points at x and behind it."""
+        count = int(np.searchsorted(self.x, x))
+        self.x, self.values, self.times = self.x[:count], self.values[:count], self.times[:count]
+        self._series = None
 
     def _thin(self) -> None:
         if len(self.x) <= self.max_points:
@@ -296,6 +300,18 @@ class Curve:
                 x = np.concatenate([[0.0], steps])[np.searchsorted(times, self.times, side="right")]
             self._series = Series(x.astype(int).tolist(), self.values.tolist(), self.times.tolist())
         return self._series
+
+
+def join_series(attempts: Iterable[Mapping[str, Curve]]) -> dict[str, Series]:
+    """Returns curves of several attempts by name; each attempt replaces what an earlier one shows from its first step on."""
+    joined: dict[str, Curve] = {}
+    for curves in attempts:
+        first = min((curve.x.min(initial=math.inf) for curve in curves.values()), default=math.inf)
+        for curve in joined.values():
+            curve.cut(first)
+        for name, curve in curves.items():
+            joined.setdefault(name, Curve()).extend(curve.x, curve.values, curve.times)
+    return {name: curve.series() for name, curve in joined.items()}
 
 
 def extremes(x: NDArray[np.float64], values: NDArray[np.float64], *, max_points: int) -> NDArray[np.intp]:

@@ -117,6 +117,7 @@ class TrainingLogReader:
         end_s = END_RATIO * max_silence_s(fields["step_ms"], fields["silence_s"])
         state = log_state(explanation, silent=time.time() - stat.st_mtime > end_s)
         notes = [explanation["summary"]] if explanation and explanation["cause"] in GOES_ON else []
+        notes += ["no line shows a step: the curves count lines"] if self.curves.counts_lines else []
         explanation = explanation if state in ("failed", "broken") else None
         if state != "running":
             fields["eta_s"] = None
@@ -238,7 +239,12 @@ class LogCurves:
         self.stat: os.stat_result | None = None  # of the file at the last read; None: it is gone
         self._silence_s = 0.0  # since the last write, at the last read
         self._written: float | None = None  # when the last line that was read was written
-        self._counts_steps = False  # whether a line has named its step
+        self.counts_steps = False  # whether a line has named its step
+
+    @property
+    def counts_lines(self) -> bool:
+        """Whether the curves count lines, because no line has named its step."""
+        return self.step is not None and not self.counts_steps
 
     def read(self, *, start: float | None = None, end: float | None = None) -> None:
         """Reads what is new. start, end: of the attempt that has written the log, where they are known."""
@@ -275,12 +281,12 @@ class LogCurves:
         step, first, step_s = self.step or 0, self.first_step or 0, self.latest.get("step_ms", math.nan) / 1000
         if math.isnan(step_s) and since is not None and step > first:  # no line shows a speed
             step_s = (time.time() - since) / (step - first)
-        has_steps = self.num_steps and self.step is not None and not math.isnan(step_s)
-        eta_s = max(0, (self.num_steps or 0) - step) * step_s if has_steps else None
+        num_steps = self.num_steps if self.counts_steps else None
+        eta_s = max(0, num_steps - step) * step_s if num_steps and not math.isnan(step_s) else None
         values = {name: self.latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
         return {
-            "framework": self.framework, "step": step, "num_steps": self.num_steps, "eta_s": eta_s,
-            "silence_s": max(self._silences, default=None), "series": series, **values,
+            "framework": self.framework, "step": self.step if self.counts_steps else None, "num_steps": num_steps,
+            "eta_s": eta_s, "silence_s": max(self._silences, default=None), "series": series, **values,
         }  # fmt: skip
 
     def _add(self, block: bytes) -> None:
@@ -297,10 +303,10 @@ class LogCurves:
                 if self.step is not None and line.step < self.step:
                     self._extend(points)  # the training restarted from an earlier step
                     points, self.first_step = {}, None
-                self.step, self._counts_steps = line.step, True
+                self.step, self.counts_steps = line.step, True
                 self.first_step = line.step if self.first_step is None else self.first_step
-            elif not self._counts_steps and "loss" in line.values:
-                self.step = (self.step or 0) + 1  # nothing counts the steps, so each line counts as one
+            elif not self.counts_steps and "loss" in line.values:
+                self.step = (self.step or 0) + 1  # each line is a point of the curves
             for name, value in line.values.items():
                 self.latest[name] = value
                 steps, values = points.setdefault(name, ([], []))

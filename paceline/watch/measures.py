@@ -62,6 +62,10 @@ def format_measure(name: str, value: float) -> str:
     return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
 
 
+def format_step(step: int | None) -> str:
+    return "n/a" if step is None else f"{step:,}"
+
+
 def format_figure(name: str, value: float | None) -> str:
     """Returns a figure of the plan or of the run with its unit; n/a where it is not known. A loss that is NaN is shown as nan."""
     if value is None or (name != "loss" and not math.isfinite(value)):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from paceline.units import format_bytes, format_count, format_duration, format_energy, unix_time
 from paceline.watch.device_panels import host_panel, map_panels, ranks_panel
-from paceline.watch.measures import METRICS, format_figure, format_percent
+from paceline.watch.measures import METRICS, format_figure, format_percent, format_step
 from paceline.watch.snapshot import LIVE, AttemptView, EventView, Level, LogView, Series, Snapshot
 from paceline.watch.summary import (
     LEVEL_SIGNS,
@@ -78,7 +78,7 @@ def badge(state: str) -> Panel:
 
 def head_panel(snapshot: Snapshot, *, now: float) -> Panel:
     """Returns name, state, command, summary and progress; `title` is the title of the browser's tab."""
-    share = min(1.0, snapshot.step / snapshot.num_steps) if snapshot.num_steps else None
+    share = min(1.0, snapshot.step / snapshot.num_steps) if snapshot.num_steps and snapshot.step is not None else None
     share = snapshot.preparing["share"] if snapshot.state == "preparing" and snapshot.preparing else share
     is_live, shown = snapshot.state in LIVE, badge(snapshot.state)
     level = "busy" if is_live and shown["level"] == "good" else shown["level"]
@@ -360,7 +360,7 @@ def seed_groups(runs: Sequence[dict[str, Any]], keys: dict[str, str | None]) -> 
         if len(group) < 2:
             continue
         is_even = len({run["step"] for run in group}) == 1
-        panel = {"key": key, "size": len(group), "steps": f"{group[0]['step']:,}" if is_even else "unequal steps"}
+        panel = {"key": key, "size": len(group), "steps": format_step(group[0]["step"]) if is_even else "unequal steps"}
         for name in ("loss", "val_bpb"):
             values = [run[name] for run in group if known(run[name])]
             is_whole = is_even and len(values) == len(group)
@@ -373,13 +373,12 @@ def seed_groups(runs: Sequence[dict[str, Any]], keys: dict[str, str | None]) -> 
 
 def run_row(run: dict[str, Any]) -> Panel:
     """Returns the texts of a run in the list of all runs. run: a RunStatus as a dictionary."""
-    num_steps, command = run["num_steps"], run["command"]
-    steps = f"{run['step']:,}" + (f" of {num_steps:,}" if num_steps else "")
+    num_steps, command = None if run["step"] is None else run["num_steps"], run["command"]
     return {
         "badge": badge(run["state"]),
         "command": shlex.join(command) if command else None,
         "share": run["step"] / num_steps if num_steps else None,
-        "steps": steps if run["step"] or not command else "n/a",
+        "steps": format_step(run["step"]) + (f" of {num_steps:,}" if num_steps else ""),
         "time": unix_time(run["time"]) if run["time"] else None,
         **{name: format_figure(name, run[name]) for name in ("loss", "val_bpb", "tok_per_sec")},
     }

@@ -26,7 +26,7 @@ from paceline.slurm import JobReader, format_job
 from paceline.typed_fields import typed_content, well_typed
 from paceline.units import unix_time
 from paceline.watch.about import expected
-from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, slow_ranks
+from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, join_series, slow_ranks
 from paceline.watch.events import (
     END_STATES,
     attempt_views,
@@ -49,8 +49,7 @@ SCRIPT_RANKS = 8  # ranks of a script whose logs are read for steps and losses
 LIVE_LOGS = 16  # logs whose last write counts as a sign that the run is alive
 GOODPUT_EVERY_S = 5.0
 MAX_EXPLAINED_BYTES = 64 << 20  # of an attempt with longer logs only the verdict in events.jsonl is shown
-# an explanation reads them
-EXPLAINED_EVENTS = ("attempt", "rank_failed", "stopping", "hang", "attempt_ended", "verdict")
+EXPLAINED_EVENTS = ("attempt", "rank_failed", "stopping", "hang", "attempt_ended", "verdict")  # those explain_run reads
 READ_ERRORS = (KeyError, TypeError, ValueError, AttributeError)  # that a damaged file may cause
 
 
@@ -197,23 +196,31 @@ class RunReader:
         )
 
     def _script_snapshot(self, config: Record, fields: Record) -> Snapshot:
-        """Measures come from what the script's ranks print, of the rank whose log shows most of them."""
+        """Measures come from what the script's ranks print, of the rank whose log shows most of them in the last attempt."""
         last = [log for log in self.logs if log.rank is not None and log.attempt == self.logs[-1].attempt]
-        logs_read = [self._script_logs.setdefault(log.path, LogCurves(Path(log.path))) for log in last[:SCRIPT_RANKS]]
-        start = unix_time(self.attempts[-1]["time"]) if self.attempts else None
-        ends = [
-            unix_time(event["time"]) for event in self.events if event.get("event") in ("attempt_ended", *END_STATES)
-        ]
-        for log_curves in logs_read:
-            log_curves.read(start=start, end=None if self.running or not ends else ends[-1])
-        best = max(logs_read, key=lambda log_curves: len(log_curves.curves), default=None)
-        ranks = fields["ranks"] or [RankView(log.rank) for log in last if log.rank is not None]
-        fields = {**fields, **(best.fields(since=start) if best else {}), "ranks": ranks}
-        if fields["state"] != "running":
-            fields["eta_s"] = None
+        rank_logs = {log.rank: self._script_log(log) for log in last[:SCRIPT_RANKS]}
+        rank = max(rank_logs, key=lambda rank: len(rank_logs[rank].curves), default=0)
+        start, best = unix_time(self.attempts[-1]["time"]) if self.attempts else None, rank_logs.get(rank)
+        fields |= best.fields(since=start) if best else {}
+        fields["ranks"] = fields["ranks"] or [RankView(log.rank) for log in last if log.rank is not None]
+        logs_read = [self._script_log(log) for log in self.logs if log.rank == rank]
+        if best and best.counts_lines:
+            note = f"no line of attempt {last[0].attempt} shows a step: the curves count its lines"
+            fields["notes"] = [*fields["notes"], note]
+        elif attempts := [curves.curves for curves in logs_read if curves.counts_steps]:
+            fields["series"] = join_series(attempts)
+        fields |= {} if fields["state"] == "running" else {"eta_s": None}
         if best and best.num_lines and fields["silence_s"] is None and fields["updated"] and start is not None:
             fields["silence_s"] = max(0.0, fields["updated"] - start) / best.num_lines
         return Snapshot(kind="script", command=config["command"], **fields)
+
+    def _script_log(self, log: LogView) -> LogCurves:
+        """Reads what is new in the log of a script's rank."""
+        starts = {attempt["attempt"]: unix_time(attempt["time"]) for attempt in self.attempts}
+        ends = [unix_time(e["time"]) for e in self.events if e.get("event") in ("attempt_ended", *END_STATES)]
+        start, curves = starts.get(log.attempt), self._script_logs.setdefault(log.path, LogCurves(Path(log.path)))
+        curves.read(start=start, end=next((end for end in ends if start is not None and end >= start), None))
+        return curves
 
     def _read_events(self) -> None:
         if self._events_file.restarted():

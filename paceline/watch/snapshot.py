@@ -52,7 +52,10 @@ TIME_KINDS = {  # of Goodput.seconds: what each is called
 
 @dataclass(frozen=True)
 class Series:
-    """One curve, thinned: as many values and times as steps, in the order of steps. Extremes are kept."""
+    """One curve, thinned: as many values and times as steps, in the order of steps. Extremes are kept.
+
+    Where no line of a log shows a step, its lines are counted in place of steps.
+    """
 
     is_typed: ClassVar[bool] = True  # its points were arrays of numbers
     steps: list[int] = field(default_factory=list)
@@ -172,7 +175,7 @@ class Snapshot:
     state: State
     command: list[str] | None = None  # of a script's run
     framework: str | None = None  # of a log whose lines show it
-    step: int = 0
+    step: int | None = None  # None too where no line of a script or a log shows one
     num_steps: int | None = None
     loss: float | None = None  # the last one reported; may be NaN or infinite
     val_bpb: float | None = None

@@ -28,7 +28,7 @@ from paceline.units import format_count
 from paceline.watch.about import csv_lines, read_about, read_config, read_notes
 from paceline.watch.events import end_state, is_complete, last_event_time, live_state
 from paceline.watch.growing_file import parse_lines, read_part, search
-from paceline.watch.measures import format_figure, format_time
+from paceline.watch.measures import format_figure, format_step, format_time
 from paceline.watch.snapshot import LIVE, Snapshot, State
 from paceline.watch.summary import attempt_outcome, goodput_line, goodput_table, host_place
 
@@ -69,7 +69,7 @@ class RunStatus:
     name: str
     path: str
     state: str  # as of a Snapshot
-    step: int
+    step: int | None
     num_steps: int | None
     loss: float | None
     val_bpb: float | None
@@ -88,7 +88,7 @@ def run_status(run: RunDir) -> RunStatus:
     attempts = sum(event.get("event") == "attempt" for event in events)
     names = ("step", "loss", "val_bpb", "tok_per_sec")
     read = printed_values(run.rank_log(attempts, 0), names) if command else last_values(run.metrics, (*names, "time"))
-    values = {**dict.fromkeys(names), "step": 0, **read}
+    values = {**dict.fromkeys(names), "step": None if command else 0, **read}
     state = run_state(run, events, values)
     times = [values.pop("time", None), last_event_time(events)]
     if command and state in LIVE and (stamp := file_stamp(run.rank_log(attempts, 0))):
@@ -220,9 +220,7 @@ def format_runs(runs: list[RunStatus]) -> str:
 
 
 def format_steps(status: RunStatus | Snapshot) -> str:
-    if status.command is not None and not status.step:
-        return "n/a"
-    return f"{status.step:,}/{status.num_steps:,}" if status.num_steps else f"{status.step:,}"
+    return format_step(status.step) + (f"/{status.num_steps:,}" if status.num_steps and status.step is not None else "")
 
 
 def run_json(snapshot: Snapshot) -> dict[str, Any]:
@@ -235,7 +233,7 @@ def format_run(snapshot: Snapshot) -> str:
     """Returns one run at length: its state, how each attempt ended and what was decided then, where its time went."""
     name = "val_bpb" if snapshot.kind == "training" else "loss"
     figures = f", step {format_steps(snapshot)}, {name} {format_figure(name, getattr(snapshot, name))}"
-    of_steps = figures if snapshot.kind == "training" or snapshot.step else ""
+    of_steps = figures if snapshot.kind == "training" or (snapshot.step, snapshot.loss) != (None, None) else ""
     places = [f"{host.name}: {host_place(host)}" for host in snapshot.hosts if host_place(host)]
     lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}"]
     rows = {"slurm": [snapshot.slurm or ""], "hosts": ["; ".join(places)], "note": snapshot.notes}

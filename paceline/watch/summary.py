@@ -130,9 +130,9 @@ def summarize(snapshot: Snapshot, *, now: float) -> Summary | None:
 
 def finished_text(snapshot: Snapshot) -> str:
     """Returns how a run finished; what a script has done is known only where it printed its last step."""
-    if snapshot.kind == "training" or snapshot.step == snapshot.num_steps:
+    if snapshot.kind == "training" or snapshot.step == snapshot.num_steps is not None:
         return "All steps are done"
-    place = f" at step {snapshot.step:,} of {snapshot.num_steps:,}" if snapshot.num_steps else ""
+    place = f" at step {snapshot.step:,} of {snapshot.num_steps:,}" if snapshot.step and snapshot.num_steps else ""
     return f"The {'script' if snapshot.kind == 'script' else 'training'} ended without an error{place}"
 
 
@@ -235,7 +235,7 @@ def loss_warnings(snapshot: Snapshot) -> Iterator[str]:
     elif fell_to_zero(snapshot):
         yield "the loss is exactly 0"
     elif rise := rise_of(snapshot.series.get("loss", Series())):
-        yield f"the loss is {100 * rise[0]:.0f} % higher since step {rise[1]:,} than before"
+        yield f"the loss is {100 * rise[0]:.0f} % higher{f' since step {rise[1]:,}' if snapshot.step else ''} than before"
     for name in ("lr", "lr_mult"):
         values = snapshot.series.get(name, Series()).values[-ZERO_LINES:]
         if len(values) == ZERO_LINES and not any(values):

@@ -55,7 +55,11 @@ def test_a_run_that_recovered_is_healthy_and_says_what_it_recovered_from(run):
     append_event(run, "finished", step=9)
     explanation = explain_run(run)
     assert explanation.cause == "healthy"
-    assert explanation.notes == (f"earlier attempts failed and the run recovered: hang; paceline runs show {run.path}",)
+    recovered = f"earlier attempts failed and the run recovered: hang; paceline runs show {run.path}"
+    assert explanation.notes == (recovered,)
+    run.config_toml.write_text('command = ["train.py"]\n')
+    alone = f"this is the progress of attempt 2 alone; paceline watch {run.path} has all attempts"
+    assert explain_run(run).notes == (alone, recovered)
 
 
 def test_a_run_whose_last_save_had_no_room_and_that_recorded_no_end_filled_the_disk(run):

@@ -111,9 +111,10 @@ def test_a_bar_of_many_megabytes_is_sampled(tmp_path):
     assert max(following - step for step, following in zip(loss.steps, loss.steps[1:], strict=False)) < 500
 
 
-def test_lines_without_a_step_count_as_one_step_each(tmp_path):
+def test_lines_without_a_step_are_points_of_the_curves_and_no_steps(tmp_path):
     snapshot = write(tmp_path / "out.log", "{'loss': 3.0, 'epoch': 0.1}\n{'loss': 2.5, 'epoch': 0.2}\n").update()
-    assert snapshot.series["loss"].steps == [1, 2]
+    assert (snapshot.step, snapshot.series["loss"].steps) == (None, [1, 2])
+    assert snapshot.notes == ["no line shows a step: the curves count lines"]
 
 
 def test_a_growing_log_is_followed_and_a_truncated_one_is_read_from_its_start(tmp_path):

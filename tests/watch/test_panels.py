@@ -124,7 +124,9 @@ def test_a_row_of_the_list_of_runs():
     assert (row["steps"], row["share"], row["loss"], row["val_bpb"]) == ("100 of 200", 0.5, "3.0000", "n/a")
     assert (row["tok_per_sec"], row["time"], row["badge"]["state"]) == ("20,000", NOW, "finished")
     script_row = {**run, "command": ["train.py"], "time": None}
-    assert [run_row({**script_row, "step": step})["steps"] for step in (0, 100)] == ["n/a", "100 of 200"]
+    assert [run_row({**script_row, "step": step})["steps"] for step in (None, 0, 100)] == [
+        "n/a", "0 of 200", "100 of 200",
+    ]  # fmt: skip
 
 
 def test_nothing_of_a_run_that_has_ended_changes_with_the_clock():

@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from run_folders import START, utc, write_run
@@ -14,7 +14,8 @@ from snapshots import NOW
 
 from paceline.errors import PacelineError
 from paceline.rundir import append_json_line, append_sample, utc_now
-from paceline.watch.status import open_reader, run_status
+from paceline.watch.panels import run_row
+from paceline.watch.status import format_run, format_steps, open_reader, run_status
 from paceline.watch.summary import Summary, summarize
 
 
@@ -70,7 +71,7 @@ def test_files_that_vanish_leave_their_fields_empty(folder):
         path.unlink()
     snapshot = folder.look()
     assert (snapshot.step, snapshot.loss, snapshot.series, snapshot.events, snapshot.num_steps) == (
-        0,
+        None,
         None,
         {},
         [],
@@ -228,6 +229,33 @@ def test_the_curves_of_a_script_without_a_speed_are_spread_over_its_attempt_read
     folder.print("step 5/10 loss: 2.5\nstep 6/10 loss: 2.5\n")  # their time is that of a copy, after the end
     append_json_line(folder.run.events, {"time": utc(80), "event": "finished"})
     assert folder.look().series["loss"].times == [START + second for second in (10, 20, 30, 40, 60, 80)]
+
+
+def test_the_curves_of_a_script_join_those_of_its_attempts_each_from_its_first_step_on(script):
+    for attempt, steps in ((1, range(1, 7)), (2, range(5, 8)), (3, ())):
+        script.begin_script(attempt=attempt)
+        lines = "".join(f"step {step}/9 loss: {10 * attempt + step}.0\n" for step in steps)
+        script.print(lines + ("step 6/9 val_loss: 1.0\n" if attempt == 1 else ""), attempt=attempt)
+    series = script.look().series
+    assert (series["loss"].steps, series["loss"].values) == ([1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 25, 26, 27])
+    assert series["val_loss"].steps == []  # step 6 was taken again
+    script.print("learning rate: 0.1\n", attempt=3)
+    assert script.look().series == series
+    script.print("step 1/9 loss: 9.0\n", attempt=3)
+    snapshot = script.look()
+    assert (snapshot.step, snapshot.series["loss"].values) == (1, [9.0])
+
+
+def test_a_script_without_a_step_on_its_lines_has_none_anywhere(script):
+    for attempt in (1, 2):
+        script.begin_script(attempt=attempt)
+        assert script.look().step is None
+        script.print("{'loss': 3.0, 'epoch': 0.1}\n{'loss': 2.5, 'epoch': 0.2}\n", attempt=attempt)
+    snapshot, status = script.look(), run_status(script.run)
+    assert (snapshot.step, snapshot.loss, snapshot.series["loss"].values) == (None, 2.5, [3.0, 2.5])
+    assert snapshot.notes == ["no line of attempt 2 shows a step: the curves count its lines"]
+    assert format_run(snapshot).startswith("r: running, step n/a, loss 2.5000\n")
+    assert (status.step, format_steps(status), run_row(asdict(status))["steps"]) == (None, "n/a", "n/a")
 
 
 UNJUDGED = Summary("info", "Nothing unusual so far, and too little is reported to say more.")

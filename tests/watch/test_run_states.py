@@ -111,7 +111,7 @@ def test_a_folder_that_is_gone_is_shown_as_gone_until_it_is_back(held):
     for _ in range(2):
         snapshot = held.look()
         text = "Its files are gone: deleted, moved, or on a disk that is not mounted any more."
-        assert (snapshot.state, snapshot.step, snapshot.name) == ("gone", 0, "r")
+        assert (snapshot.state, snapshot.step, snapshot.name) == ("gone", None, "r")
         assert summarize(snapshot, now=time.time()) == Summary("error", text)
     held.run.path.mkdir()  # as an unmounted disk leaves it
     assert held.look().state == "gone"

@@ -286,6 +286,21 @@ def test_an_attempt_whose_end_nobody_recorded_has_the_cause_that_watch_shows(scr
     assert lines[4].startswith("  supervisor-lost: the command that ran attempt 1 was itself killed")
 
 
+def test_several_runs_are_shown_as_in_the_list_with_the_settings_that_differ(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, keys in {"a": {"lr": 0.1}, "b": {"lr": 0.25}, "c": {"lr": 0.25, "nproc": 2}}.items():
+        write_run(tmp_path, name, **keys)
+    assert run_command(["runs", "show", "a", "b", "c"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert (head.split()[0], [row.split()[0] for row in rows[:3]]) == ("run", ["a", "b", "c"])
+    assert rows[3:] == ["", "setting  a    b     c", "lr       0.1  0.25  0.25", "nproc    n/a  n/a   2"]
+    assert run_command(["runs", "show", "a", "b", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert ([run["name"] for run in shown["runs"]], shown["settings"]) == (["a", "b"], {"lr": ["0.1", "0.25"]})
+    assert run_command(["runs", "show", "b", "b"]) == 0
+    assert capsys.readouterr().out.endswith("\n\nno settings differ\n")
+
+
 def test_runs_of_a_run_names_the_command_that_shows_it(script_run, monkeypatch, capsys):
     for folder, word in (
         (script_run.path.parent, "r"),

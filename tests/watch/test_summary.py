@@ -77,7 +77,7 @@ def test_a_loss_that_was_small_before_may_end_at_0():
     [
         ("script", 100, 100, 2.5, Summary("good", "All steps are done.")),
         ("script", 5, 100, 2.5, Summary("good", "The script ended without an error at step 5 of 100.")),
-        ("script", 0, None, None, Summary("good", "The script ended without an error.")),
+        ("script", None, None, None, Summary("good", "The script ended without an error.")),
         ("log", 7, None, 2.5, Summary("good", "The training ended without an error.")),
         ("script", 9, 9, math.nan, Summary("warning", "All steps are done; the last loss is NaN or infinite.")),
         ("script", 9, 9, 0.0, Summary("warning", "All steps are done; the last loss is exactly 0.")),
@@ -149,6 +149,7 @@ def pace(value):
         ({"loss": 0.0, "series": {}}, "The loss is exactly 0."),
         ({"series": {"lr": curve(lambda step: 0.0, now=NOW)}}, "The learning rate is 0."),
         (loss(lambda step: 3.0 if step < 1050 else 3.3), "The loss is 10 % higher since step 1,050 than before."),
+        ({**loss(lambda step: 3.0 if step < 1050 else 3.3), "step": None}, "The loss is 10 % higher than before."),
         ({"step_ms": 700.0}, "A step takes 25 % longer than planned."),
         (pace(lambda step: 300.0 if step < 700 else 500.0), "A step takes 500 ms now and took 300 ms at its best."),
         ({"hosts": [host("tower", [gpu(0, use=0.12)])]}, "GPU 0 of tower is busy 12 % of the time."),

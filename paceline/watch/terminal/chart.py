@@ -101,7 +101,8 @@ def curve_block(snapshot: Snapshot, choice: CurveChoice, *, width: int, height: 
     shown = smoothed(series) if choice.smooth else series
     if choice.point is not None and series.values:
         step, value = value_at(shown, choice.point)
-        right = ((f"step {step:,}: ", "faint"), (format_measure(name, value), "key"), ("   last ", "faint"), *right)
+        place = "line" if snapshot.step is None else "step"
+        right = ((f"{place} {step:,}: ", "faint"), (format_measure(name, value), "key"), ("   last ", "faint"), *right)
     look: dict[str, Any] = {
         "least_span": least_span,
         "log": choice.log_scale,

@@ -98,7 +98,7 @@ def progress(snapshot: Snapshot, *, width: int) -> Line:
         share = snapshot.preparing["share"]
         left = ((" n/a  " if share is None else f" {format_percent(share)}  ", "strong"),)
         right.append((f"  {cut(clean(snapshot.preparing['label']), 40)}", "strong"))
-    if snapshot.num_steps:
+    if snapshot.num_steps and snapshot.step is not None:
         share = min(1.0, snapshot.step / snapshot.num_steps)
         left = ((f" {math.floor(1000 * share) / 10:.1f} %  ", "strong"),)
         right.append((f"  {snapshot.step:,}/{snapshot.num_steps:,}", "strong"))

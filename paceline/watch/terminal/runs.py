@@ -1,21 +1,23 @@
 """
 The terminal view's list of runs, from which one is opened, and two runs compared: curves over each other, settings that differ.
+`paceline runs show` prints one run, or several with these settings.
 
-Pure, but for `differing_settings`, which reads both run folders.
+Pure, but for `show_runs` and `differing_settings`, which read the run folders.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.rundir import RunDir
-from paceline.terminal import cut, pad
+from paceline.terminal import cells, cut, pad
 from paceline.units import format_count
 from paceline.watch.about import read_about
 from paceline.watch.measures import format_figure, format_measure, format_time
-from paceline.watch.snapshot import Snapshot
-from paceline.watch.status import RunStatus, format_steps
+from paceline.watch.snapshot import Snapshot, finite
+from paceline.watch.status import RunStatus, format_run, format_runs, format_steps, open_reader, run_json, run_status
 from paceline.watch.summary import STATE_SIGNS
 from paceline.watch.terminal import chart
 from paceline.watch.terminal.line import EMPTY, Line, clean, heading, section, side_by_side, split_width
@@ -25,7 +27,7 @@ WIDE = 100  # columns from which two charts stand side by side, and a run's last
 NUMBERS = 58  # columns of a row without the name
 STYLES = ("blue", "orange")  # of the two runs
 NUM_HEADINGS = 2  # lines above the first run
-Setting = tuple[str, str, str]  # name, and its value in each run
+Setting = tuple[str, ...]  # name, and its value in each run
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def compare_page(left: Snapshot, choice: RunChoice, *, width: int, height: int) 
             (pad(cut(clean(a), room - 1), room), STYLES[0]),
             (cut(clean(b), room), STYLES[1]),
         )
-        for name, a, b in settings
+        for name, a, b, *_ in settings
     ]
     return [*lines, *section("settings that differ", rows or [((" none", "faint"),)], width)]
 
@@ -118,11 +120,27 @@ def both_curves(pair: tuple[Snapshot, Snapshot], name: str, *, width: int, heigh
     return [heading(title, width, right=tuple(last)), *lines] if curves else [heading(title, width), EMPTY]
 
 
-def differing_settings(left: Path, right: Path) -> list[Setting]:
-    """Returns what differs in the configs of two runs, and in the machines and the software that they ran on."""
-    pair = [settings_of(path) for path in (left, right)]
-    names = [name for name in {**pair[0], **pair[1]} if pair[0].get(name) != pair[1].get(name) and name != "name"]
-    return [(name, *(str(values.get(name, "n/a")) for values in pair)) for name in names]  # type: ignore[misc]
+def show_runs(paths: Sequence[Path], *, as_json: bool) -> str:
+    """Returns one run at length, or several as in the list with the settings that differ."""
+    if len(paths) == 1:
+        snapshot = open_reader(paths[0]).update()
+        return json.dumps(run_json(snapshot), indent=1) if as_json else format_run(snapshot)
+    runs, settings = [run_status(RunDir(path)) for path in paths], differing_settings(*paths)
+    if as_json:
+        rows = {name: values for name, *values in settings}
+        return json.dumps(finite({"runs": list(map(asdict, runs)), "settings": rows}), indent=1)
+    table = [[clean(cell) for cell in row] for row in (("setting", *(run.name for run in runs)), *settings)]
+    widths = [max(map(cells, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(map(pad, row, widths)).rstrip() for row in table]
+    return "\n".join([format_runs(runs), "", *(lines if settings else ["no settings differ"])])
+
+
+def differing_settings(*paths: Path) -> list[Setting]:
+    """Returns what differs in the configs of runs, and in the machines and the software that they ran on."""
+    runs = [settings_of(path) for path in paths]
+    names = dict.fromkeys(name for settings in runs for name in settings if name != "name")
+    rows = [(name, *(str(settings.get(name, "n/a")) for settings in runs)) for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def settings_of(path: Path) -> dict[str, Any]:

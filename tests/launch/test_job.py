@@ -252,8 +252,9 @@ def test_the_closing_lines_of_a_resumed_run_count_the_steps_of_the_last_command(
         append_json_line(job.run.events, event)
     append_json_line(job.run.events, {"event": "resumed", "step": 48})  # after a failure of the same command
     append_json_line(job.run.events, {"event": "finished", "step": 50, "val_bpb": 1.0})
+    job.run.config_toml.write_text("eval_tokens = 2048\n")
     lines = job.closing_lines(Outcome("finished", 0, 1, []), seconds=5.0, time_line="time")
-    assert "done    50 steps, 5 of them in 5s, val_bpb 1.0000" in lines
+    assert "done    50 steps, 5 of them in 5s, val_bpb 1.0000 on 2,048 tokens" in lines
 
 
 def test_what_a_resume_cannot_change_is_refused_with_a_command_that_works(job_on, tmp_path, monkeypatch):

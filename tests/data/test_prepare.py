@@ -53,6 +53,16 @@ def test_the_shards_hold_every_document_once_in_order_each_after_bos(source, tmp
     assert 0 < len(val) < 20
 
 
+def test_rows_without_text_are_left_out_with_a_note(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    rows = [f'{{"text": "row {n} has text"}}\n{{"text": null}}\n{{"text": ""}}\n' for n in range(40)]
+    path.write_text("".join(rows))
+    dataset = prepared(path, tmp_path)
+    assert len(documents_of(dataset, "train")) + len(documents_of(dataset, "val")) == 40
+    assert capsys.readouterr().err == f"note    {path}: left out 80 rows whose text is null or empty\n"
+    assert dataset.meta["empty_rows"] == 80
+
+
 def test_the_shards_are_the_same_bytes_for_any_number_of_workers(source, tmp_path):
     hashes = [
         prepared(source, tmp_path, cache_dir=tmp_path / f"cache{n}", num_workers=n).meta["files"] for n in (1, 2, 5)

@@ -88,6 +88,17 @@ def test_flags_that_would_help_give_the_speed_that_they_promise(capsys, words):
         assert gain == pytest.approx(lever["gain"])
 
 
+def test_a_card_without_bf16_is_offered_fp16_unless_its_precision_is_set(capsys):
+    def levers(*words):
+        return {
+            lever["what"]: lever["gain"]
+            for lever in json.loads(plan(capsys, "--gpu", "T4", *words, "--json"))["levers"]
+        }
+
+    assert levers()["--precision fp16"] > 3
+    assert "--precision fp16" not in {**levers("--precision", "fp32"), **levers("--precision", "fp16")}
+
+
 def test_other_hardware_and_a_larger_batch_give_the_speed_that_they_promise(capsys):
     hosts = ["--gpu", "RTX 5090", "--hosts", "2"]
     before = json.loads(plan(capsys, *hosts, "--json"))

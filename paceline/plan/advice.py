@@ -266,11 +266,13 @@ def _changes(setup: StepSetup) -> Iterator[tuple[str, StepSetup]]:
         yield "--compile", replace(setup, compile=True)
 
 
-def fuller_plans(config: Config) -> Iterator[Change]:
+def fuller_plans(config: Config, setup: StepSetup) -> Iterator[Change]:
     """Yields the changes that leave the micro-batch to the planner, up to the fullest profile.
 
-    And those of the optimizer's states: the other place, and the other precision.
+    And those of the optimizer's states: the other place, and the other precision; and fp16 on a GPU without bf16.
     """
+    if setup.device == "cuda" and setup.precision == "fp32" and config.precision is None:
+        yield {"precision": "fp16"}
     opened = {key: None for key in SIZE_KEYS if getattr(config, key) is not None}
     if opened:
         yield opened

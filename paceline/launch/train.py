@@ -104,7 +104,7 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
     with new_folder(run, is_named=is_named, is_submitted=start == "submitted") as (run, lock, publish):
         reaches = reach_early(entries, config.python, options)
         with start_check(config, run, options, command="train", trackers=services.track, entries=entries) as check:
-            dataset = prepare_data(config, check.with_refusal(publish))
+            dataset = prepare_data(config, check.with_refusal(publish), set_keys=options.keys)
             publish("plan and checks", 0, 0)
             make, machine = planner(dataset), check.machine()
             plan = make(config, machine)

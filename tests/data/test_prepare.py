@@ -307,6 +307,12 @@ def test_tokenizer_train_prints_where_it_wrote(source, tmp_path, monkeypatch, ca
     wrote, following = capsys.readouterr().out.splitlines()
     assert wrote == "wrote   t.json: vocabulary 300" and (tmp_path / "t.json").is_file()
     assert following == "next    paceline train '--data=tëxt' --tokenizer=t.json"
+    words = ["--data", "tëxt", "--tokenizer", "t.json", "--cache-dir", "cache"]
+    for flags in ([], ["--vocab-size", "300"], ["--vocab-size", "512"]):
+        capsys.readouterr()
+        assert run_command(["data", "prepare", *words, *flags]) == 0
+        note = "note    --vocab-size 512 has no effect: t.json has a vocabulary of 300"
+        assert (note in capsys.readouterr().err) == ("512" in flags)
     words = ["--data", "tëxt", "--vocab-size", "300", "--out", "t.json", "--force", "--json"]
     assert run_command(["tokenizer", "train", *words]) == 0
     assert json.loads(capsys.readouterr().out)["name"] == "t.json"

@@ -91,11 +91,7 @@ def _missing_fix(source: str) -> str:
 
 
 def read_corpus(
-    files: list[SourceFile],
-    *,
-    part_bytes: int,
-    max_bytes: int | None = None,
-    empty_rows: Counter[str] | None = None,
+    files: list[SourceFile], *, part_bytes: int, max_bytes: int | None = None, empty_rows: Counter[str] | None = None
 ) -> Iterator[tuple[Document, float]]:
     """Yields all documents in order, each with the number of source bytes read so far, for a progress bar.
 

@@ -259,7 +259,7 @@ def data(args: options.DataOptions) -> None:
     from paceline.data.prepare import data_info, format_prepared, verify
     from paceline.launch.run_text import prepare_data
 
-    dataset = prepare_data(config := resolve_config(args.config, args.keys))
+    dataset = prepare_data(config := resolve_config(args.config, args.keys), set_keys=args.keys)
     if args.verify:
         with show_progress() as progress:
             verify(dataset, progress=progress)

@@ -161,7 +161,7 @@ class Config:
     )
     eval_tokens: int | None = option(
         None,
-        "held-out tokens of one evaluation; auto: a tenth of the run's time for all of them, 1,048,576 at most",
+        "held-out tokens of one evaluation; auto: a tenth of the run's time for all of them, a power of two up to 1,048,576",
         low=1,
         high=10**12,
         also=OPEN,

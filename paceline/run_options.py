@@ -11,6 +11,8 @@ from paceline.options import ANY_RUN, CONFIG, RUN, TRACKERS, ConfigOptions, Json
 class RunsOptions(JsonOption):
     """List the runs, the latest first: state, steps, val_bpb, tok/s.
 
+    A column has the held-out tokens of an evaluation where runs differ in them: `paceline eval` compares such runs on all.
+
     $ paceline runs --json | jq .[0].val_bpb
     """
 

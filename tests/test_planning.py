@@ -88,6 +88,17 @@ def test_flags_that_would_help_give_the_speed_that_they_promise(capsys, words):
         assert gain == pytest.approx(lever["gain"])
 
 
+def test_a_card_without_bf16_is_offered_fp16_unless_its_precision_is_set(capsys):
+    def levers(*words):
+        return {
+            lever["what"]: lever["gain"]
+            for lever in json.loads(plan(capsys, "--gpu", "T4", *words, "--json"))["levers"]
+        }
+
+    assert levers()["--precision fp16"] > 3
+    assert "--precision fp16" not in {**levers("--precision", "fp32"), **levers("--precision", "fp16")}
+
+
 def test_other_hardware_and_a_larger_batch_give_the_speed_that_they_promise(capsys):
     hosts = ["--gpu", "RTX 5090", "--hosts", "2"]
     before = json.loads(plan(capsys, *hosts, "--json"))
@@ -183,9 +194,11 @@ def test_a_time_gives_the_deepest_model_whose_length_ends_in_it(capsys):
 
 
 def test_a_budget_is_time_at_a_price(capsys):
-    budget = json.loads(plan(capsys, *TWO, "--budget", "24", "--price", "1/gpu-hour", "--json"))
-    time = json.loads(plan(capsys, *TWO, "--time", "12h", "--json"))
-    assert budget["advice"] == time["advice"]
+    budget = json.loads(plan(capsys, *TWO, "--budget", "24", "--price", "1/gpu-hour", "--json"))["advice"]
+    time = json.loads(plan(capsys, *TWO, "--time", "12h", "--json"))["advice"]
+    depth, _, hours = time.pop("deeper").partition(" takes ")
+    assert re.fullmatch(rf"{depth} costs \d\d\.\d\d and takes {hours}", budget.pop("deeper"))
+    assert budget == time
 
 
 def test_measured_points_of_the_recipe_give_an_expected_val_bpb(capsys):

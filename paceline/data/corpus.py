@@ -17,7 +17,7 @@ import shutil
 import stat
 import sys
 import sysconfig
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -91,19 +91,19 @@ def _missing_fix(source: str) -> str:
 
 
 def read_corpus(
-    files: list[SourceFile], *, part_bytes: int, max_bytes: int | None = None
+    files: list[SourceFile], *, part_bytes: int, max_bytes: int | None = None, empty_rows: Counter[str] | None = None
 ) -> Iterator[tuple[Document, float]]:
     """Yields all documents in order, each with the number of source bytes read so far, for a progress bar.
 
     With max_bytes it yields only about so much text, from the start of each file in proportion to its size. When a file
-    cannot be read, the error names it and counts the broken files after it.
+    cannot be read, the error names it and counts the broken files after it. empty_rows: as read_documents has it.
     """
     total_bytes = sum(file.num_bytes for file in files)
     done = 0.0
     for number, file in enumerate(files):
         allowed = math.inf if max_bytes is None else max_bytes * file.num_bytes / total_bytes
         try:
-            for document in read_documents(file, part_bytes=part_bytes):
+            for document in read_documents(file, part_bytes=part_bytes, empty_rows=empty_rows):
                 yield document, done + document.share_read * file.num_bytes
                 allowed -= document.num_bytes
                 if allowed <= 0:
@@ -130,8 +130,8 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
     """
     small = sum(file.num_bytes for file in files) < SMALL_CORPUS_BYTES
     limit = (1 << 64) // (SMALL_HELD_OUT_ONE_IN if small else HELD_OUT_ONE_IN)
-    sides, digests, num_bytes = set(), set(), 0
-    for document, _ in read_corpus(files, part_bytes=part_bytes):
+    sides, digests, num_bytes, empty_rows = set(), set(), 0, Counter[str]()
+    for document, _ in read_corpus(files, part_bytes=part_bytes, empty_rows=empty_rows):
         sides.add(document.digest < limit)
         if len(sides) == 2:
             return limit
@@ -139,10 +139,16 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
         num_bytes += document.num_bytes
     if len(digests) < 2:
         name = files[0].path if len(files) == 1 else f"the text of {len(files)} files ({files[0].path}, ...)"
+        fix = f"add text: two different documents, or one of more than {2 * MIN_PART_BYTES:,} bytes"
+        without_text = ""
+        if empty_rows:
+            rows = format_number_of(empty_rows.total(), "row")
+            without_text = f"; the text of {rows} is null or empty, first in {next(iter(empty_rows))}"
+            fix = "write the text into the field `text`, or remove that field where another one holds it"
         raise PacelineError(
             f"{name} is too small: {num_bytes:,} bytes of text in {len(digests)} distinct"
-            " documents, and one must be held out",
-            fix=f"add text: two different documents, or one of more than {2 * MIN_PART_BYTES:,} bytes",
+            f" documents, and one must be held out{without_text}",
+            fix=fix,
         )
     return min(digests) + 1
 

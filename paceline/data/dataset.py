@@ -19,8 +19,8 @@ import os
 import time
 from array import array
 from bisect import bisect, insort
-from collections import deque
-from collections.abc import Collection, Generator
+from collections import Counter, deque
+from collections.abc import Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
@@ -235,7 +235,9 @@ def write_dataset(
     writers = {name: SplitWriter(folder, name, shard_tokens=shard_tokens) for name in ("train", "val")}
     total = sum(file.num_bytes for file in files)
     lossless = True  # as far as the first document of each batch shows
-    batches = _encoded(files, tokenizer, part_bytes=part_bytes, num_workers=num_workers, dtype=dtype)
+    empty_rows = Counter[str]()
+    corpus = read_corpus(files, part_bytes=part_bytes, empty_rows=empty_rows)
+    batches = _encoded(corpus, tokenizer, num_workers=num_workers, dtype=dtype)
     with closing(batches):
         for documents, batch_ids, done in batches:
             lossless = lossless and tokenizer.decode(batch_ids[0][1:].tolist()) == documents[0].text
@@ -247,6 +249,7 @@ def write_dataset(
     tokenizer_entry = {"bytes": len(tokenizer.json_bytes), "sha256": tokenizer.hash}
     return {
         "num_files": len(files),
+        "empty_rows": empty_rows.total(),
         "tokenizer_hash": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id,
@@ -333,7 +336,7 @@ class HashedFile:
 
 
 def _encoded(
-    files: list[SourceFile], tokenizer: Tokenizer, *, part_bytes: int, num_workers: int | None, dtype: np.dtype[Any]
+    corpus: Iterator[tuple[Document, float]], tokenizer: Tokenizer, *, num_workers: int | None, dtype: np.dtype[Any]
 ) -> Generator[Batch, None, None]:
     """Yields batches in the order of the documents, while several are being encoded."""
 
@@ -348,7 +351,7 @@ def _encoded(
     num_bytes, done = 0, 0.0
     with ThreadPoolExecutor(num_workers) as pool:
         try:
-            for document, done in read_corpus(files, part_bytes=part_bytes):
+            for document, done in corpus:
                 documents.append(document)
                 num_bytes += document.num_bytes
                 if num_bytes >= BATCH_BYTES:

@@ -107,6 +107,9 @@ def prepare(
                 f"the files of {source} changed while they were read",
                 fix="wait until what writes them is done, then run the same command again",
             )
+        if meta["empty_rows"]:
+            rows = format_number_of(meta["empty_rows"], "row")
+            print(f"note    {source}: left out {rows} whose text is null or empty", file=sys.stderr)
         request = {"source": source, "requested_vocab_size": None if tokenizer else vocab_size}
         meta = {"format_version": FORMAT_VERSION, "fingerprint": path.name} | request | meta
         write_atomic(folder / META, json.dumps(meta, indent=1) + "\n")

@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,14 +59,19 @@ class Document:
     share_read: float  # of its file, up to its end: 0 to 1
 
 
-def read_documents(file: SourceFile, *, part_bytes: int) -> Iterator[Document]:
-    """Yields the documents of one file in order, but skips those of white space alone; raises UnreadableFile."""
+def read_documents(file: SourceFile, *, part_bytes: int, empty_rows: Counter[str] | None = None) -> Iterator[Document]:
+    """Yields the documents of one file in order, but skips those of white space alone; raises UnreadableFile.
+
+    empty_rows: counts the file's rows of which the text is null or empty.
+    """
     read = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "hf": _read_hf}[file.format]
     for content, share_read in read(file, part_bytes):
         text = content.decode()
         if text and not text.isspace():
             digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
             yield Document(text=text, num_bytes=len(content), digest=digest, share_read=share_read)
+        elif not text and empty_rows is not None:
+            empty_rows[file.path] += 1
 
 
 def cut_at_line_ends(content: bytes, part_bytes: int) -> Iterator[bytes]:
@@ -132,6 +138,7 @@ def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, floa
                 raise UnreadableFile(f"{where} is a JSON {type(record).__name__}, not an object", fix=fix)
             field = field or _field_of_record(where, record)
             if field is None:
+                yield b"", min(1.0, raw.tell() / file.num_bytes)
                 continue
             if field not in record:
                 raise UnreadableFile(
@@ -283,8 +290,9 @@ def _text_field(where: str, is_string: dict[str, bool]) -> str:
 
 
 def _cut_value(where: str, value: Any, part_bytes: int) -> Iterator[bytes]:
-    """Yields a row's text in parts; a null is a row without text."""
-    if value is None:
+    """Yields a row's text in parts; an empty one for a null or an empty text."""
+    if value is None or value == "":
+        yield b""
         return
     if not isinstance(value, str):
         raise UnreadableFile(f"{where} holds {type(value).__name__}, not text", fix="make it a string, or null")

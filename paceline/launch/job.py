@@ -41,6 +41,7 @@ from paceline.plan.speeds import remember_step
 from paceline.plan.step_time import StepTime
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
 from paceline.units import format_duration
+from paceline.watch.measures import format_bpb
 from paceline.watch.status import run_status
 
 SAVE_BYTES_PER_S = 50e6  # of a slow disk
@@ -221,7 +222,7 @@ class TrainingJob(Job):
         own_steps = f", {status.step - first:,} of them" if first and status.step else ""
         ends = [event for event in read_json_lines(run.events) if event.get("event") == "finished"]
         val_bpb = ends[-1].get("val_bpb") if ends else None  # of the last weights alone
-        bpb = "n/a" if val_bpb is None else f"{val_bpb:.4f}"
+        bpb = "n/a" if val_bpb is None else format_bpb(val_bpb, status.eval_tokens)
         lines = [
             "",
             f"done    {status.step:,} steps{own_steps} in {format_duration(seconds)}, val_bpb {bpb}",

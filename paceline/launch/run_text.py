@@ -9,7 +9,7 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -107,8 +107,13 @@ def planner(dataset: TokenDataset) -> MakePlan:
     return make
 
 
-def prepare_data(config: Config, publish: Progress = lambda *_: None) -> TokenDataset:
-    """Returns the text of `config` as token shards: from the cache, or prepared now with a progress bar."""
+def prepare_data(
+    config: Config, publish: Progress = lambda *_: None, *, set_keys: Collection[str] = ()
+) -> TokenDataset:
+    """Returns the text of `config` as token shards: from the cache, or prepared now with a progress bar.
+
+    set_keys: those of the command line.
+    """
     with show_progress() as show:
 
         def progress(label: str, done: float, total: float) -> None:
@@ -126,6 +131,9 @@ def prepare_data(config: Config, publish: Progress = lambda *_: None) -> TokenDa
     actual, requested = dataset.meta["vocab_size"], dataset.meta.get("requested_vocab_size")
     if requested and actual < requested:
         print(f"note    the text gives a vocabulary of {actual:,}, not of {requested:,}", file=sys.stderr)
+    if config.tokenizer and "vocab_size" in set_keys and actual != config.vocab_size:
+        text = f"--vocab-size {config.vocab_size} has no effect: {config.tokenizer} has a vocabulary of {actual:,}"
+        print(f"note    {text}", file=sys.stderr)
     if dataset.meta.get("lossless") is False:
         size = f"{data_info(dataset)['bytes_per_token']:.1f} bytes each"
         print(

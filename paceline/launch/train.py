@@ -104,7 +104,7 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
     with new_folder(run, is_named=is_named, is_submitted=start == "submitted") as (run, lock, publish):
         reaches = reach_early(entries, config.python, options)
         with start_check(config, run, options, command="train", trackers=services.track, entries=entries) as check:
-            dataset = prepare_data(config, check.with_refusal(publish))
+            dataset = prepare_data(config, check.with_refusal(publish), set_keys=options.keys)
             publish("plan and checks", 0, 0)
             make, machine = planner(dataset), check.machine()
             plan = make(config, machine)
@@ -117,7 +117,7 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
         config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv, cluster=cluster)
         run.tokenizer_json.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
-        config = Config(**absolute_texts(asdict(config_of_plan(config, plan))))
+        config = Config(**absolute_texts(asdict(config_of_plan(config, plan, dataset))))
         record_data(run, dataset, config)
         write_atomic(run.plan_json, plan.to_json())
         if place:
@@ -168,7 +168,7 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
         print(text)
     for text in (*notes, *changes):
         append_event(run, "note", text=text)
-    config = config_of_plan(config, plan)
+    config = config_of_plan(config, plan, dataset)
     record_data(run, dataset, config)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
@@ -285,7 +285,10 @@ def run_training(
     cached = ", prepared before" if dataset.reused else ""
     left_out = dataset.split("train", job.config.packing).left_out(plan.model.sequence_len)
     packed = f" ({left_out:.0%} of them left out by best-fit packing)" if left_out else ""
-    sizes = f"{num_tokens['train']} tokens to train on{packed}, {num_tokens['val']} held out{cached}"
+    assert job.config.eval_tokens is not None  # config_of_plan sets it
+    scores_all = job.config.eval_tokens >= dataset.meta["splits"]["val"]["num_tokens"] - 1
+    scored = f"{'all' if scores_all else f'{job.config.eval_tokens:,}'} of them in each evaluation"
+    sizes = f"{num_tokens['train']} tokens to train on{packed}, {num_tokens['val']} held out, {scored}{cached}"
     plan_lines = format_plan(plan, source=f"{dataset.meta['source']}: {sizes}")
     harms = harm_lines(plan_env(plan, libuv=job.libuv)[1])
     notes = job_note(current_job(), plan, resumes_itself=job.resumes_itself)
@@ -311,8 +314,10 @@ def run_training(
         return run_job(job, services)
 
 
-def config_of_plan(config: Config, plan: Plan) -> Config:
+def config_of_plan(config: Config, plan: Plan, dataset: TokenDataset) -> Config:
     """Returns the config with every value that decides the result; what only fits this machine stays as requested."""
+    eval_tokens = choose_eval_tokens(config, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size)
+    sequence_len = plan.model.sequence_len
     return replace(
         config,
         vocab_size=plan.model.vocab_size,
@@ -322,7 +327,8 @@ def config_of_plan(config: Config, plan: Plan) -> Config:
         total_batch_size=plan.total_batch_size,
         num_steps=plan.num_steps,
         epochs=None,
-        eval_tokens=choose_eval_tokens(config, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size),
+        # no more than there are, so that runs that score all of them have the same number
+        eval_tokens=min(eval_tokens, sequence_len * dataset.split("val", config.packing).num_rows(sequence_len)),
         precision=plan.low_precision.name if plan.low_precision else plan.precision,
     )
 

@@ -136,12 +136,17 @@ class Advice:
 
 
 def advise(
-    run_of_depth: Callable[[int], Advice], *, time_s: float, limit: str, enough: Callable[[float], str]
+    run_of_depth: Callable[[int], Advice],
+    *,
+    time_s: float,
+    limit: str,
+    enough: Callable[[float], str],
+    spent: Callable[[float], str],
 ) -> Advice:
     """Returns the deepest model whose whole run ends in time_s; raises PlanError where none does.
 
     run_of_depth: returns the run of a depth; raises DoesNotFit. limit: time_s in the user's words. enough: returns the flags that
-    allow a run of so many seconds.
+    allow a run of so many seconds. spent: says what it takes.
     """
     best: Advice | None = None
     shortest = math.inf
@@ -158,7 +163,7 @@ def advise(
         if run.seconds.expected <= time_s:
             best, deeper = run, deepest
             continue
-        deeper = f"depth {depth} takes {format_duration(run.seconds.expected)}" if deeper == deepest else deeper
+        deeper = f"depth {depth} {spent(run.seconds.expected)}" if deeper == deepest else deeper
         if best is not None or depth > 2:
             break
     if best is not None:
@@ -266,11 +271,13 @@ def _changes(setup: StepSetup) -> Iterator[tuple[str, StepSetup]]:
         yield "--compile", replace(setup, compile=True)
 
 
-def fuller_plans(config: Config) -> Iterator[Change]:
+def fuller_plans(config: Config, setup: StepSetup) -> Iterator[Change]:
     """Yields the changes that leave the micro-batch to the planner, up to the fullest profile.
 
-    And those of the optimizer's states: the other place, and the other precision.
+    And those of the optimizer's states: the other place, and the other precision; and fp16 on a GPU without bf16.
     """
+    if setup.device == "cuda" and setup.precision == "fp32" and config.precision is None:
+        yield {"precision": "fp16"}
     opened = {key: None for key in SIZE_KEYS if getattr(config, key) is not None}
     if opened:
         yield opened

@@ -146,7 +146,7 @@ def other_setups(
 ) -> Iterator[tuple[str, StepSetup]]:
     """Yields changes and the step that `planned`, make_plan, then chooses: other flags, a larger batch, other hardware."""
     changes: list[tuple[str, Change, Machine, str | None]] = [
-        *((format_flags(change), change, machine, link_name) for change in fuller_plans(config)),
+        *((format_flags(change), change, machine, link_name) for change in fuller_plans(config, setup)),
         ("twice the total batch", {"total_batch_size": 2 * setup.total_batch_size}, machine, link_name),
         *((what, {}, machine, name) for what, name in faster_links(setup)),
     ]

@@ -101,6 +101,9 @@ def find_gpu(name: str) -> GpuSpec:
                     f"{name} is the name of {len(matches)} cards: {join_names([gpu.name for gpu in matches])}",
                     fix=f'name one of them, such as "{matches[0].name}"',
                 )
+    if counted := re.fullmatch(r"(\d+) ?[x×] ?(.+)", name.strip().lower()):
+        fix = f'--gpu "{find_gpu(counted[2]).name}" --gpus {counted[1]}'
+        raise PlanError(f"{name} is not the name of one GPU", fix=fix)
     raise PlanError(f"no GPU called {name} is known", fix=f"the nearest known: {join_names(nearest_names(name))}")
 
 

@@ -254,7 +254,13 @@ def advise_depth(
             flags.append(f"--budget {math.ceil(100 * options.budget * seconds / limits['budget']) / 100:g}")
         return " ".join(flags)
 
-    advice = advise(run_of_depth, time_s=time_s, limit=limit_text(options), enough=enough)
+    def spent(seconds: float) -> str:
+        time = f"takes {format_duration(seconds)}"
+        if options.budget is None:
+            return time
+        return f"costs {options.budget * seconds / limits['budget']:,.2f} and {time}"
+
+    advice = advise(run_of_depth, time_s=time_s, limit=limit_text(options), enough=enough, spent=spent)
     return advice, longer_run(advice, run_of_depth, time_s=time_s, tokens_per_param=config.tokens_per_param)
 
 

@@ -185,13 +185,14 @@ def num_evaluations(num_steps: int, *, eval_every: int) -> int:
 def choose_eval_tokens(config: Config, *, num_steps: int, total_batch_size: int, cost: float = EVAL_COST) -> int:
     """Returns the tokens of one evaluation: the config's, or so many that all evaluations take EVAL_SHARE of the run's time.
 
-    An evaluation has at least the tokens of one step. cost: the time to evaluate a token, in that to train on one.
+    A power of two, so that runs of about the same length score the same text; with the tokens of at least half a step.
+    cost: the time to evaluate a token, in that to train on one.
     """
     if config.eval_tokens is not None:
         return config.eval_tokens
     num_evals = num_evaluations(num_steps, eval_every=config.eval_every)
     num_tokens = EVAL_SHARE / (1 - EVAL_SHARE) * num_steps * total_batch_size / (num_evals * cost)
-    return min(MAX_EVAL_TOKENS, max(total_batch_size, int(num_tokens)))
+    return min(MAX_EVAL_TOKENS, 1 << max(total_batch_size, int(num_tokens)).bit_length() - 1)
 
 
 def window_sizes(model: ModelConfig) -> tuple[int, ...]:

@@ -73,6 +73,12 @@ def format_figure(name: str, value: float | None) -> str:
     return format_duration(value) if name == "total_s" else format_measure(name, value)
 
 
+def format_bpb(val_bpb: float | None, eval_tokens: int | None) -> str:
+    """Returns a run's val_bpb with the held-out tokens that it was measured on: '1.4443 on 47,616 tokens'."""
+    is_known = val_bpb is not None and eval_tokens is not None
+    return format_figure("val_bpb", val_bpb) + (f" on {eval_tokens:,} tokens" if is_known else "")
+
+
 def format_time(time: str) -> str:
     """Returns an ISO time to the second, with a space in the middle."""
     return str(time)[:19].replace("T", " ")

@@ -84,7 +84,7 @@ class RunReader:
         spent = self.goodput()
         config, notes = self._config()
         self.marks, self.logs = self._marks(), self._logs()
-        fields = self._shared_fields(spent) | {"notes": notes}
+        fields = self._shared_fields(spent) | {"notes": notes, "eval_tokens": config.get("eval_tokens")}
         return self._script_snapshot(config, fields) if "command" in config else self._training_snapshot(fields)
 
     def _config(self) -> tuple[Record, list[str]]:

@@ -179,6 +179,7 @@ class Snapshot:
     num_steps: int | None = None
     loss: float | None = None  # the last one reported; may be NaN or infinite
     val_bpb: float | None = None
+    eval_tokens: int | None = None  # held-out tokens that val_bpb is measured on
     tok_per_sec: float | None = None
     step_ms: float | None = None
     mfu: float | None = None

@@ -28,7 +28,7 @@ from paceline.units import format_count
 from paceline.watch.about import csv_lines, read_about, read_config, read_notes
 from paceline.watch.events import end_state, is_complete, last_event_time, live_state
 from paceline.watch.growing_file import parse_lines, read_part, search
-from paceline.watch.measures import format_figure, format_step, format_time
+from paceline.watch.measures import format_bpb, format_figure, format_step, format_time
 from paceline.watch.snapshot import LIVE, Snapshot, State
 from paceline.watch.summary import attempt_outcome, goodput_line, goodput_table, host_place
 
@@ -73,6 +73,7 @@ class RunStatus:
     num_steps: int | None
     loss: float | None
     val_bpb: float | None
+    eval_tokens: int | None  # held-out tokens that val_bpb is measured on
     tok_per_sec: float | None
     attempts: int
     time: str | None  # of the last activity: an event, a logged step, or output of a script
@@ -88,7 +89,8 @@ def run_status(run: RunDir) -> RunStatus:
     attempts = sum(event.get("event") == "attempt" for event in events)
     names = ("step", "loss", "val_bpb", "tok_per_sec")
     read = printed_values(run.rank_log(attempts, 0), names) if command else last_values(run.metrics, (*names, "time"))
-    values = {**dict.fromkeys(names), "step": None if command else 0, **read}
+    start: dict[str, Any] = {"step": None if command else 0, "eval_tokens": read_config(run).get("eval_tokens")}
+    values = {**dict.fromkeys(names), **start, **read}
     state = run_state(run, events, values)
     times = [values.pop("time", None), last_event_time(events)]
     if command and state in LIVE and (stamp := file_stamp(run.rank_log(attempts, 0))):
@@ -124,10 +126,7 @@ def run_state(run: RunDir, events: Sequence[dict[str, Any]], line: dict[str, Any
 
 
 def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Returns the last value of each field in a file of JSON lines, within MAX_END_BYTES of its end.
-
-    A value of another type than RunStatus has is none.
-    """
+    """Returns the last value of each field, of RunStatus's type, in a file of JSON lines, within MAX_END_BYTES of its end."""
     values: dict[str, Any] = {}
     kinds = {name: hints_of(RunStatus)[name][0] for name in names}
     for length in (END_BYTES, 16 * END_BYTES, MAX_END_BYTES):
@@ -196,9 +195,8 @@ def file_stamp(path: Path) -> tuple[int, int] | None:
 
 
 def format_runs(runs: list[RunStatus]) -> str:
-    """Returns the list of runs as a table; a long name moves its own row alone."""
-    has_tags = any(status.tags for status in runs)
-    head = ["run", "state", "step", "loss", "val_bpb", "tok/s", "last activity (UTC)", *(["tags"] if has_tags else [])]
+    """Returns the list of runs as a table; a long name moves its own row alone. It has eval_tokens where the runs differ in it."""
+    head = ("run", "state", "step", "loss", "val_bpb", "eval_tokens", "tok/s", "last activity (UTC)", "tags")
     rows = [
         (
             strip_escapes(status.name),
@@ -206,16 +204,19 @@ def format_runs(runs: list[RunStatus]) -> str:
             format_steps(status),
             format_figure("loss", status.loss),
             format_figure("val_bpb", status.val_bpb),
+            f"{status.eval_tokens:,}" if status.eval_tokens and status.val_bpb else "n/a",
             "n/a" if status.tok_per_sec is None else format_count(status.tok_per_sec),
             format_time(status.time or "n/a"),
-            *([" ".join(status.tags)] if has_tags else []),
+            " ".join(status.tags),
         )
         for status in runs
     ]
     columns = []
-    for column in zip(head, *rows, strict=True):
-        width = max(width for width in map(cells, column) if width <= MAX_COLUMN)
-        columns.append([pad(cell, width, right=column[0] not in ("run", "state", "tags")) for cell in column])
+    for name, *values in zip(head, *rows, strict=True):
+        if {"tags": any(values), "eval_tokens": len({*values} - {"n/a"}) > 1}.get(name, True):
+            column = (name, *values)
+            width = max(width for width in map(cells, column) if width <= MAX_COLUMN)
+            columns.append([pad(cell, width, right=name not in ("run", "state", "tags")) for cell in column])
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
@@ -231,17 +232,17 @@ def run_json(snapshot: Snapshot) -> dict[str, Any]:
 
 def format_run(snapshot: Snapshot) -> str:
     """Returns one run at length: its state, how each attempt ended and what was decided then, where its time went."""
-    name = "val_bpb" if snapshot.kind == "training" else "loss"
-    figures = f", step {format_steps(snapshot)}, {name} {format_figure(name, getattr(snapshot, name))}"
-    of_steps = figures if snapshot.kind == "training" or (snapshot.step, snapshot.loss) != (None, None) else ""
+    is_training, loss = snapshot.kind == "training", f"loss {format_figure('loss', snapshot.loss)}"
+    figure = f"val_bpb {format_bpb(snapshot.val_bpb, snapshot.eval_tokens)}" if is_training else loss
+    shows_figures = is_training or (snapshot.step, snapshot.loss) != (None, None)
+    of_steps = f", step {format_steps(snapshot)}, {figure}" if shows_figures else ""
     places = [f"{host.name}: {host_place(host)}" for host in snapshot.hosts if host_place(host)]
     lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}"]
     rows = {"slurm": [snapshot.slurm or ""], "hosts": ["; ".join(places)], "note": snapshot.notes}
     lines += [*(f"{name:<8}{text}" for name, texts in rows.items() for text in texts if text), ""]
     for attempt in snapshot.attempts:
-        lines.append(
-            f"attempt {attempt.attempt}, {format_time(attempt.time)} UTC: {attempt_outcome(snapshot, attempt)}"
-        )
+        head = f"attempt {attempt.attempt}, {format_time(attempt.time)} UTC"
+        lines.append(f"{head}: {attempt_outcome(snapshot, attempt)}")
         if attempt.summary:
             lines.append(f"  {attempt.cause}: {attempt.summary}")
         elif snapshot.explanation and attempt is snapshot.attempts[-1]:  # nobody was left to record it

@@ -164,6 +164,15 @@ def test_a_corpus_of_one_distinct_document_is_too_small(tmp_path, contents):
         held_out(tmp_path)
 
 
+def test_a_corpus_whose_rows_have_no_text_is_refused_with_their_number(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": null, "content": "one"}\n{"text": "", "content": "two"}\n')
+    with pytest.raises(PacelineError) as error:
+        held_out(path)
+    assert error.value.message.endswith(f"; the text of 2 rows is null or empty, first in {path}")
+    assert error.value.fix.startswith("write the text into the field `text`")
+
+
 def test_a_missing_path_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     error = refused("no/such/café")

@@ -53,6 +53,16 @@ def test_the_shards_hold_every_document_once_in_order_each_after_bos(source, tmp
     assert 0 < len(val) < 20
 
 
+def test_rows_without_text_are_left_out_with_a_note(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    rows = [f'{{"text": "row {n} has text"}}\n{{"text": null}}\n{{"text": ""}}\n' for n in range(40)]
+    path.write_text("".join(rows))
+    dataset = prepared(path, tmp_path)
+    assert len(documents_of(dataset, "train")) + len(documents_of(dataset, "val")) == 40
+    assert capsys.readouterr().err == f"note    {path}: left out 80 rows whose text is null or empty\n"
+    assert dataset.meta["empty_rows"] == 80
+
+
 def test_the_shards_are_the_same_bytes_for_any_number_of_workers(source, tmp_path):
     hashes = [
         prepared(source, tmp_path, cache_dir=tmp_path / f"cache{n}", num_workers=n).meta["files"] for n in (1, 2, 5)
@@ -297,6 +307,12 @@ def test_tokenizer_train_prints_where_it_wrote(source, tmp_path, monkeypatch, ca
     wrote, following = capsys.readouterr().out.splitlines()
     assert wrote == "wrote   t.json: vocabulary 300" and (tmp_path / "t.json").is_file()
     assert following == "next    paceline train '--data=tëxt' --tokenizer=t.json"
+    words = ["--data", "tëxt", "--tokenizer", "t.json", "--cache-dir", "cache"]
+    for flags in ([], ["--vocab-size", "300"], ["--vocab-size", "512"]):
+        capsys.readouterr()
+        assert run_command(["data", "prepare", *words, *flags]) == 0
+        note = "note    --vocab-size 512 has no effect: t.json has a vocabulary of 300"
+        assert (note in capsys.readouterr().err) == ("512" in flags)
     words = ["--data", "tëxt", "--vocab-size", "300", "--out", "t.json", "--force", "--json"]
     assert run_command(["tokenizer", "train", *words]) == 0
     assert json.loads(capsys.readouterr().out)["name"] == "t.json"

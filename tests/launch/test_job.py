@@ -18,7 +18,7 @@ from paceline.launch.job import StepWatch, TrainingJob, first_step, planned_step
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.run_text import absolute_texts, prepare_data, record_data, reopen_data
 from paceline.launch.supervisor import Outcome
-from paceline.launch.train import changed_run, check_unfinished, new_folder
+from paceline.launch.train import changed_run, check_unfinished, config_of_plan, new_folder
 from paceline.options import LaunchOptions
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import find_gpu
@@ -252,8 +252,9 @@ def test_the_closing_lines_of_a_resumed_run_count_the_steps_of_the_last_command(
         append_json_line(job.run.events, event)
     append_json_line(job.run.events, {"event": "resumed", "step": 48})  # after a failure of the same command
     append_json_line(job.run.events, {"event": "finished", "step": 50, "val_bpb": 1.0})
+    job.run.config_toml.write_text("eval_tokens = 2048\n")
     lines = job.closing_lines(Outcome("finished", 0, 1, []), seconds=5.0, time_line="time")
-    assert "done    50 steps, 5 of them in 5s, val_bpb 1.0000" in lines
+    assert "done    50 steps, 5 of them in 5s, val_bpb 1.0000 on 2,048 tokens" in lines
 
 
 def test_what_a_resume_cannot_change_is_refused_with_a_command_that_works(job_on, tmp_path, monkeypatch):
@@ -361,6 +362,16 @@ def test_shards_that_are_gone_are_prepared_again_with_the_same_tokenizer(job_on,
     (tmp_path / "t.json").write_text("another")
     again = reopen_data(run, replace(first, vocab_size=given))  # as config.toml has it
     assert again.meta["files"] == dataset.meta["files"] and not again.reused
+
+
+def test_a_run_records_no_more_eval_tokens_than_are_held_out(job_on, tmp_path):
+    plan, text = job_on(lambda: TWO).plan, tmp_path / "t.txt"
+    text.write_text("a few words\n" * 1000)
+    config = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+    dataset = prepare_data(config)
+    rows = dataset.split("val", "stream").num_rows(plan.model.sequence_len)
+    eval_tokens = [config_of_plan(replace(config, eval_tokens=n), plan, dataset).eval_tokens for n in (None, 7)]
+    assert eval_tokens == [rows * plan.model.sequence_len, 7]
 
 
 @pytest.mark.parametrize("has_shards", [True, False])

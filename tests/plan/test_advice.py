@@ -112,7 +112,8 @@ def run_of_depth(depth: int, *, too_large: Callable[[int], bool] = lambda depth:
 
 
 def advice_for(hours: float, run_of_depth: Callable[[int], Advice] = run_of_depth) -> Advice:
-    return advise(run_of_depth, time_s=3600 * hours, limit=f"{hours}h", enough=lambda seconds: f"--time {seconds:.0f}s")
+    words = {"enough": lambda seconds: f"--time {seconds:.0f}s", "spent": lambda seconds: f"takes {seconds:.0f}s"}
+    return advise(run_of_depth, time_s=3600 * hours, limit=f"{hours}h", **words)
 
 
 def test_the_deepest_model_that_ends_in_time_and_no_deeper():

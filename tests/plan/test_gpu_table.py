@@ -161,6 +161,9 @@ def test_a_typed_name_finds_the_card(typed_name, name):
         ),
         ("RTX 5095", "no GPU called RTX 5095 is known", "the nearest known: RTX 5090"),
         ("A100 40GB", "no GPU called A100 40GB is known", "the nearest known: A100 PCIe 40GB, A100 SXM 40GB"),
+        ("2x RTX 5090", "2x RTX 5090 is not the name of one GPU", '--gpu "RTX 5090" --gpus 2'),
+        ("8xh100", "8xh100 is not the name of one GPU", '--gpu "H100 SXM" --gpus 8'),
+        ("2x potato", "no GPU called potato is known", "the nearest known: RTX 4090, RTX 5090, H100 SXM"),
         ("potato", "no GPU called potato is known", "the nearest known: RTX 4090, RTX 5090, H100 SXM"),
     ],
 )

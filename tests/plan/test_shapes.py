@@ -103,9 +103,14 @@ def test_all_evaluations_take_at_most_a_tenth_of_the_run(num_steps, eval_every):
     assert evaluating / (evaluating + training) <= EVAL_SHARE
 
 
-def test_an_evaluation_has_at_least_the_tokens_of_a_step_and_at_most_a_million():
-    assert choose_eval_tokens(Config(), num_steps=2, total_batch_size=1000) == 1000
+def test_an_evaluation_has_at_least_the_tokens_of_half_a_step_and_at_most_a_million():
+    assert choose_eval_tokens(Config(), num_steps=2, total_batch_size=1000) == 512
     assert choose_eval_tokens(Config(), num_steps=10**6, total_batch_size=1 << 19) == MAX_EVAL_TOKENS == 1 << 20
+
+
+def test_runs_of_about_the_same_length_score_the_same_text():
+    config = Config(eval_every=20)
+    assert {choose_eval_tokens(config, num_steps=steps, total_batch_size=1024) for steps in (20, 60, 80)} == {2048}
 
 
 def test_tokens_that_the_user_has_set_are_not_changed():

@@ -27,6 +27,7 @@ def test_a_time_becomes_a_number_of_steps_that_a_resume_keeps(tmp_path):
     assert plan["num_steps"] == metrics(timed)[-1]["step"] == num_steps
     [line] = [line for line in printed.splitlines() if "1s requested" in line]
     assert line.startswith(f"length  {num_steps} steps: ")
+    assert f"{config['eval_tokens']:,} of them in each evaluation" in printed
     assert line in [event["text"] for event in events(timed, "note")]
     assert f"step {num_steps:05d}/{num_steps:05d} | loss" in printed
     assert not list((tmp_path / "cache" / "probe").iterdir())

@@ -125,6 +125,22 @@ def test_the_table_is_aligned_and_shows_unknown_values(tmp_path):
     assert lines[2].split() == ["long-name", "broken", "0", "n/a", "n/a", "n/a", "n/a"]
 
 
+def test_runs_that_score_different_numbers_of_tokens_are_marked(tmp_path):
+    runs = {name: make_run(tmp_path, name) for name in "abc"}
+    for name, tokens in (("a", 2048), ("b", 2048), ("c", 4096)):
+        runs[name].config_toml.write_text(f"eval_tokens = {tokens}\n")
+    head, *lines = format_runs(RunList(tmp_path).read()).splitlines()
+    assert head.split()[3:6] == ["loss", "val_bpb", "eval_tokens"]
+    assert {line.split()[0]: line.split()[4:6] for line in lines} == {
+        "a": ["1.2500", "2,048"], "b": ["1.2500", "2,048"], "c": ["1.2500", "4,096"]
+    }  # fmt: skip
+    assert format_run(open_reader(runs["c"].path).update()).startswith(
+        "c: broken, step 60/100, val_bpb 1.2500 on 4,096 tokens\n"
+    )
+    shutil.rmtree(runs["c"].path)
+    assert "eval_tokens" not in format_runs(RunList(tmp_path).read())
+
+
 def test_one_long_name_moves_its_own_row_alone(tmp_path):
     make_run(tmp_path)
     alone = format_runs(RunList(tmp_path).read()).splitlines()

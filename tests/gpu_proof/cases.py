@@ -2,7 +2,7 @@
 
 import functools
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +124,8 @@ def tiered_sizes(sizes: Iterable[int]) -> list[Any]:
 def tiered(names: Iterable[str]) -> list[Any]:
     """The names as parameters; the long ones are of the soak tier."""
     return [pytest.param(name, marks=pytest.mark.soak) if name in LONG else name for name in names]
+
+
+def tiered_pairs(pairs: Mapping[str, object]) -> list[Any]:
+    """Names with what belongs to them as parameters; the long ones are of the soak tier."""
+    return [pytest.param(*pair, marks=pytest.mark.soak if pair[0] in LONG else ()) for pair in pairs.items()]

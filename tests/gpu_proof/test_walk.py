@@ -19,6 +19,7 @@ from gpu_proof.cases import (
     Facts,
     Walks,
     tiered,
+    tiered_pairs,
     tiered_sizes,
 )
 from gpu_proof.fake_card import on_card
@@ -299,7 +300,7 @@ def test_compiled_layers_gather_their_weights_outside_of_the_graphs(walks):
     assert {dtype for _, dtype, _ in facts["step"]["products"]} == {"bfloat16"}
 
 
-@pytest.mark.parametrize("name, gpus", [("collectives in another order", 2), ("gradients sent in fp32", 8)])
+@pytest.mark.parametrize("name, gpus", tiered_pairs({"collectives in another order": 2, "gradients sent in fp32": 8}))
 def test_another_order_on_one_rank_and_other_bytes_are_noticed(walks, name, gpus):
     with pytest.raises(AssertionError):
         check_collectives([walks[f"rank 0 of {gpus}"], walks[name]], gpus)
@@ -311,7 +312,9 @@ def test_ddp_sends_every_gradient_once_under_the_backward_and_the_same_on_all_ra
     check_averages([walks[f"DDP, rank {rank} of {gpus}"] for rank in (0, gpus - 1)], gpus)
 
 
-@pytest.mark.parametrize("name, gpus", [("gradients sent in every micro-step", 2), ("gradients in one bucket", 8)])
+@pytest.mark.parametrize(
+    "name, gpus", tiered_pairs({"gradients sent in every micro-step": 2, "gradients in one bucket": 8})
+)
 def test_other_averages_are_noticed(walks, name, gpus):
     with pytest.raises(AssertionError):
         check_averages([walks[name]], gpus)
@@ -382,7 +385,9 @@ ERRORS = {  # of PyTorch itself
 }
 
 
-@pytest.mark.parametrize("check, name", [(check, name) for check, names in FAULTS.items() for name in names])
+@pytest.mark.parametrize(
+    "name, check", tiered_pairs({name: check for check, names in FAULTS.items() for name in names})
+)
 def test_a_fault_is_noticed(walks, check, name):
     assert str(walks[name]["error"]).startswith(ERRORS.get(name, "None"))
     with pytest.raises(AssertionError):
@@ -392,6 +397,7 @@ def test_a_fault_is_noticed(walks, check, name):
 RACES = ["a copy on a stream of its own", "a sum that nobody waits for", "weights that nobody waits for"]
 
 
+@pytest.mark.soak
 def test_a_race_is_found_where_a_stream_does_not_wait_and_only_there(walks):
     assert all(walks[name]["step"]["races"] for name in RACES)
     assert walks["a wait in the backward"]["step"]["races"] == []

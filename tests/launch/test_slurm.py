@@ -466,7 +466,8 @@ def test_a_job_whose_hosts_cannot_be_reached_keeps_its_folder_and_log_and_anothe
     (tmp_path / "books.txt").write_text("A line of a book.\n" * 1000)
     dataset = prepare(str(tmp_path / "books.txt"), tokenizer=None, vocab_size=300, cache_dir=tmp_path / "cache")
     plan = make_plan(Config(device="cpu"), probe_machine(), vocab_size=300, num_rows=1000)
-    job = TrainingJob(run, lock_run(run), True, TrainOptions(keys={}), Config(), lambda *_: plan, LostCluster())
+    config = Config(eval_tokens=1024)
+    job = TrainingJob(run, lock_run(run), True, TrainOptions(keys={}), config, lambda *_: plan, LostCluster())
     with pytest.raises(PacelineError, match="did not answer"):
         run_training(job, plan, CheckResult((), ()), dataset, Services(), started=0.0, is_new=True)
     assert (log.is_file(), run.submitted_toml.is_file(), run.path.exists()) == (is_submitted,) * 3

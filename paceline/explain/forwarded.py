@@ -58,10 +58,8 @@ MIN_WIDTH, MAX_WIDTH = 60, 400  # characters of a line
 MIN_BROKEN, MIN_SHARE = 3, 0.6  # different lines that go on in the next one, and their share of those of full width
 START = 4  # characters by which two lines begin alike
 POWERSHELL_RECORD = "    + CategoryInfo "
-IN_SHELL, MAX_RECORD = (
-    re.compile(r"\S+ : "),
-    40,
-)  # python : the first line of its stderr; lines of a record up to CategoryInfo
+IN_SHELL = re.compile(r"\S+ : ")  # `python : `, before the first line of its stderr
+MAX_RECORD = 40  # lines of a record up to CategoryInfo
 RULE = 12  # different characters; fewer are a line of dashes
 # when a cell began to run, in the metadata of JupyterLab and Kaggle, of papermill and ExecuteTime, of Colab
 BEGINNINGS = ("iopub.execute_input", "start_time", "timestamp")
@@ -171,14 +169,10 @@ class WrappedLines:
             else:
                 joined.append(line)
                 first_numbers.append(number)
-            length = len(line.decode("utf-8", "replace"))
-            goes_on = length == self._width
-            if self._at_words and at + 1 < len(lines):
-                after = lines[at + 1]
-                if goes_on:
-                    goes_on = not after.startswith(b"  ")
-                elif length < self._width and line.endswith(b" "):
-                    goes_on = length + len(after.split(b" ", 1)[0]) >= self._width  # a word needs a place for its space
+            if self._at_words:
+                goes_on = goes_on_at_word(line, b"".join(lines[at + 1 : at + 2]), self._width)
+            else:
+                goes_on = len(line.decode("utf-8", "replace")) == self._width
         return joined, first_numbers
 
 
@@ -250,6 +244,14 @@ def find_width(lines: Sequence[str]) -> int:
     num_shapes = len({line.translate(DIGITS) for line, _ in broken})  # a line of progress has one
     is_wrapped = num_shapes >= MIN_BROKEN and len(broken) >= MIN_SHARE * len(full) and num_words >= len(broken) / 2
     return width if is_wrapped else 0
+
+
+def goes_on_at_word(line: bytes, after: bytes, width: int) -> bool:
+    """Whether PowerShell broke a line before `after`: it was full, or had no place for the next word and a space behind it."""
+    length = len(line.decode("utf-8", "replace"))
+    if length == width:
+        return not after.startswith(b"  ")
+    return length < width and line.endswith(b" ") and length + len(after.split(b" ", 1)[0]) >= width
 
 
 def width_of_record(lines: Sequence[str]) -> int:

@@ -222,7 +222,7 @@ class TrainingJob(Job):
         own_steps = f", {status.step - first:,} of them" if first and status.step else ""
         ends = [event for event in read_json_lines(run.events) if event.get("event") == "finished"]
         val_bpb = ends[-1].get("val_bpb") if ends else None  # of the last weights alone
-        bpb = "n/a" if val_bpb is None else format_bpb(val_bpb, status.eval_tokens)
+        bpb = format_bpb(val_bpb, status.eval_tokens)
         lines = [
             "",
             f"done    {status.step:,} steps{own_steps} in {format_duration(seconds)}, val_bpb {bpb}",

@@ -270,6 +270,13 @@ def test_ordinary_output_with_a_word_of_trouble_is_no_healthy_log(line):
     assert [(item.line, item.text) for item in explanation.evidence] == [(10, line)]
 
 
+def test_a_line_that_reports_the_end_and_a_failed_part_is_no_health():
+    lost = "ERROR | trainer | File not found: data/raw/EURUSD.csv\n"
+    done = "INFO | trainer | Training complete: {} failed\n"
+    answers = [verdict(lost + done.format(parts)).cause for parts in ("1 OK | 0", "0 OK | 1")]
+    assert answers == ["healthy", "dataset-missing"]
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -303,6 +310,7 @@ def test_ordinary_output_with_a_word_of_trouble_is_no_healthy_log(line):
         "bash: cannot set terminal process group (-1): Inappropriate ioctl for device",
         "[h264 @ 0x55d0c8] error while decoding MB 12 34, bytestream -5",
         "Error while fetching `HF_TOKEN` secret value from your vault: 'Requesting secret HF_TOKEN timed out.'",
+        "Error in callback <bound method _WandbInit._resume_backend of <wandb.sdk.wandb_init._WandbInit object at 0x7f>>",
     ],
 )
 def test_output_that_is_usual_in_healthy_runs_is_no_trouble(line):

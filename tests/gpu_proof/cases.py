@@ -88,7 +88,7 @@ BROKEN = {
     "rows in the order of reading": RESUMED | {"phases": ["step", "save", "resume"]},
 }
 Facts = dict[str, Any]
-SHORT_BROKEN = {  # a fault of each kind
+SHORT_BROKEN = {  # a few of them
     *("an .item() in the step", "an fp32 product", "collectives in another order", "a copy on a stream of its own"),
     *("dropout in the forward", "weights that are never freed", "gradients in one bucket"),
 }

@@ -1,4 +1,5 @@
-# Every target sets up .venv by itself, and again when pyproject.toml or constraints.txt changed.
+# Every target sets up .venv by itself, and again when pyproject.toml or constraints.txt changed. A new pip takes half as long as the one that
+# Python 3.11 brings.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,12 +18,12 @@ quick: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not dist and not slow and not soak'
 
 # of three processes one often waits for a deadline or a browser, so that two cores are busy
-test: $(VENV)/gpu-proof
+test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 10
 
 # the long tests, among them the kernels of GPUs that are not there, then a hundred faults and as root those of several hosts;
 # ARGS='--seed 2 --faults 24 --only sigkill,disk' and HOSTS='--only mtu' take others
-soak: $(VENV)/gpu-proof
+soak: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m soak
 	PYTHONPATH=tests $(BIN)/python -m soak.loop $(or $(ARGS),--write docs/reliability.md)
 	PYTHONPATH=tests $(BIN)/python -m soak.hosts $(or $(HOSTS),--write docs/reliability.md)
@@ -44,20 +45,20 @@ newest: pyproject.toml constraints.txt
 bench: $(VENV)/dev
 	$(BIN)/python benchmarks/cpu.py
 
-$(VENV)/core: pyproject.toml constraints.txt
+$(VENV)/torch: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python %d.%d, 3.11 or later is needed\n  fix: make PYTHON=python3.12" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
 	$(PIP) "$$(grep ^torch== constraints.txt)"
+	touch $@
+
+$(VENV)/core: $(VENV)/torch pyproject.toml
 	$(PIP) -e .
 	touch $@
 
-$(VENV)/dev: $(VENV)/core
-	$(PIP) -e '.[dev,datasets,peers,trackers,clusters]'
-	touch $@
-
-$(VENV)/gpu-proof: $(VENV)/dev
-	$(PIP) -e '.[gpu-proof]'
-	touch $@
+$(VENV)/dev: $(VENV)/torch pyproject.toml
+	$(PIP) -e '.[dev,datasets,peers,trackers,clusters,gpu-proof]'
+	touch $(VENV)/core $@
 
 clean:
 	rm -rf $(VENV) .venv-newest build *.egg-info .pytest_cache .mypy_cache .ruff_cache

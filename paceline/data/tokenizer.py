@@ -8,7 +8,8 @@ of at most two instead of three: better at small vocabularies (the nanochat log 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,8 +208,26 @@ def train_tokenizer(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator(documents, trainer)
+    _wait_for(lambda: inner.train_from_iterator(documents, trainer))
     return Tokenizer(inner.to_str(pretty=True).encode(), name="the tokenizer trained here")
+
+
+def _wait_for(work: Callable[[], None]) -> None:
+    """Does the work in a thread that a Ctrl-C leaves behind: the library does not see one while it merges, for minutes."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    if errors:
+        raise errors[0]
 
 
 def tokenizer_info(tokenizer: Tokenizer, *, sample: str) -> dict[str, Any]:

@@ -1,12 +1,17 @@
 """Tokenizers trained here and made elsewhere."""
 
+import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -110,6 +115,32 @@ def test_a_run_without_an_end_does_not_stall_the_training(run):
     assert not re.search(r"\S{1001}|\s{1002}", LONG_RUN.sub(r"\1\n\2", text))
     tokenizer = train_tokenizer(iter([TEXT, text]), vocab_size=400)
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_ctrl_c_ends_the_training_while_the_library_is_busy(monkeypatch):
+    done = threading.Event()
+
+    class Busy(SimpleNamespace):
+        def train_from_iterator(self, documents, trainer):
+            with contextlib.suppress(KeyboardInterrupt):  # the library sees none
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                done.wait(60)
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", lambda model: Busy(model=model))
+    with pytest.raises(KeyboardInterrupt):
+        train_tokenizer(iter(["a text"]), vocab_size=300)
+    assert not done.is_set()
+    done.set()
+
+
+def test_an_error_of_the_library_while_it_is_trained_is_raised(monkeypatch):
+    class Broken(SimpleNamespace):
+        def train_from_iterator(self, documents, trainer):
+            raise ValueError("the library's error")
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", lambda model: Broken(model=model))
+    with pytest.raises(ValueError, match="the library's error"):
+        train_tokenizer(iter(["a text"]), vocab_size=300)
 
 
 def test_a_vocabulary_smaller_than_the_bytes_is_refused():

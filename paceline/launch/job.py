@@ -26,7 +26,7 @@ from paceline.launch.env import EnvRow, Launch, env_elsewhere, worker_env
 from paceline.launch.losses import check_folder, readmit, ready_hosts
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
-from paceline.model.manifest import newest_folder
+from paceline.model.manifest import better_checkpoint, newest_folder
 from paceline.plan.advice import step_gap
 from paceline.plan.estimate import Range
 from paceline.plan.forecast import read_comm, step_setup
@@ -223,10 +223,13 @@ class TrainingJob(Job):
         ends = [event for event in read_json_lines(run.events) if event.get("event") == "finished"]
         val_bpb = ends[-1].get("val_bpb") if ends else None  # of the last weights alone
         bpb = format_bpb(val_bpb, status.eval_tokens)
+        best = better_checkpoint(run.checkpoints, status.step or 0)
+        best_lines = [f"best    val_bpb {best.val_bpb:.4f} at step {best.step:,}: --step {best.step}"] if best else []
         lines = [
             "",
             f"done    {status.step:,} steps{own_steps} in {format_duration(seconds)}, val_bpb {bpb}",
             time_line,
+            *best_lines,
             f"run     {run.path}",
             f'next    paceline sample {run.quoted} --prompt "..."',
             f"        paceline eval {run.quoted}",

@@ -28,6 +28,7 @@ from paceline.errors import PacelineError
 FORMAT = 1
 MANIFEST = "manifest.json"
 HASHING_THREADS = 4  # one reads and hashes about 1.5 GB/s, a disk gives more
+CLEARLY_HIGHER = 1.01  # times a val_bpb
 CHUNK_BYTES = 4 << 20  # hashing and writing release the interpreter once per chunk
 _json = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False)
 
@@ -146,6 +147,15 @@ def list_checkpoints(directory: Path) -> list[tuple[Path, Manifest]]:
         with suppress(DamagedCheckpoint):
             checkpoints.append((path, read_manifest(path)))
     return checkpoints
+
+
+def better_checkpoint(directory: Path, step: int) -> Manifest | None:
+    """Returns the checkpoint with the lowest val_bpb, where that of `step` is clearly higher."""
+    scores = {manifest.step: manifest for _, manifest in list_checkpoints(directory) if manifest.val_bpb is not None}
+    if step not in scores:
+        return None
+    best = min(scores.values(), key=lambda manifest: manifest.val_bpb or 0.0)
+    return best if (scores[step].val_bpb or 0.0) > CLEARLY_HIGHER * (best.val_bpb or 0.0) else None
 
 
 def verify(path: Path) -> None:

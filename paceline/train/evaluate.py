@@ -31,7 +31,14 @@ from paceline.model.attention import KVCache, attention_problem
 from paceline.model.checkpoint import CheckpointReader
 from paceline.model.gpt import DTYPES, GPT
 from paceline.model.layers import fused_loss_problem
-from paceline.model.manifest import newest_good, step_folder_name, step_folders, verify
+from paceline.model.manifest import (
+    better_checkpoint,
+    newest_good,
+    read_manifest,
+    step_folder_name,
+    step_folders,
+    verify,
+)
 from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
 from paceline.plan.shapes import param_shapes
@@ -154,6 +161,11 @@ def load_model(run: RunDir, *, step: int | None, device: str | None) -> tuple[GP
         path, notes = newest_good(run.checkpoints, set_aside=False)
         for note in notes:
             print(note, file=sys.stderr)
+        if better := better_checkpoint(run.checkpoints, read_manifest(path).step):
+            print(
+                f"note: val_bpb is lowest at step {better.step:,}, {better.val_bpb:.4f}: --step {better.step}",
+                file=sys.stderr,
+            )
     else:
         path = run.checkpoints / step_folder_name(step)
         if not path.is_dir():

@@ -47,7 +47,7 @@ from paceline.watch.snapshot import (
     Series,
     Snapshot,
 )
-from paceline.watch.trend import fell_to_zero, is_falling, rise_of, slowdown
+from paceline.watch.trend import fell_to_zero, is_falling, rise_of, slowdown, turns_up
 
 STATE_SIGNS = {  # and the name of a style
     "queued": ("◌", "blue"),
@@ -79,8 +79,7 @@ SILENT_SAMPLES = 5  # of a host, and at least MAX_SILENCE_S
 LONG_PHASES = ("start", "load", "compile", "eval", "sample", "save", "ending")
 LONG_PHASE_RATIO = 10  # times as long may a rank be silent in one of these
 END_PHASES = ("done", "stopped")  # a rank in one of these sends no more heartbeats
-IDLE_USE = 0.3  # of a GPU while its run trains
-SLOWER_THAN_PLANNED = 1.15
+IDLE_USE, SLOWER_THAN_PLANNED = 0.3, 1.15  # shares of a GPU's time while its run trains, and of a step's planned time
 ZERO_LINES = 5  # logged steps without a learning rate
 MAX_RANKS_NAMED = 6
 MIN_SHARE = 0.05  # of the busy time: a kind of time with less is not in goodput_line
@@ -177,6 +176,7 @@ def troubles(snapshot: Snapshot) -> Iterator[str]:
     """Yields what went wrong in a run that has ended, and what slowed it down over its whole time."""
     if snapshot.loss is not None and (fell_to_zero(snapshot) or not math.isfinite(snapshot.loss)):
         yield f"the last loss is {'NaN or infinite' if snapshot.loss else 'exactly 0'}"
+    yield from turns_up(snapshot)
     for rank in snapshot.ranks:
         if (share := rank.slow_share or 0) >= MIN_SHARE:
             yield f"{name_ranks([rank], snapshot)} was slower than the others for {format_percent(share)} of the steps"
@@ -236,6 +236,7 @@ def loss_warnings(snapshot: Snapshot) -> Iterator[str]:
         yield "the loss is exactly 0"
     elif rise := rise_of(snapshot.series.get("loss", Series())):
         yield f"the loss is {100 * rise[0]:.0f} % higher{f' since step {rise[1]:,}' if snapshot.step else ''} than before"
+    yield from turns_up(snapshot)
     for name in ("lr", "lr_mult"):
         values = snapshot.series.get(name, Series()).values[-ZERO_LINES:]
         if len(values) == ZERO_LINES and not any(values):
@@ -275,8 +276,7 @@ def speed_warnings(snapshot: Snapshot) -> Iterator[str]:
     planned = (snapshot.plan or {}).get("step_ms")
     if planned and snapshot.step_ms and snapshot.step_ms > SLOWER_THAN_PLANNED * planned:
         yield f"a step takes {100 * (snapshot.step_ms / planned - 1):.0f} % longer than planned"
-        return
-    if slower := slowdown(snapshot.series.get("step_ms", Series()).values):
+    elif slower := slowdown(snapshot.series.get("step_ms", Series()).values):
         yield f"a step takes {format_ms(slower[0])} now and took {format_ms(slower[1])} at its best"
 
 

@@ -1,5 +1,5 @@
 """
-Whether a curve rises, falls, is level or suddenly 0, and whether steps have become slower, judged against the curve's own
+Whether a curve rises, falls, turns up, is level or suddenly 0, and whether steps have become slower, judged against the curve's own
 noise. Pure.
 
 A rise is a stretch of the last lines whose mean lies `Z_RISE` standard errors above the lines before them. Where the older
@@ -7,10 +7,12 @@ half of those lines is clearly higher than the newer one, the curve was falling,
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import isfinite, sqrt
 
+from paceline.explain.curve_verdict import turn_of
 from paceline.noise import ABRUPT, CLIP, clip, level_of, standard_errors_below
+from paceline.watch.measures import format_figure
 from paceline.watch.snapshot import Series, Snapshot
 
 STRETCH_LINES = 40  # the longest stretch of last lines that is judged
@@ -81,3 +83,13 @@ def fell_to_zero(snapshot: Snapshot) -> bool:
         return False
     before = next(filter(None, reversed(snapshot.series.get("loss", Series()).values)), None)
     return before is None or before > ABRUPT
+
+
+def turns_up(snapshot: Snapshot) -> Iterator[str]:
+    """Yields at which step a metric of held-out text was lowest, if it rises since then: the run overfits."""
+    for name in ("val_bpb", "val_loss"):
+        series = snapshot.series.get(name, Series())
+        values = [(step, value) for step, value in zip(series.steps, series.values, strict=True) if isfinite(value)]
+        if (at := turn_of([value for _, value in values])) is not None:
+            figures = [format_figure(name, value) for value in (values[at][1], values[-1][1])]
+            yield f"the {name} is lowest at step {values[at][0]:,} ({figures[0]}) and rises since, to {figures[1]}"

@@ -19,6 +19,7 @@ from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.run_text import absolute_texts, prepare_data, record_data, reopen_data
 from paceline.launch.supervisor import Outcome
 from paceline.launch.train import changed_run, check_unfinished, config_of_plan, new_folder
+from paceline.model.checkpoint import CheckpointWriter
 from paceline.options import LaunchOptions
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import find_gpu
@@ -255,6 +256,17 @@ def test_the_closing_lines_of_a_resumed_run_count_the_steps_of_the_last_command(
     job.run.config_toml.write_text("eval_tokens = 2048\n")
     lines = job.closing_lines(Outcome("finished", 0, 1, []), seconds=5.0, time_line="time")
     assert "done    50 steps, 5 of them in 5s, val_bpb 1.0000 on 2,048 tokens" in lines
+
+
+def test_the_closing_lines_name_a_checkpoint_that_is_clearly_better(job_on):
+    job = job_on(lambda: TWO)
+    for step, val_bpb in ((30, 1.0), (50, 1.2)):
+        writer = CheckpointWriter(job.run.checkpoints, rank=0, world_size=1, attempt="1", keep_last=2, on_saved=print)
+        writer.save(step, [], {}, val_bpb=val_bpb)
+        writer.wait()
+    append_json_line(job.run.metrics, {"step": 50, "loss": 2.0, "val_bpb": 1.2})
+    lines = job.closing_lines(Outcome("finished", 0, 1, []), seconds=5.0, time_line="time")
+    assert "best    val_bpb 1.0000 at step 30: --step 30" in lines
 
 
 def test_what_a_resume_cannot_change_is_refused_with_a_command_that_works(job_on, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 
 from paceline.errors import PacelineError
 from paceline.model.checkpoint import CheckpointReader, CheckpointWriter, Piece
-from paceline.model.manifest import clean_leftovers, list_checkpoints, newest_good, verify
+from paceline.model.manifest import better_checkpoint, clean_leftovers, list_checkpoints, newest_good, verify
 from paceline.model.publish import GIVEN_UP
 
 
@@ -58,6 +58,21 @@ def test_among_equally_good_ones_the_newest_is_the_best(tmp_path: Path):
         writer.save(step, rows_of(0, 1, step), {}, val_bpb=2.0 if step == 30 else 1.0)
     writer.wait()
     assert [manifest.step for _, manifest in list_checkpoints(tmp_path)] == [30, 20]
+
+
+def test_a_checkpoint_is_better_if_val_bpb_is_clearly_higher_at_another(tmp_path: Path):
+    writer = make_writer(tmp_path, keep_last=9)
+    for step, val_bpb in ((10, 1.0), (20, 1.009), (30, None), (40, 1.02)):
+        writer.save(step, rows_of(0, 1, step), {}, val_bpb=val_bpb)
+    writer.wait()
+    better = {step: better_checkpoint(tmp_path, step) for step in (10, 20, 30, 40, 50)}
+    assert {step: found and found.step for step, found in better.items()} == {
+        10: None,
+        20: None,
+        30: None,
+        40: 10,
+        50: None,
+    }
 
 
 def test_the_one_just_saved_is_never_pruned_for_a_newer_one(tmp_path: Path):
@@ -221,11 +236,11 @@ def test_ranks_killed_at_any_moment_of_a_save_leave_only_whole_checkpoints(tmp_p
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert host.stdin and host.stdout and host.stdout.readline() == "ready\n"
-    last_step, leftovers = 0, 0
-    for attempt in range(15):
+    last_step, leftovers, attempt = 0, 0, 0
+    while attempt < 10 or not (last_step and leftovers):  # until kills have met saves under way, on a busy machine too
         print(attempt, last_step + 1, file=host.stdin, flush=True)
         pids = [int(host.stdout.readline()) for _ in range(2)]
-        time.sleep(chance.uniform(0.02, 0.25))
+        time.sleep(chance.uniform(0.02, 0.25) * (1 + attempt / 10))
         for pid in chance.sample(pids, 2):
             os.kill(pid, signal.SIGKILL)
         assert host.stdout.readline() == "ended\n"
@@ -238,11 +253,9 @@ def test_ranks_killed_at_any_moment_of_a_save_leave_only_whole_checkpoints(tmp_p
             assert CheckpointReader(path).read("x").unique().tolist() == [float(manifest.step)]
         newest = max((manifest.step for _, manifest in listed), default=0)
         assert newest >= last_step  # what was there before the kill is there after it
-        last_step = newest
+        last_step, attempt = newest, attempt + 1
     host.stdin.close()
     host.wait()
-    assert last_step > 0
-    assert leftovers > 0  # the kills did meet saves under way
 
 
 @pytest.mark.dist

@@ -14,7 +14,8 @@ from runs import STEPS
 from paceline.cli import run_command
 from paceline.data.tokenizer import Tokenizer
 from paceline.errors import PacelineError
-from paceline.train import export
+from paceline.model.manifest import list_checkpoints
+from paceline.train import evaluate, export
 
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoint.md"
 FILES = ["config.json", "generation_config.json", "model.safetensors", "modeling_paceline.py", "tokenizer.json"]
@@ -94,6 +95,15 @@ def test_a_folder_with_anything_else_is_refused_and_stays(run, capsys, tmp_path,
     assert error.endswith("\n  fix: --out DIR in another place, or remove it first\n")
     assert "already exists" in failed(capsys, run, f"--out={out / 'config.json'}")
     assert sorted(path.name for path in out.iterdir()) == FILES
+
+
+def test_a_newer_checkpoint_that_is_clearly_worse_is_taken_with_a_note(run, capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    checkpoints = run / "checkpoints"
+    better = dict(list_checkpoints(checkpoints))[checkpoints / "step_000030"]
+    monkeypatch.setattr(evaluate, "better_checkpoint", lambda *key: {(checkpoints, STEPS): better}.get(key))
+    assert run_command(["export", str(run), f"--out={tmp_path / 'hf'}"]) == 0
+    assert f"note: val_bpb is lowest at step 30, {better.val_bpb:.4f}: --step 30\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,10 @@ def pace(value):
         ({"series": {"lr": curve(lambda step: 0.0, now=NOW)}}, "The learning rate is 0."),
         (loss(lambda step: 3.0 if step < 1050 else 3.3), "The loss is 10 % higher since step 1,050 than before."),
         ({**loss(lambda step: 3.0 if step < 1050 else 3.3), "step": None}, "The loss is 10 % higher than before."),
+        (
+            {"series": {"val_bpb": curve(lambda step: abs(1.0 - step / 500) + 1, now=NOW, every=100)}},
+            "The val_bpb is lowest at step 500 (1.0000) and rises since, to 2.4000.",
+        ),
         ({"step_ms": 700.0}, "A step takes 25 % longer than planned."),
         (pace(lambda step: 300.0 if step < 700 else 500.0), "A step takes 500 ms now and took 300 ms at its best."),
         ({"hosts": [host("tower", [gpu(0, use=0.12)])]}, "GPU 0 of tower is busy 12 % of the time."),

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.watch.snapshot import Series
-from paceline.watch.trend import WHOLE_LINES, is_falling, rise_of, slowdown
+from paceline.watch.snapshot import Series, Snapshot
+from paceline.watch.trend import WHOLE_LINES, is_falling, rise_of, slowdown, turns_up
 
 SHAPES = {"level": lambda step: 2.6, "falling": lambda step: 2.9 + 7.9 * math.exp(-step / 140)}
 NOISE_LEVELS = (0.003, 0.01, 0.03, 0.1, 0.3)  # standard deviation, as a share of the loss
@@ -86,3 +86,21 @@ def test_the_first_step_compiles_and_a_jitter_of_a_tenth_is_no_slowdown():
     chance = random.Random(3)
     times = [9_000.0] + [200 * (1 + 0.1 * chance.gauss(0, 1)) for _ in range(300)]
     assert not any(slowdown(times[:end]) for end in range(1, 301))
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (
+            [2.276, 0.7342, 0.7353, 0.7408, 0.7535, 0.7732],
+            "the val_bpb is lowest at step 1,000 (0.7342) and rises since, to 0.7732",
+        ),
+        ([2.276, 0.7342, math.nan, 0.7353, 0.7351, 0.7342], None),
+        ([2.276, 0.9, 0.8, 0.78], None),
+        ([], None),
+    ],
+)
+def test_a_score_of_held_out_text_that_rises_beyond_its_noise_is_a_sentence(values, text):
+    series = Series([500 * (at + 1) for at in range(len(values))], values, [])
+    snapshot = Snapshot("a", "a", "training", "training", series={"val_bpb": series})
+    assert list(turns_up(snapshot)) == ([text] if text else [])

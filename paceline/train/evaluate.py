@@ -159,13 +159,10 @@ def load_model(run: RunDir, *, step: int | None, device: str | None) -> tuple[GP
     plan = read_run_file(run.plan_json, Plan.from_json)
     if step is None:
         path, notes = newest_good(run.checkpoints, set_aside=False)
+        if best := better_checkpoint(run.checkpoints, read_manifest(path).step):
+            notes.append(f"note: val_bpb is lowest at step {best.step:,}, {best.val_bpb:.4f}: --step {best.step}")
         for note in notes:
             print(note, file=sys.stderr)
-        if better := better_checkpoint(run.checkpoints, read_manifest(path).step):
-            print(
-                f"note: val_bpb is lowest at step {better.step:,}, {better.val_bpb:.4f}: --step {better.step}",
-                file=sys.stderr,
-            )
     else:
         path = run.checkpoints / step_folder_name(step)
         if not path.is_dir():

@@ -93,6 +93,7 @@ def unresolved(hosts: str) -> dict[str, str]:
     return {"hosts": hosts, "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n"}
 
 
+@pytest.mark.soak
 @NAMESPACES
 def test_an_unknown_host_name_a_small_shm_and_a_read_only_run_folder_are_reported(tmp_path):
     runs = tmp_path / "runs"

@@ -202,6 +202,7 @@ def test_mpirun_trains_on_two_hosts(job):
     assert not left(job.hosts, "h2")
 
 
+@pytest.mark.soak
 def test_others_are_refused_while_a_run_goes_on_and_sigterm_on_a_node_saves_and_ends_it_on_all(job):
     job.start_all(*SCRIPT)
     job.wait_for_ranks()
@@ -240,6 +241,7 @@ def test_a_node_that_comes_late_is_refused_and_the_run_goes_on_without_it(job):
     assert job.end() == [130, 130]
 
 
+@pytest.mark.soak
 def test_the_loss_of_node_0_ends_what_the_others_have_started(job):
     job.start_all(*SCRIPT)
     job.wait_for_ranks()

@@ -109,6 +109,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(shop, unbroken):
     assert final_bits(run) == unbroken
 
 
+@pytest.mark.soak
 def test_a_device_that_runs_out_of_memory_gets_a_smaller_micro_batch_for_the_same_steps(shop, capsys):
     """The same weights as of a run that began with the rows that fit; no later plan chooses the others."""
     env = {**ENV, "PYTHONPATH": str(SMALL_MEMORY), "MOST_ROWS": "3"}

@@ -59,6 +59,7 @@ def wait_for_checkpoint(run: RunDir, driver) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.soak
 def test_hosts_without_a_shared_disk_train_and_recover_driven_from_a_third_machine(hosts):
     train_recovered(hosts)
 
@@ -116,7 +117,6 @@ def test_three_hosts_end_with_the_bits_of_three_ranks(hosts):
     assert last_files(RunDir(hosts.on("h1", hosts.private) / "runs" / "a")) == expected
 
 
-@pytest.mark.soak
 def test_hosts_are_listed_by_their_ipv6_addresses(hosts):
     runs = ["--runs-dir", str(hosts.private / "runs"), "--name", "a"]
     done = hosts.paceline("h1", "train", *SIZES, "3", "--nproc", "1", "--hosts", "[fd77::1],[fd77::2]", *runs)

@@ -172,6 +172,7 @@ def test_ctrl_c_lets_every_rank_save_and_ends_as_interrupted(launch):
     assert ended.events() == ["attempt", "stopping", "attempt_ended"]
 
 
+@pytest.mark.soak
 def test_sigterm_saves_too_and_a_rank_that_dies_of_it_does_not_cut_the_others_short(launch):
     script = """
         import os, signal, sys, time
@@ -226,6 +227,7 @@ def test_a_worker_that_does_not_stop_is_killed_after_its_grace(launch):
     assert (ended.exit_code, ended.outcome["state"]) == (130, "interrupted")
 
 
+@pytest.mark.soak
 def test_an_error_while_saving_is_a_failure_not_an_interruption(launch):
     script = """
         import signal, time

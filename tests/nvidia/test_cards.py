@@ -247,6 +247,7 @@ def test_libraries_of_low_precision_are_judged_by_their_metadata_on_the_card_tha
     assert not {"fp4-false-support", "mxfp8-not-on-sm120"} & host(H100).findings(PYTHONPATH=site).keys()
 
 
+@pytest.mark.soak
 def test_a_precision_that_the_second_card_or_the_driver_lacks_stops_a_run(host):
     findings = host(RTX_5090, RTX_4090).findings("--precision", "nvfp4")
     what = "GPU 1 (RTX 4090) has capability 8.9, nvfp4 needs 10.0"

@@ -116,6 +116,7 @@ def wait_until_the_end_finds_no_room(shop: Workshop, disk: Path, *words: str) ->
     return process, run, filler
 
 
+@pytest.mark.soak
 def test_a_run_that_cannot_save_its_end_waits_for_room_and_trains_no_step_twice(shop, disk, unbroken):
     process, run, filler = wait_until_the_end_finds_no_room(shop, disk)
     filler.unlink()

@@ -34,6 +34,7 @@ def check(results: dict, *, ranks: int) -> None:
     )
 
 
+@pytest.mark.soak
 @pytest.mark.dist
 def test_two_ranks_of_a_run_are_profiled_and_the_run_stays_as_it_was(unbroken, tmp_path):
     workshop = Workshop(tmp_path)
@@ -53,7 +54,6 @@ def test_two_ranks_of_a_run_are_profiled_and_the_run_stays_as_it_was(unbroken, t
 
 
 @pytest.mark.dist
-@pytest.mark.soak
 def test_one_rank_of_a_config_is_profiled_in_the_cache_folder(tmp_path):
     keys = {**SMALL, "cache-dir": tmp_path / "cache", "data": tmp_path / "text", "nproc": 1}
     keys.pop("health-every")

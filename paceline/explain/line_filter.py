@@ -23,6 +23,7 @@ MAX_SHAPES = 50_000  # remembered; with more the set is cleared
 # characters in each of a log's first lines, and lines, that show a new run where two recur
 MIN_START, MAX_STARTS = 12, 6
 MAX_START_BYTES = 4000  # of such a line
+SOURCE = re.compile(rb"(?:\[\w+\]: ?)? {4}")  # of a traceback whose beginning is not there
 NO_START = re.compile(rb"(?i)warn|error")  # comes again within one run
 MAX_REPEATS = 200  # times that a line shape with an error word is parsed, but in the log's last lines
 LAST_LINES = 200
@@ -140,7 +141,8 @@ class LineFilter:
             if is_enough or reports_progress(lines[at][:MAX_START_BYTES].decode("utf-8", "replace")):
                 self._has_start = True
                 return at
-            self._start = (*self._start, shape) if shape else self._start
+            if shape and not SOURCE.match(lines[at]):
+                self._start = (*self._start, shape)
         return len(shapes)
 
 

@@ -39,7 +39,7 @@ PID = re.compile(r"\b(?:pid:|PID) (?P<pid>\d+)\b")
 STOP_SIGNAL = re.compile(r"-(?:2|9|15)\b|SIG(?:INT|KILL|TERM)\b")
 WARNING_LINE = re.compile(
     r"^\W*(?:W|I|D|INFO|WARN|WARNING|DEBUG|NOTE)\b(?!.*\b(?:ERROR|FATAL|Error:))|\b\w*Warning: "
-    r"|\[(?:WARNING|INFO|DEBUG)\]|NCCL INFO|^\s*warnings\.warn|(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b[ :|\]-]"
+    r"|\[(?:WARNING|INFO|DEBUG)\]|NCCL INFO|^\s*(?:warnings\.)?warn\(|(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b[ :|\]-]"
 )
 WRAPPED = re.compile(
     r"(?:ChildFailed|CalledProcess|RayTask|WorkerCrashed)Error|ProcessRaised|ProcessExited|SystemExit: [1-9]"

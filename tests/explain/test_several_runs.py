@@ -231,6 +231,17 @@ def test_a_program_that_failed_behind_its_only_line_and_is_started_again_is_anot
     assert verdict(first + steps).cause == "cuda-oom"
 
 
+def test_the_second_rank_s_traceback_in_an_excerpt_that_begins_within_the_first_is_no_other_run():
+    lines = """    self._prepare_one(obj, first_pass=True, device_placement=d)
+  File "/env/lib/python3.11/site-packages/accelerate/accelerator.py", line 1398, in _prepare_one
+    return self.prepare_model(obj, device_placement=device_placement)
+RuntimeError: CUDA error: no kernel image is available for execution on the device
+"""
+    ranks = ["".join(f"[rank{rank}]: {line}\n" for line in lines.splitlines()) for rank in (0, 1)]
+    explanation = verdict(ranks[0] + "[rank1]: Traceback (most recent call last):\n" + ranks[1])
+    assert (explanation.cause, explanation.rank) == ("cuda-arch-unsupported", 0)
+
+
 def test_a_file_that_python_cannot_open_ends_no_program_that_ran_behind_it():
     typo = "python: can't open file 'trian.py': [Errno 2] No such file or directory\n"
     assert verdict(typo + STEPS + uncaught("KeyboardInterrupt")).cause == "keyboard-interrupt"

@@ -232,13 +232,13 @@ def test_a_program_that_failed_behind_its_only_line_and_is_started_again_is_anot
 
 
 def test_the_second_rank_s_traceback_in_an_excerpt_that_begins_within_the_first_is_no_other_run():
-    lines = """    self._prepare_one(obj, first_pass=True, device_placement=d)
-  File "/env/lib/python3.11/site-packages/accelerate/accelerator.py", line 1398, in _prepare_one
-    return self.prepare_model(obj, device_placement=device_placement)
-RuntimeError: CUDA error: no kernel image is available for execution on the device
-"""
-    ranks = ["".join(f"[rank{rank}]: {line}\n" for line in lines.splitlines()) for rank in (0, 1)]
-    explanation = verdict(ranks[0] + "[rank1]: Traceback (most recent call last):\n" + ranks[1])
+    source = "    _sync_module_states(\n"
+    error = "RuntimeError: CUDA error: no kernel image is available for execution on the device\n"
+    whole = f'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n{source}{error}'
+    excerpt = [
+        f"[rank{rank}]: {line}" for rank, text in enumerate((source + error, whole)) for line in text.splitlines()
+    ]
+    explanation = verdict("\n".join(excerpt) + "\n")
     assert (explanation.cause, explanation.rank) == ("cuda-arch-unsupported", 0)
 
 

@@ -109,8 +109,12 @@ def read_corpus(
                 if allowed <= 0:
                     break
         except UnreadableFile as error:
-            more = _count_unreadable(files[number + 1 :])
-            also = f" (and {more} more of the {len(files)} files cannot be read either)" if more else ""
+            others = _unreadable(files[number + 1 :])
+            also = f" (and {len(others)} more of the {len(files)} files cannot be read either)" if others else ""
+            fix, is_alike = error.file_fix, all(other.file_fix == error.file_fix for other in others.values())
+            if others and is_alike and fix and fix.command and (fix.guard or len(files) == 1 + len(others)):
+                patterns = _patterns([file.path, *others])
+                raise UnreadableFile(error.message + also, fix=fix.for_files(patterns)) from error
             raise UnreadableFile(error.message + also, fix=error.fix) from error
         done += file.num_bytes
 
@@ -153,18 +157,28 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
     return min(digests) + 1
 
 
-def _count_unreadable(files: list[SourceFile]) -> int:
-    """Counts the broken ones among the files that follow, within SCAN_AFTER_ERROR_BYTES."""
-    count = budget = 0
+def _unreadable(files: list[SourceFile]) -> dict[str, UnreadableFile]:
+    """Returns the errors of the broken ones among the files that follow, by path, within SCAN_AFTER_ERROR_BYTES."""
+    errors, budget = {}, 0
     for file in files:
         budget += file.num_bytes
         if budget > SCAN_AFTER_ERROR_BYTES:
             break
         try:
             deque(read_documents(file, part_bytes=MAX_PART_BYTES), maxlen=0)
-        except UnreadableFile:
-            count += 1
-    return count
+        except UnreadableFile as error:
+            errors[file.path] = error
+    return errors
+
+
+def _patterns(paths: list[str]) -> str:
+    """Returns the shell's patterns of these files: one for each type and depth below their common folder."""
+    top = os.path.commonpath([Path(path).parent for path in paths])
+    patterns = set()
+    for path in paths:
+        suffix = next(suffix for suffix in FORMATS if path.lower().endswith(suffix))
+        patterns.add("*/" * (len(Path(path).relative_to(top).parts) - 1) + "*" + path[-len(suffix) :])
+    return " ".join(f"{shlex.quote(top)}/{pattern}" for pattern in sorted(patterns))
 
 
 def _builtin_files() -> list[SourceFile]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from paceline.encoding import not_utf8, utf16_as_utf8
-from paceline.errors import PacelineError
+from paceline.errors import FileFix, PacelineError
 from paceline.hub import OFFLINE_NAMES, PACKAGES, ask_hub, endpoint, is_cached, missing_packages, reach_fix
 
 if TYPE_CHECKING:
@@ -35,7 +35,11 @@ STRING_TYPES = ("string", "large_string", "string_view")  # of Arrow
 
 
 class UnreadableFile(PacelineError):
-    """A source file that is broken, missing or not text; others may be fine."""
+    """A source file that is broken, missing or not text; others may be fine. file_fix: of a fault that more files may have."""
+
+    def __init__(self, message: str, *, fix: str, file_fix: FileFix | None = None):
+        super().__init__(message, fix=fix)
+        self.file_fix = file_fix
 
 
 @dataclass(frozen=True)
@@ -110,9 +114,9 @@ def check_utf8(path: str, part: bytes, *, offset: int) -> None:
         part.decode()
     except UnicodeDecodeError as error:
         message, fix = not_utf8(path, part, error, offset=offset)
-        raise UnreadableFile(message, fix=fix) from error
+        raise UnreadableFile(message, fix=fix.for_file(path), file_fix=fix) from error
     if offset == 0 and (problem := utf16_as_utf8(path, part)):
-        raise UnreadableFile(problem[0], fix=problem[1])
+        raise UnreadableFile(problem[0], fix=problem[1].for_file(path), file_fix=problem[1])
 
 
 def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:

@@ -230,7 +230,9 @@ def write_dataset(
     if tokenizer is None:
         tokenizer = train_tokenizer_on(files, vocab_size=vocab_size, below=below, progress=progress)
     trained = time.monotonic()
-    tokenizer.save(folder / TOKENIZER_FILE)
+    tokenizer_file = HashedFile(folder / TOKENIZER_FILE)
+    tokenizer_file.write(tokenizer.json_bytes)
+    tokenizer_entry = tokenizer_file.close()
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     writers = {name: SplitWriter(folder, name, shard_tokens=shard_tokens) for name in ("train", "val")}
     total = sum(file.num_bytes for file in files)
@@ -246,7 +248,6 @@ def write_dataset(
             if progress is not None:
                 progress("tokenize", done, total)
     splits = {name: writer.close() for name, writer in writers.items()}
-    tokenizer_entry = {"bytes": len(tokenizer.json_bytes), "sha256": tokenizer.hash}
     return {
         "num_files": len(files),
         "empty_rows": empty_rows.total(),

@@ -18,6 +18,7 @@ from paceline.config import Config, cache_dir
 from paceline.config_file import load_config
 from paceline.data.corpus import Progress, list_files
 from paceline.data.prepare import META, TokenDataset, data_info, open_dataset, prepare
+from paceline.data.tokenizer import Tokenizer, train_tokenizer_on
 from paceline.errors import PacelineError, expand_home
 from paceline.plan.forecast import forecast
 from paceline.plan.host import probe_cpu_cores
@@ -128,9 +129,8 @@ def prepare_data(
             num_workers=probe_cpu_cores(),
             progress=progress,
         )
-    actual, requested = dataset.meta["vocab_size"], dataset.meta.get("requested_vocab_size")
-    if requested and actual < requested:
-        print(f"note    the text gives a vocabulary of {actual:,}, not of {requested:,}", file=sys.stderr)
+    actual = dataset.meta["vocab_size"]
+    print_vocab_note(actual, dataset.meta.get("requested_vocab_size"))
     if config.tokenizer and "vocab_size" in set_keys and actual != config.vocab_size:
         text = f"--vocab-size {config.vocab_size} has no effect: {config.tokenizer} has a vocabulary of {actual:,}"
         print(f"note    {text}", file=sys.stderr)
@@ -140,6 +140,21 @@ def prepare_data(
             f"note    {config.tokenizer} loses text: decoding its tokens, {size}, gives another text", file=sys.stderr
         )
     return dataset
+
+
+def train_new_tokenizer(source: str, *, vocab_size: int) -> Tokenizer:
+    """Returns a tokenizer of this text, trained with a progress bar."""
+    with show_progress() as progress:
+        files = list_files(source, print_note=True)
+        tokenizer = train_tokenizer_on(files, vocab_size=vocab_size, progress=progress)
+    print_vocab_note(tokenizer.vocab_size, vocab_size)
+    return tokenizer
+
+
+def print_vocab_note(actual: int, requested: int | None) -> None:
+    """Prints that a text is too small for the vocabulary that was requested."""
+    if requested and actual < requested:
+        print(f"note    the text gives a vocabulary of {actual:,}, not of {requested:,}", file=sys.stderr)
 
 
 def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> TokenDataset:

@@ -313,6 +313,10 @@ def test_tokenizer_train_prints_where_it_wrote(source, tmp_path, monkeypatch, ca
         assert run_command(["data", "prepare", *words, *flags]) == 0
         note = "note    --vocab-size 512 has no effect: t.json has a vocabulary of 300"
         assert (note in capsys.readouterr().err) == ("512" in flags)
-    words = ["--data", "tëxt", "--vocab-size", "300", "--out", "t.json", "--force", "--json"]
+    words = ["--data", "tëxt", "--vocab-size", "5000", "--out", "new/t.json", "--json"]
     assert run_command(["tokenizer", "train", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["name"] == "t.json"
+    out, err = capsys.readouterr()
+    facts = json.loads(out)
+    assert (facts["name"], facts["requested_vocab_size"]) == ("new/t.json", 5000)
+    assert f"note    the text gives a vocabulary of {facts['vocab_size']:,}, not of 5,000\n" in err
+    assert "note    made the folder new\n" in err

@@ -5,8 +5,8 @@ The text of a run: a source string becomes files, files become documents, and so
     PATH                one file, or a folder with everything under it but runs: .txt .md .py .jsonl .parquet .txt.gz .jsonl.gz
     hf:NAME[:CONFIG]    the `train` split of a dataset in Hugging Face `datasets` format; NAME may be a local folder
 
-A document is one text file, one line of jsonl or one row of a table; a long one is cut at line ends into parts, each a
-document of its own. This module does not depend on tokens.
+A document is one text file, or the text in one line of jsonl or one row of a table; a long one is cut at line ends into
+parts, each a document of its own. This module does not depend on tokens.
 """
 
 import errno
@@ -17,11 +17,11 @@ import shutil
 import stat
 import sys
 import sysconfig
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from paceline.data.readers import Document, SourceFile, UnreadableFile, is_saved_dataset, read_documents
+from paceline.data.readers import Document, ReadNotes, SourceFile, UnreadableFile, is_saved_dataset, read_documents
 from paceline.errors import PacelineError, expand_home
 from paceline.units import format_bytes, format_list, format_number_of
 
@@ -91,19 +91,19 @@ def _missing_fix(source: str) -> str:
 
 
 def read_corpus(
-    files: list[SourceFile], *, part_bytes: int, max_bytes: int | None = None, empty_rows: Counter[str] | None = None
+    files: list[SourceFile], *, part_bytes: int, max_bytes: int | None = None, notes: ReadNotes | None = None
 ) -> Iterator[tuple[Document, float]]:
     """Yields all documents in order, each with the number of source bytes read so far, for a progress bar.
 
     With max_bytes it yields only about so much text, from the start of each file in proportion to its size. When a file
-    cannot be read, the error names it and counts the broken files after it. empty_rows: as read_documents has it.
+    cannot be read, the error names it and counts the broken files after it. notes: as read_documents has it.
     """
     total_bytes = sum(file.num_bytes for file in files)
     done = 0.0
     for number, file in enumerate(files):
         allowed = math.inf if max_bytes is None else max_bytes * file.num_bytes / total_bytes
         try:
-            for document in read_documents(file, part_bytes=part_bytes, empty_rows=empty_rows):
+            for document in read_documents(file, part_bytes=part_bytes, notes=notes):
                 yield document, done + document.share_read * file.num_bytes
                 allowed -= document.num_bytes
                 if allowed <= 0:
@@ -134,8 +134,8 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
     """
     small = sum(file.num_bytes for file in files) < SMALL_CORPUS_BYTES
     limit = (1 << 64) // (SMALL_HELD_OUT_ONE_IN if small else HELD_OUT_ONE_IN)
-    sides, digests, num_bytes, empty_rows = set(), set(), 0, Counter[str]()
-    for document, _ in read_corpus(files, part_bytes=part_bytes, empty_rows=empty_rows):
+    sides, digests, num_bytes, notes = set(), set(), 0, ReadNotes()
+    for document, _ in read_corpus(files, part_bytes=part_bytes, notes=notes):
         sides.add(document.digest < limit)
         if len(sides) == 2:
             return limit
@@ -145,9 +145,9 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
         name = files[0].path if len(files) == 1 else f"the text of {len(files)} files ({files[0].path}, ...)"
         fix = f"add text: two different documents, or one of more than {2 * MIN_PART_BYTES:,} bytes"
         without_text = ""
-        if empty_rows:
-            rows = format_number_of(empty_rows.total(), "row")
-            without_text = f"; the text of {rows} is null or empty, first in {next(iter(empty_rows))}"
+        if notes.empty_rows:
+            rows = format_number_of(notes.empty_rows.total(), "row")
+            without_text = f"; the text of {rows} is null or empty, first in {next(iter(notes.empty_rows))}"
             fix = "write the text into the field `text`, or remove that field where another one holds it"
         raise PacelineError(
             f"{name} is too small: {num_bytes:,} bytes of text in {len(digests)} distinct"

@@ -19,7 +19,7 @@ import os
 import time
 from array import array
 from bisect import bisect, insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.corpus import Progress, cannot_write, held_out_below, part_bytes_of, read_corpus
-from paceline.data.readers import Document, SourceFile
+from paceline.data.readers import Document, ReadNotes, SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer_on
 from paceline.errors import PacelineError
 from paceline.rundir import utc_now
@@ -237,8 +237,8 @@ def write_dataset(
     writers = {name: SplitWriter(folder, name, shard_tokens=shard_tokens) for name in ("train", "val")}
     total = sum(file.num_bytes for file in files)
     lossless = True  # as far as the first document of each batch shows
-    empty_rows = Counter[str]()
-    corpus = read_corpus(files, part_bytes=part_bytes, empty_rows=empty_rows)
+    notes = ReadNotes()
+    corpus = read_corpus(files, part_bytes=part_bytes, notes=notes)
     batches = _encoded(corpus, tokenizer, num_workers=num_workers, dtype=dtype)
     with closing(batches):
         for documents, batch_ids, done in batches:
@@ -250,7 +250,8 @@ def write_dataset(
     splits = {name: writer.close() for name, writer in writers.items()}
     return {
         "num_files": len(files),
-        "empty_rows": empty_rows.total(),
+        "empty_rows": notes.empty_rows.total(),
+        "text_fields": sorted(notes.text_fields),
         "tokenizer_hash": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config import MIN_VOCAB_SIZE
 from paceline.data.corpus import Progress, held_out_below, part_bytes_of, read_corpus
-from paceline.data.readers import SourceFile
+from paceline.data.readers import ReadNotes, SourceFile
 from paceline.errors import PacelineError, expand_home
 from paceline.rundir import write_atomic
 
@@ -164,11 +164,16 @@ class DecodeStream:
 
 
 def train_tokenizer_on(
-    files: list[SourceFile], *, vocab_size: int, below: int | None = None, progress: Progress | None = None
+    files: list[SourceFile],
+    *,
+    vocab_size: int,
+    below: int | None = None,
+    progress: Progress | None = None,
+    notes: ReadNotes | None = None,
 ) -> Tokenizer:
     """Trains a tokenizer on what is not held out, up to MAX_TRAINING_BYTES taken from all files alike.
 
-    below: what held_out_below has returned for these files, where the caller has it.
+    below: what held_out_below has returned for these files, where the caller has it. notes: as read_documents has it.
     """
     part_bytes = part_bytes_of(files)
     held_out = held_out_below(files, part_bytes=part_bytes) if below is None else below
@@ -176,7 +181,7 @@ def train_tokenizer_on(
 
     def texts() -> Iterator[str]:
         next_report = 0.0
-        for document, done in read_corpus(files, part_bytes=part_bytes, max_bytes=MAX_TRAINING_BYTES):
+        for document, done in read_corpus(files, part_bytes=part_bytes, max_bytes=MAX_TRAINING_BYTES, notes=notes):
             if progress is not None and done >= next_report:
                 progress("train tokenizer", done, total)
                 next_report = done + total / 100

@@ -63,6 +63,19 @@ def test_rows_without_text_are_left_out_with_a_note(tmp_path, capsys):
     assert dataset.meta["empty_rows"] == 80
 
 
+def test_the_field_of_the_text_is_reported_at_each_start_and_recorded(tmp_path, monkeypatch, capsys):
+    from paceline.cli import run_command
+
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text("".join(f'{{"id": {n}, "content": "row {n} has text"}}\n' for n in range(40)))
+    note = "note    a.jsonl: the text is taken from the field 'content'\n"
+    for command in (["data", "prepare"], ["data", "info"], ["tokenizer", "train", "--out", "t.json"]):
+        flags = [] if command[0] == "tokenizer" else ["--cache-dir", "cache"]
+        assert run_command([*command, "--data", "a.jsonl", "--vocab-size", "260", *flags]) == 0
+        assert note in capsys.readouterr().err
+    assert prepared("a.jsonl", tmp_path, vocab_size=260).meta["text_fields"] == ["content"]
+
+
 def test_the_shards_are_the_same_bytes_for_any_number_of_workers(source, tmp_path):
     hashes = [
         prepared(source, tmp_path, cache_dir=tmp_path / f"cache{n}", num_workers=n).meta["files"] for n in (1, 2, 5)

@@ -353,10 +353,10 @@ def _text_fix(file: SourceFile, jq_filter: str) -> FileFix:
     """Returns the command that makes records with a field `text` of what the filter of jq gives of each."""
     jq, python = f"jq -c {shlex.quote(jq_filter)}", f"{shlex.quote(sys.executable)} -c"
     if file.format == "hf":
-        load = f"load_dataset({file.path!r}, {file.config or None!r})['train']"
-        if is_saved_dataset(folder := Path(file.path)):
-            load = f"load_from_disk({file.path!r})" + ("['train']" if (folder / "dataset_dict.json").exists() else "")
-        code = shlex.quote(f"import datasets; datasets.{load}.to_json('rows.jsonl')")
+        function = "load_from_disk" if is_saved_dataset(folder := Path(file.path)) else "load_dataset"
+        name = ", ".join(json.dumps(part, ensure_ascii=False) for part in (file.path, file.config) if part)
+        split = "" if (folder / "state.json").exists() else '["train"]'
+        code = shlex.quote(f'import datasets; datasets.{function}({name}){split}.to_json("rows.jsonl")')
         return FileFix(f"{python} {code} && {jq} rows.jsonl > text.jsonl", ", then --data text.jsonl")
     if file.path.lower().endswith(".jsonl"):
         return FileFix(f'{jq} "$f" > "$f.new" && mv "$f" "$f.orig" && mv "$f.new" "$f"')

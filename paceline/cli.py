@@ -272,20 +272,18 @@ def data(args: options.DataOptions) -> None:
 
 
 def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
-    from paceline.data.corpus import list_files
-    from paceline.data.tokenizer import SAMPLE_TEXT, tokenizer_info, train_tokenizer_on
+    from paceline.data.tokenizer import SAMPLE_TEXT, tokenizer_info
+    from paceline.launch.run_text import train_new_tokenizer
 
     if args.out is None:
         raise UsageError("tokenizer train needs --out FILE", fix="add --out tokenizer.json")
     check_new_file(args.out, force=args.force)
-    with show_progress() as progress:
-        tokenizer = train_tokenizer_on(
-            list_files(args.data, print_note=True), vocab_size=args.vocab_size, progress=progress
-        )
+    tokenizer = train_new_tokenizer(args.data, vocab_size=args.vocab_size)
     tokenizer.save(args.out)
     tokenizer.name = str(args.out)
     if args.json:
-        print_facts(tokenizer_info(tokenizer, sample=SAMPLE_TEXT), as_json=True)
+        facts = tokenizer_info(tokenizer, sample=SAMPLE_TEXT) | {"requested_vocab_size": args.vocab_size}
+        print_facts(facts, as_json=True)
         return
     train = shlex.join(["paceline", "train", f"--data={args.data}", f"--tokenizer={args.out}"])
     print(f"wrote   {args.out}: vocabulary {tokenizer.vocab_size:,}\nnext    {train}")

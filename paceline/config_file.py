@@ -87,13 +87,13 @@ def read_config_file(path: Path, flags: Mapping[str, Any]) -> tuple[dict[str, An
     except IsADirectoryError:
         raise PacelineError(f"config {path} is a folder", fix=f"give a .toml file{_nearby(path / 'x')}") from None
     except UnicodeDecodeError as error:
-        message, fix = not_utf8(path, path.read_bytes(), error)
-        raise PacelineError(f"config file {message}", fix=fix) from error
+        message, file_fix = not_utf8(path, path.read_bytes(), error)
+        raise PacelineError(f"config file {message}", fix=file_fix.for_file(path)) from error
     except OSError as error:
         fix = "check that you may read it, and the disk"
         raise PacelineError(f"config file {path} cannot be read: {error.strerror}", fix=fix) from error
     if problem := utf16_as_utf8(path, text.encode()):
-        raise PacelineError(f"config file {problem[0]}", fix=problem[1])
+        raise PacelineError(f"config file {problem[0]}", fix=problem[1].for_file(path))
     if path.suffix == ".py":
         return read_python_config(text, path=path, flags=flags)
     if path.suffix != ".toml":

@@ -6,14 +6,17 @@ frequent ones first, and in a text nearly all characters are of the first part o
 answer for short texts, and none for the encodings of one byte.
 """
 
-import shlex
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.errors import FileFix
+
 SAMPLE_BYTES = 64 << 10
 MIN_SHARE = 0.8  # of the characters beyond ASCII that must be frequent ones
 MIN_HANGUL = 6  # fewer are taken for Chinese: both have the same bytes
+CONTROLS = {*range(9), *range(14, 32)} - {27}  # bytes that a text hardly has; 27 begins a colour of a terminal
+MAX_CONTROLS = 0.01  # of the bytes of a text
 MARKS = {b"\xff\xfe\0\0": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 TITLES = {  # by the name that Python and iconv have for it
     "gb18030": "GB18030 (GBK)",
@@ -28,37 +31,39 @@ TITLES = {  # by the name that Python and iconv have for it
 }
 
 
-def not_utf8(path: str | Path, content: bytes, error: UnicodeDecodeError, *, offset: int = 0) -> tuple[str, str]:
+def not_utf8(path: str | Path, content: bytes, error: UnicodeDecodeError, *, offset: int = 0) -> tuple[str, FileFix]:
     """Returns what is wrong with a text file, and the command that makes it UTF-8, in its place.
 
     content: the part at `offset` of the file that does not decode.
     """
     message = f"{path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {offset + error.start:,}"
-    encoding, file, new = guess_encoding(content), shlex.quote(str(path)), shlex.quote(f"{path}.utf8")
+    encoding = guess_encoding(content)
     if encoding is None and is_damaged_utf8(content):
-        return f"{message}; a few bytes are damaged", f"iconv -c -f utf-8 -t utf-8 {file} > {new}; mv {new} {file}"
+        return f"{message}; a few bytes are damaged", conversion(path, "utf-8 -c", end=";")
+    if encoding is None and is_binary(content):
+        return f"{message}; it is not text", FileFix("", "move it out of the folder, or give another file")
     if encoding is None:
-        command = f"{conversion(path, 'ISO-8859-1')} > {new} && mv {new} {file}"
-        return message, f"{command}, with the encoding it is in in place of ISO-8859-1"
-    return f"{message}; it looks like {TITLES[encoding]}", f"{conversion(path, encoding)} > {new} && mv {new} {file}"
+        return message, conversion(path, "ISO-8859-1", note=", with the encoding it is in in place of ISO-8859-1")
+    return f"{message}; it looks like {TITLES[encoding]}", conversion(path, encoding)
 
 
-def utf16_as_utf8(path: str | Path, content: bytes) -> tuple[str, str] | None:
+def utf16_as_utf8(path: str | Path, content: bytes) -> tuple[str, FileFix] | None:
     """Returns what is wrong with a text of ASCII in UTF-16 without a mark, which is valid UTF-8 too, and the command; else None.
 
     content: the beginning of the file.
     """
     if (encoding := wide_encoding(content)) is None:
         return None
-    file, new = shlex.quote(str(path)), shlex.quote(f"{path}.utf8")
     message = f"{path} looks like {TITLES[encoding]}, not UTF-8: every second byte is zero"
-    return message, f"{conversion(path, encoding)} > {new} && mv {new} {file}"
+    return message, conversion(path, encoding, is_wide=True)
 
 
-def conversion(path: str | Path, encoding: str) -> str:
-    """Returns the command that prints a text as UTF-8, compressed where the file is."""
-    convert, file = f"iconv -f {encoding} -t utf-8", shlex.quote(str(path))
-    return f"gzip -dc {file} | {convert} | gzip" if str(path).endswith(".gz") else f"{convert} {file}"
+def conversion(path: str | Path, encoding: str, *, is_wide: bool = False, end: str = " &&", note: str = "") -> FileFix:
+    """Returns the command that makes a text UTF-8, and compressed where the file is. is_wide: it is known by its zeros."""
+    read, file, pack = ('gzip -dc "$f" | ', "", " | gzip") if str(path).endswith(".gz") else ("", ' "$f"', "")
+    guard = f"! {read}grep -qaP '\\0'{file}" if is_wide else f"{read}iconv -f utf-8 -t utf-8{file} > /dev/null 2>&1"
+    command = f'{read}iconv -f {encoding} -t utf-8{file}{pack} > "$f.utf8"{end} mv "$f.utf8" "$f"'
+    return FileFix(command, note, guard)
 
 
 def wide_encoding(content: bytes) -> str | None:
@@ -73,6 +78,12 @@ def is_damaged_utf8(content: bytes) -> bool:
     """Returns whether most characters beyond ASCII are those of UTF-8."""
     foreign = [char for char in content.decode(errors="replace") if not char.isascii()]
     return len(foreign) > 5 * foreign.count("\ufffd")
+
+
+def is_binary(content: bytes) -> bool:
+    """Returns whether a part of a file has more control bytes than any text."""
+    sample = content[:SAMPLE_BYTES]
+    return sum(byte in CONTROLS for byte in sample) > MAX_CONTROLS * len(sample)
 
 
 def guess_encoding(content: bytes) -> str | None:

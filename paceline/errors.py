@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -49,6 +50,24 @@ def check_new_file(path: Path, *, force: bool) -> None:
     # a tokenizer may take hours before it is written
     if not os.access(path if path.exists() else holder, os.W_OK):
         raise PacelineError(f"{path} cannot be written: Permission denied", fix="--out FILE in a place you can write")
+
+
+@dataclass(frozen=True)
+class FileFix:
+    """A command that fixes a file; the file's name is the shell's variable f."""
+
+    command: str  # has "$f", and "$f.new" for a file beside it
+    note: str = ""  # what follows the command
+    guard: str = ""  # succeeds for a file that has not this fault
+
+    def for_file(self, path: str | Path) -> str:
+        """Returns the fix for one file."""
+        return re.sub(r'"\$f([.\w]*)"', lambda match: shlex.quote(f"{path}{match[1]}"), self.command) + self.note
+
+    def for_files(self, patterns: str) -> str:
+        """Returns the fix for all files that match the shell's patterns."""
+        command = f"{self.guard} || {{ {self.command}; }}" if self.guard else self.command
+        return f"for f in {patterns}; do {command}; done{self.note}"
 
 
 class UsageError(PacelineError):

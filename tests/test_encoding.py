@@ -2,13 +2,14 @@
 
 import gzip
 import json
+import random
 import subprocess
 from functools import partial
 
 import pytest
 
 from paceline.config_file import read_config_file
-from paceline.data.corpus import list_files
+from paceline.data.corpus import list_files, read_corpus
 from paceline.data.readers import read_documents
 from paceline.encoding import guess_encoding
 from paceline.errors import PacelineError
@@ -112,6 +113,29 @@ def test_the_command_for_a_text_of_one_byte_a_character_makes_it_readable(tmp_pa
     assert hint == "with the encoding it is in in place of ISO-8859-1"
     subprocess.run(fix, shell=True, check=True)
     assert read(path) == TEXTS["fr"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1"])
+@pytest.mark.parametrize("ending", ["txt", "txt.gz"])
+def test_the_fix_for_many_files_repairs_all_of_them_and_leaves_the_others_alone(tmp_path, encoding, ending):
+    folder = tmp_path / "my books"
+    (folder / "more").mkdir(parents=True)
+    text = TEXTS["fr"] if encoding == "latin-1" else "depth = 8\n" * 50
+    for n, name in enumerate(["0", "1", "2", "more/3", "more/4"]):
+        raw = (text if n else TEXTS["zh"]).encode(encoding if n else "utf-8")
+        (folder / f"{name}.{ending}").write_bytes(gzip.compress(raw) if ending.endswith("gz") else raw)
+    with pytest.raises(PacelineError, match=r"and 3 more of the 5 files cannot be read either") as error:
+        list(read_corpus(list_files(str(folder)), part_bytes=1 << 18))
+    command = error.value.fix.removesuffix(", with the encoding it is in in place of ISO-8859-1")
+    subprocess.run(command, shell=True, check=True)
+    assert read(folder) == TEXTS["zh"] + text * 4
+
+
+def test_a_file_of_bytes_is_not_text_and_gets_no_command(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(random.Random(1).randbytes(100_000))
+    error = refused(read, path)
+    assert error.message.endswith("; it is not text") and error.fix == "move it out of the folder, or give another file"
 
 
 def test_a_text_of_one_byte_a_character_is_not_guessed():

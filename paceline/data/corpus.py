@@ -5,8 +5,8 @@ The text of a run: a source string becomes files, files become documents, and so
     PATH                one file, or a folder with everything under it but runs: .txt .md .py .jsonl .parquet .txt.gz .jsonl.gz
     hf:NAME[:CONFIG]    the `train` split of a dataset in Hugging Face `datasets` format; NAME may be a local folder
 
-A document is one text file, one line of jsonl or one row of a table; a long one is cut at line ends into parts, each a
-document of its own. This module does not depend on tokens.
+A document is one text file, or the text in one line of jsonl or one row of a table; a long one is cut at line ends into
+parts, each a document of its own. This module does not depend on tokens.
 """
 
 import errno
@@ -17,11 +17,11 @@ import shutil
 import stat
 import sys
 import sysconfig
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from paceline.data.readers import Document, SourceFile, UnreadableFile, is_saved_dataset, read_documents
+from paceline.data.readers import Document, ReadNotes, SourceFile, UnreadableFile, is_saved_dataset, read_documents
 from paceline.errors import PacelineError, expand_home
 from paceline.units import format_bytes, format_list, format_number_of
 
@@ -91,26 +91,30 @@ def _missing_fix(source: str) -> str:
 
 
 def read_corpus(
-    files: list[SourceFile], *, part_bytes: int, max_bytes: int | None = None, empty_rows: Counter[str] | None = None
+    files: list[SourceFile], *, part_bytes: int, max_bytes: int | None = None, notes: ReadNotes | None = None
 ) -> Iterator[tuple[Document, float]]:
     """Yields all documents in order, each with the number of source bytes read so far, for a progress bar.
 
     With max_bytes it yields only about so much text, from the start of each file in proportion to its size. When a file
-    cannot be read, the error names it and counts the broken files after it. empty_rows: as read_documents has it.
+    cannot be read, the error names it and counts the broken files after it. notes: as read_documents has it.
     """
     total_bytes = sum(file.num_bytes for file in files)
     done = 0.0
     for number, file in enumerate(files):
         allowed = math.inf if max_bytes is None else max_bytes * file.num_bytes / total_bytes
         try:
-            for document in read_documents(file, part_bytes=part_bytes, empty_rows=empty_rows):
+            for document in read_documents(file, part_bytes=part_bytes, notes=notes):
                 yield document, done + document.share_read * file.num_bytes
                 allowed -= document.num_bytes
                 if allowed <= 0:
                     break
         except UnreadableFile as error:
-            more = _count_unreadable(files[number + 1 :])
-            also = f" (and {more} more of the {len(files)} files cannot be read either)" if more else ""
+            others = _unreadable(files[number + 1 :])
+            also = f" (and {len(others)} more of the {len(files)} files cannot be read either)" if others else ""
+            fix, is_alike = error.file_fix, all(other.file_fix == error.file_fix for other in others.values())
+            if others and is_alike and fix and fix.command and (fix.guard or len(files) == 1 + len(others)):
+                patterns = _patterns([file.path, *others])
+                raise UnreadableFile(error.message + also, fix=fix.for_files(patterns)) from error
             raise UnreadableFile(error.message + also, fix=error.fix) from error
         done += file.num_bytes
 
@@ -130,8 +134,8 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
     """
     small = sum(file.num_bytes for file in files) < SMALL_CORPUS_BYTES
     limit = (1 << 64) // (SMALL_HELD_OUT_ONE_IN if small else HELD_OUT_ONE_IN)
-    sides, digests, num_bytes, empty_rows = set(), set(), 0, Counter[str]()
-    for document, _ in read_corpus(files, part_bytes=part_bytes, empty_rows=empty_rows):
+    sides, digests, num_bytes, notes = set(), set(), 0, ReadNotes()
+    for document, _ in read_corpus(files, part_bytes=part_bytes, notes=notes):
         sides.add(document.digest < limit)
         if len(sides) == 2:
             return limit
@@ -141,9 +145,9 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
         name = files[0].path if len(files) == 1 else f"the text of {len(files)} files ({files[0].path}, ...)"
         fix = f"add text: two different documents, or one of more than {2 * MIN_PART_BYTES:,} bytes"
         without_text = ""
-        if empty_rows:
-            rows = format_number_of(empty_rows.total(), "row")
-            without_text = f"; the text of {rows} is null or empty, first in {next(iter(empty_rows))}"
+        if notes.empty_rows:
+            rows = format_number_of(notes.empty_rows.total(), "row")
+            without_text = f"; the text of {rows} is null or empty, first in {next(iter(notes.empty_rows))}"
             fix = "write the text into the field `text`, or remove that field where another one holds it"
         raise PacelineError(
             f"{name} is too small: {num_bytes:,} bytes of text in {len(digests)} distinct"
@@ -153,18 +157,28 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
     return min(digests) + 1
 
 
-def _count_unreadable(files: list[SourceFile]) -> int:
-    """Counts the broken ones among the files that follow, within SCAN_AFTER_ERROR_BYTES."""
-    count = budget = 0
+def _unreadable(files: list[SourceFile]) -> dict[str, UnreadableFile]:
+    """Returns the errors of the broken ones among the files that follow, by path, within SCAN_AFTER_ERROR_BYTES."""
+    errors, budget = {}, 0
     for file in files:
         budget += file.num_bytes
         if budget > SCAN_AFTER_ERROR_BYTES:
             break
         try:
             deque(read_documents(file, part_bytes=MAX_PART_BYTES), maxlen=0)
-        except UnreadableFile:
-            count += 1
-    return count
+        except UnreadableFile as error:
+            errors[file.path] = error
+    return errors
+
+
+def _patterns(paths: list[str]) -> str:
+    """Returns the shell's patterns of these files: one for each type and depth below their common folder."""
+    top = os.path.commonpath([Path(path).parent for path in paths])
+    patterns = set()
+    for path in paths:
+        suffix = next(suffix for suffix in FORMATS if path.lower().endswith(suffix))
+        patterns.add("*/" * (len(Path(path).relative_to(top).parts) - 1) + "*" + path[-len(suffix) :])
+    return " ".join(f"{shlex.quote(top)}/{pattern}" for pattern in sorted(patterns))
 
 
 def _builtin_files() -> list[SourceFile]:

@@ -19,7 +19,7 @@ import os
 import time
 from array import array
 from bisect import bisect, insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.corpus import Progress, cannot_write, held_out_below, part_bytes_of, read_corpus
-from paceline.data.readers import Document, SourceFile
+from paceline.data.readers import Document, ReadNotes, SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer_on
 from paceline.errors import PacelineError
 from paceline.rundir import utc_now
@@ -230,13 +230,15 @@ def write_dataset(
     if tokenizer is None:
         tokenizer = train_tokenizer_on(files, vocab_size=vocab_size, below=below, progress=progress)
     trained = time.monotonic()
-    tokenizer.save(folder / TOKENIZER_FILE)
+    tokenizer_file = HashedFile(folder / TOKENIZER_FILE)
+    tokenizer_file.write(tokenizer.json_bytes)
+    tokenizer_entry = tokenizer_file.close()
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     writers = {name: SplitWriter(folder, name, shard_tokens=shard_tokens) for name in ("train", "val")}
     total = sum(file.num_bytes for file in files)
     lossless = True  # as far as the first document of each batch shows
-    empty_rows = Counter[str]()
-    corpus = read_corpus(files, part_bytes=part_bytes, empty_rows=empty_rows)
+    notes = ReadNotes()
+    corpus = read_corpus(files, part_bytes=part_bytes, notes=notes)
     batches = _encoded(corpus, tokenizer, num_workers=num_workers, dtype=dtype)
     with closing(batches):
         for documents, batch_ids, done in batches:
@@ -246,10 +248,10 @@ def write_dataset(
             if progress is not None:
                 progress("tokenize", done, total)
     splits = {name: writer.close() for name, writer in writers.items()}
-    tokenizer_entry = {"bytes": len(tokenizer.json_bytes), "sha256": tokenizer.hash}
     return {
         "num_files": len(files),
-        "empty_rows": empty_rows.total(),
+        "empty_rows": notes.empty_rows.total(),
+        "text_fields": sorted(notes.text_fields),
         "tokenizer_hash": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id,

@@ -10,32 +10,51 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shlex
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from paceline.encoding import not_utf8, utf16_as_utf8
-from paceline.errors import PacelineError
+from paceline.errors import FileFix, PacelineError
 from paceline.hub import OFFLINE_NAMES, PACKAGES, ask_hub, endpoint, is_cached, missing_packages, reach_fix
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 TEXT_FIELD = "text"
+# names of a field that is the text where it is the only one of strings; under other names that may be an id, a hash or a label
+TEXT_NAMES = re.compile(
+    r"(?i)(raw_|page_|text_)?(text|contents?)|source_code|body|document|article|story|abstract|essay|lyrics|markdown"
+    r"|paragraph|passage|poem|post|comment|review|tweet|sentence|sequence|transcript"
+)
+# fields that the command of an error leaves out of the text
+NO_TEXT = re.compile(
+    r"(?i)(^|_)(id|uuid|hash|md5|sha\w*|url|path|file|name|date|timestamp|lang|language|source|license|split)$"
+)
+MESSAGE_NAMES = ("content", "value", "text", "message")  # of the text of a message in a conversation
+PRINT_ROWS = (
+    "import json, sys, pyarrow.parquet as p;"
+    " [print(json.dumps(r, default=str)) for b in p.ParquetFile(sys.argv[1]).iter_batches() for r in b.to_pylist()]"
+)
 BOM = b"\xef\xbb\xbf"
 BATCH_ROWS = 1024
 STRING_TYPES = ("string", "large_string", "string_view")  # of Arrow
 
 
 class UnreadableFile(PacelineError):
-    """A source file that is broken, missing or not text; others may be fine."""
+    """A source file that is broken, missing or not text; others may be fine. file_fix: of a fault that more files may have."""
+
+    def __init__(self, message: str, *, fix: str, file_fix: FileFix | None = None):
+        super().__init__(message, fix=fix)
+        self.file_fix = file_fix
 
 
 @dataclass(frozen=True)
@@ -59,19 +78,28 @@ class Document:
     share_read: float  # of its file, up to its end: 0 to 1
 
 
-def read_documents(file: SourceFile, *, part_bytes: int, empty_rows: Counter[str] | None = None) -> Iterator[Document]:
+@dataclass(frozen=True)
+class ReadNotes:
+    """What reading shows of a source beside its documents."""
+
+    empty_rows: Counter[str] = field(default_factory=Counter)  # by file: rows of which the text is null or empty
+    text_fields: set[str] = field(default_factory=set)  # the fields of records that hold the text
+
+
+def read_documents(file: SourceFile, *, part_bytes: int, notes: ReadNotes | None = None) -> Iterator[Document]:
     """Yields the documents of one file in order, but skips those of white space alone; raises UnreadableFile.
 
-    empty_rows: counts the file's rows of which the text is null or empty.
+    notes: is added to.
     """
+    notes = notes or ReadNotes()
     read = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "hf": _read_hf}[file.format]
-    for content, share_read in read(file, part_bytes):
+    for content, share_read in read(file, part_bytes, notes):
         text = content.decode()
         if text and not text.isspace():
             digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
             yield Document(text=text, num_bytes=len(content), digest=digest, share_read=share_read)
-        elif not text and empty_rows is not None:
-            empty_rows[file.path] += 1
+        elif not text:
+            notes.empty_rows[file.path] += 1
 
 
 def cut_at_line_ends(content: bytes, part_bytes: int) -> Iterator[bytes]:
@@ -89,7 +117,7 @@ def cut_at_line_ends(content: bytes, part_bytes: int) -> Iterator[bytes]:
         yield content[start:]
 
 
-def _read_text(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
+def _read_text(file: SourceFile, part_bytes: int, _: ReadNotes) -> Iterator[tuple[bytes, float]]:
     with _opened(file) as (stream, raw):
         tail = stream.read(part_bytes)
         offset = len(BOM) if tail.startswith(BOM) else 0  # in the file, where the part begins
@@ -110,13 +138,13 @@ def check_utf8(path: str, part: bytes, *, offset: int) -> None:
         part.decode()
     except UnicodeDecodeError as error:
         message, fix = not_utf8(path, part, error, offset=offset)
-        raise UnreadableFile(message, fix=fix) from error
+        raise UnreadableFile(message, fix=fix.for_file(path), file_fix=fix) from error
     if offset == 0 and (problem := utf16_as_utf8(path, part)):
-        raise UnreadableFile(problem[0], fix=problem[1])
+        raise UnreadableFile(problem[0], fix=problem[1].for_file(path), file_fix=problem[1])
 
 
-def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
-    field, end = None, 0
+def _read_jsonl(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Iterator[tuple[bytes, float]]:
+    name, end = None, 0
     with _opened(file) as (stream, raw):
         for number, line in enumerate(stream, start=1):
             where, offset, end = f"{file.path}:{number}", end, end + len(line)
@@ -136,16 +164,17 @@ def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, floa
                 is_array = number == 1 and isinstance(record, list)
                 fix = _one_line_fix(file.path, line) if is_array else 'write each line as {"text": "..."}'
                 raise UnreadableFile(f"{where} is a JSON {type(record).__name__}, not an object", fix=fix)
-            field = field or _field_of_record(where, record)
-            if field is None:
+            name = name or _field_of_record(file, where, record)
+            if name is None:
                 yield b"", min(1.0, raw.tell() / file.num_bytes)
                 continue
-            if field not in record:
+            notes.text_fields.add(name)
+            if name not in record:
                 raise UnreadableFile(
-                    f"{where} has no field {field!r}, which the lines before it have; it has {', '.join(record) or 'none'}",
-                    fix=f"give every line the field {field!r}",
+                    f"{where} has no field {name!r}, which the lines before it have; it has {', '.join(record) or 'none'}",
+                    fix=f"give every line the field {name!r}",
                 )
-            for part in _cut_value(where, record[field], part_bytes):
+            for part in _cut_value(where, record[name], part_bytes):
                 yield part, min(1.0, raw.tell() / file.num_bytes)
 
 
@@ -156,7 +185,7 @@ def _one_line_fix(path: str, first: bytes) -> str:
     return f"zcat -f {shlex.quote(path)} | jq -c {objects} > {shlex.quote(str(new))}"
 
 
-def _read_parquet(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
+def _read_parquet(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Iterator[tuple[bytes, float]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -164,11 +193,14 @@ def _read_parquet(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, fl
         raise _missing_extra(file.path) from error
     try:
         with pyarrow.parquet.ParquetFile(file.path) as table:
-            types = {field.name: field.type for field in table.schema_arrow}
+            types = {column.name: column.type for column in table.schema_arrow}
             for name, kind in types.items():
                 if pyarrow.types.is_dictionary(kind):  # a category of pandas: its values are what is read
                     types[name] = kind.value_type
-            column = _text_field(file.path, {name: str(kind) in STRING_TYPES for name, kind in types.items()})
+            is_string = {name: str(kind) in STRING_TYPES for name, kind in types.items()}
+            first_rows = (batch.to_pylist()[0] for batch in table.iter_batches(1))
+            column = _text_field(file, file.path, is_string, lambda: next(first_rows, {}))
+            notes.text_fields.add(column)
             batches = (batch.column(0).to_pylist() for batch in table.iter_batches(BATCH_ROWS, columns=[column]))
             yield from _table_parts(file, batches, table.metadata.num_rows, part_bytes)
     except (pyarrow.ArrowException, OSError) as error:
@@ -178,10 +210,12 @@ def _read_parquet(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, fl
         ) from error
 
 
-def _read_hf(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
+def _read_hf(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Iterator[tuple[bytes, float]]:
     dataset = _load_hf(file)
     types = {name: getattr(feature, "dtype", "") for name, feature in dataset.features.items()}
-    column = _text_field(file.path, {name: str(dtype) in STRING_TYPES for name, dtype in types.items()})
+    is_string = {name: str(dtype) in STRING_TYPES for name, dtype in types.items()}
+    column = _text_field(file, file.path, is_string, lambda: dataset[0] if len(dataset) else {})
+    notes.text_fields.add(column)
     batches = (batch[column] for batch in dataset.select_columns([column]).iter(BATCH_ROWS))
     yield from _table_parts(file, batches, len(dataset), part_bytes)
 
@@ -262,30 +296,73 @@ def _opened(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         ) from error
 
 
-def _field_of_record(where: str, record: dict[str, Any]) -> str | None:
+def _field_of_record(file: SourceFile, where: str, record: dict[str, Any]) -> str | None:
     """Returns the field of the text; None where only a record after this one can show it, as this one has nulls and no strings."""
     if TEXT_FIELD in record and record[TEXT_FIELD] is None:
         return TEXT_FIELD
     is_string = {key: isinstance(value, str) for key, value in record.items()}
-    if not any(is_string.values()) and None in record.values():
+    if not any(is_string.values()) and None in record.values() and not any(map(_message_path, record.values())):
         return None
-    return _text_field(where, is_string)
+    return _text_field(file, where, is_string, lambda: record)
 
 
-def _text_field(where: str, is_string: dict[str, bool]) -> str:
-    """Returns `text`, or the only field of strings; raises UnreadableFile."""
+def _text_field(
+    file: SourceFile, where: str, is_string: dict[str, bool], first_row: Callable[[], dict[str, Any]]
+) -> str:
+    """Returns `text`, or the only field of strings where its name is one of TEXT_NAMES; raises UnreadableFile."""
     strings = [name for name, yes in is_string.items() if yes]
     if not is_string.get(TEXT_FIELD, True):
         raise UnreadableFile(
             f"{where}: its field {TEXT_FIELD!r} holds no strings",
             fix=f"write the text as strings there, or rename the field that holds it to {TEXT_FIELD!r}",
         )
-    if TEXT_FIELD in strings or len(strings) == 1:
-        return TEXT_FIELD if TEXT_FIELD in strings else strings[0]
-    raise UnreadableFile(
-        f"{where} has no field {TEXT_FIELD!r} of strings, and {len(strings)} other fields are strings;"
-        f" it has {', '.join(is_string) or 'none'}",
-        fix=f"rename the field that holds the text to {TEXT_FIELD!r}",
+    if TEXT_FIELD in strings:
+        return TEXT_FIELD
+    if len(strings) == 1 and TEXT_NAMES.fullmatch(strings[0]):
+        return strings[0]
+    raise _missing_text(file, where, is_string, first_row())
+
+
+def _missing_text(file: SourceFile, where: str, is_string: dict[str, bool], row: dict[str, Any]) -> UnreadableFile:
+    """Returns the error of records whose text is in no field of its own, with the command that gives them one."""
+    strings = [name for name, yes in is_string.items() if yes]
+    others = f"{len(strings)} other fields are strings" if len(strings) != 1 else f"{strings[0]!r} may be no text"
+    message = f"{where} has no field {TEXT_FIELD!r} of strings, and {others}; it has {', '.join(is_string) or 'none'}"
+    fields = [name for name in is_string if name in strings or (strings and row.get(name) is None)]
+    paths = [_jq_path(name) for name in fields if not NO_TEXT.search(name)]
+    if chat := [f"{_jq_path(name)}[]?{path}" for name, value in row.items() if (path := _message_path(value))]:
+        message = f"{where} is of a chat set: each conversation has to become one string; it has {', '.join(is_string)}"
+    if not (chat or paths):
+        return UnreadableFile(message, fix=f"write the text of each record as a string into a field {TEXT_FIELD!r}")
+    values = f'[{", ".join(chat or paths)} | strings | select(. != "")]'
+    fix = _text_fix(file, f'{{{TEXT_FIELD}: ({values} | join("\\n\\n"))}}')
+    return UnreadableFile(message, fix=fix.for_file(file.path), file_fix=fix)
+
+
+def _message_path(value: Any) -> str | None:
+    """Returns where jq finds the text of a message, where the value is a list of messages."""
+    message = value[0] if isinstance(value, list) and value and isinstance(value[0], dict) else {}
+    return next((_jq_path(name) for name in MESSAGE_NAMES if isinstance(message.get(name), str)), None)
+
+
+def _jq_path(name: str) -> str:
+    return f".{name}" if re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name) else f".[{json.dumps(name)}]"
+
+
+def _text_fix(file: SourceFile, jq_filter: str) -> FileFix:
+    """Returns the command that makes records with a field `text` of what the filter of jq gives of each."""
+    jq, python = f"jq -c {shlex.quote(jq_filter)}", f"{shlex.quote(sys.executable)} -c"
+    if file.format == "hf":
+        function = "load_from_disk" if is_saved_dataset(folder := Path(file.path)) else "load_dataset"
+        name = ", ".join(json.dumps(part, ensure_ascii=False) for part in (file.path, file.config) if part)
+        split = "" if (folder / "state.json").exists() else '["train"]'
+        code = shlex.quote(f'import datasets; datasets.{function}({name}){split}.to_json("rows.jsonl")')
+        return FileFix(f"{python} {code} && {jq} rows.jsonl > text.jsonl", ", then --data text.jsonl")
+    if file.path.lower().endswith(".jsonl"):
+        return FileFix(f'{jq} "$f" > "$f.new" && mv "$f" "$f.orig" && mv "$f.new" "$f"')
+    rows = f"{python} {shlex.quote(PRINT_ROWS)}" if file.format == "parquet" else "zcat"
+    return FileFix(
+        f'{rows} "$f" | {jq} > "$f.jsonl" && mv "$f" "$f.orig"', ", which writes FILE.jsonl and keeps FILE.orig"
     )
 
 

@@ -8,6 +8,7 @@ of at most two instead of three: better at small vocabularies (the nanochat log 
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config import MIN_VOCAB_SIZE
 from paceline.data.corpus import Progress, held_out_below, part_bytes_of, read_corpus
-from paceline.data.readers import SourceFile
+from paceline.data.readers import ReadNotes, SourceFile
 from paceline.errors import PacelineError, expand_home
+from paceline.rundir import write_atomic
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,10 +79,15 @@ class Tokenizer:
         return Tokenizer(read_tokenizer_file(path), name=str(path))
 
     def save(self, path: Path) -> None:
-        """Writes the tokenizer.json, byte for byte as it was read; raises PacelineError where it cannot be written."""
+        """Writes the tokenizer.json as it was read, whole or not at all; raises PacelineError where it cannot be written."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(self.json_bytes)
+            if not path.parent.exists():
+                path.parent.mkdir(parents=True)
+                print(f"note    made the folder {path.parent}", file=sys.stderr)
+            if path.exists() and not path.is_file():  # a device or a pipe, which a rename would replace
+                path.write_bytes(self.json_bytes)
+            else:
+                write_atomic(path.resolve(), self.json_bytes.decode())
         except OSError as error:
             fix = "--out FILE in a place you can write"
             raise PacelineError(f"{path} cannot be written: {error.strerror}", fix=fix) from error
@@ -157,11 +164,16 @@ class DecodeStream:
 
 
 def train_tokenizer_on(
-    files: list[SourceFile], *, vocab_size: int, below: int | None = None, progress: Progress | None = None
+    files: list[SourceFile],
+    *,
+    vocab_size: int,
+    below: int | None = None,
+    progress: Progress | None = None,
+    notes: ReadNotes | None = None,
 ) -> Tokenizer:
     """Trains a tokenizer on what is not held out, up to MAX_TRAINING_BYTES taken from all files alike.
 
-    below: what held_out_below has returned for these files, where the caller has it.
+    below: what held_out_below has returned for these files, where the caller has it. notes: as read_documents has it.
     """
     part_bytes = part_bytes_of(files)
     held_out = held_out_below(files, part_bytes=part_bytes) if below is None else below
@@ -169,7 +181,7 @@ def train_tokenizer_on(
 
     def texts() -> Iterator[str]:
         next_report = 0.0
-        for document, done in read_corpus(files, part_bytes=part_bytes, max_bytes=MAX_TRAINING_BYTES):
+        for document, done in read_corpus(files, part_bytes=part_bytes, max_bytes=MAX_TRAINING_BYTES, notes=notes):
             if progress is not None and done >= next_report:
                 progress("train tokenizer", done, total)
                 next_report = done + total / 100

@@ -22,6 +22,7 @@ from paceline.units import format_number_of
 
 EXAMPLE = "--hosts ada,bob, user@ada, ada:2 for two ranks, node[1-4], [fe80::1], or a file with a host on each line"
 HOST_KEYS = ("hosts", "python", "interface", "ports")
+FILE_NAME = re.compile(r"(?i)[^,\[@:]+\.(txt|hosts|list|lst|conf|cfg)|(host|machine|node)_?file")  # no name of a host
 ENTRY = re.compile(
     r"(?:(?P<user>[^@\s:]+)@)?(?:\[(?P<ipv6>[0-9A-Fa-f:.%\w]*:[^\]]*)\]|(?P<host>[^:@]+))(?::(?P<nproc>\d+))?"
 )
@@ -64,6 +65,8 @@ def parse_hosts(text: str) -> list[HostEntry]:
         )
     elif "/" in text and "://" not in text:
         raise UsageError(f"{text}: {'not a regular file' if path.exists() else 'no such file'}", fix=EXAMPLE)
+    elif FILE_NAME.fullmatch(text):
+        raise UsageError(f"--hosts: no file {text} in {Path.cwd()}", fix=EXAMPLE)
     else:
         words = [word.strip() for word in re.split(r",(?![^\[]*\])", text)]
         entries = [entry for word in words if word for entry in parse_entry(word, "--hosts")]

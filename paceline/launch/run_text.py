@@ -18,6 +18,8 @@ from paceline.config import Config, cache_dir
 from paceline.config_file import load_config
 from paceline.data.corpus import Progress, list_files
 from paceline.data.prepare import META, TokenDataset, data_info, open_dataset, prepare
+from paceline.data.readers import TEXT_FIELD, ReadNotes
+from paceline.data.tokenizer import Tokenizer, train_tokenizer_on
 from paceline.errors import PacelineError, expand_home
 from paceline.plan.forecast import forecast
 from paceline.plan.host import probe_cpu_cores
@@ -27,6 +29,7 @@ from paceline.plan.replan import MakePlan
 from paceline.rundir import RunDir, write_atomic
 from paceline.terminal import show_progress
 from paceline.typed_fields import read_run_file
+from paceline.units import format_list
 
 # `resume` takes no other value of these
 FIXED_KEYS = (
@@ -128,9 +131,9 @@ def prepare_data(
             num_workers=probe_cpu_cores(),
             progress=progress,
         )
-    actual, requested = dataset.meta["vocab_size"], dataset.meta.get("requested_vocab_size")
-    if requested and actual < requested:
-        print(f"note    the text gives a vocabulary of {actual:,}, not of {requested:,}", file=sys.stderr)
+    actual = dataset.meta["vocab_size"]
+    print_field_note(config.data, dataset.meta.get("text_fields", ()))
+    print_vocab_note(actual, dataset.meta.get("requested_vocab_size"))
     if config.tokenizer and "vocab_size" in set_keys and actual != config.vocab_size:
         text = f"--vocab-size {config.vocab_size} has no effect: {config.tokenizer} has a vocabulary of {actual:,}"
         print(f"note    {text}", file=sys.stderr)
@@ -140,6 +143,30 @@ def prepare_data(
             f"note    {config.tokenizer} loses text: decoding its tokens, {size}, gives another text", file=sys.stderr
         )
     return dataset
+
+
+def train_new_tokenizer(source: str, *, vocab_size: int) -> Tokenizer:
+    """Returns a tokenizer of this text, trained with a progress bar."""
+    with show_progress() as progress:
+        files = list_files(source, print_note=True)
+        tokenizer = train_tokenizer_on(files, vocab_size=vocab_size, progress=progress, notes=(notes := ReadNotes()))
+    print_field_note(source, notes.text_fields)
+    print_vocab_note(tokenizer.vocab_size, vocab_size)
+    return tokenizer
+
+
+def print_field_note(source: str, text_fields: Collection[str]) -> None:
+    """Prints which fields of records the text is taken from, where that is not `text` alone."""
+    if set(text_fields) - {TEXT_FIELD}:
+        names = format_list(map(repr, sorted(text_fields)))
+        word = "field" if len(text_fields) == 1 else "fields"
+        print(f"note    {source}: the text is taken from the {word} {names}", file=sys.stderr)
+
+
+def print_vocab_note(actual: int, requested: int | None) -> None:
+    """Prints that a text is too small for the vocabulary that was requested."""
+    if requested and actual < requested:
+        print(f"note    the text gives a vocabulary of {actual:,}, not of {requested:,}", file=sys.stderr)
 
 
 def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> TokenDataset:

@@ -63,6 +63,19 @@ def test_rows_without_text_are_left_out_with_a_note(tmp_path, capsys):
     assert dataset.meta["empty_rows"] == 80
 
 
+def test_the_field_of_the_text_is_reported_at_each_start_and_recorded(tmp_path, monkeypatch, capsys):
+    from paceline.cli import run_command
+
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text("".join(f'{{"id": {n}, "content": "row {n} has text"}}\n' for n in range(40)))
+    note = "note    a.jsonl: the text is taken from the field 'content'\n"
+    for command in (["data", "prepare"], ["data", "info"], ["tokenizer", "train", "--out", "t.json"]):
+        flags = [] if command[0] == "tokenizer" else ["--cache-dir", "cache"]
+        assert run_command([*command, "--data", "a.jsonl", "--vocab-size", "260", *flags]) == 0
+        assert note in capsys.readouterr().err
+    assert prepared("a.jsonl", tmp_path, vocab_size=260).meta["text_fields"] == ["content"]
+
+
 def test_the_shards_are_the_same_bytes_for_any_number_of_workers(source, tmp_path):
     hashes = [
         prepared(source, tmp_path, cache_dir=tmp_path / f"cache{n}", num_workers=n).meta["files"] for n in (1, 2, 5)
@@ -313,6 +326,10 @@ def test_tokenizer_train_prints_where_it_wrote(source, tmp_path, monkeypatch, ca
         assert run_command(["data", "prepare", *words, *flags]) == 0
         note = "note    --vocab-size 512 has no effect: t.json has a vocabulary of 300"
         assert (note in capsys.readouterr().err) == ("512" in flags)
-    words = ["--data", "tëxt", "--vocab-size", "300", "--out", "t.json", "--force", "--json"]
+    words = ["--data", "tëxt", "--vocab-size", "5000", "--out", "new/t.json", "--json"]
     assert run_command(["tokenizer", "train", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["name"] == "t.json"
+    out, err = capsys.readouterr()
+    facts = json.loads(out)
+    assert (facts["name"], facts["requested_vocab_size"]) == ("new/t.json", 5000)
+    assert f"note    the text gives a vocabulary of {facts['vocab_size']:,}, not of 5,000\n" in err
+    assert "note    made the folder new\n" in err

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from paceline.data.corpus import list_files
+from paceline.data.corpus import list_files, read_corpus
 from paceline.data.readers import cut_at_line_ends, read_documents
 from paceline.errors import PacelineError
 
@@ -96,8 +96,59 @@ def test_jsonl_gives_a_document_for_each_line_of_the_text_field(tmp_path):
     assert texts(write(tmp_path / "b.jsonl.gz", gzip.compress(content))) == ["one", "zwei\u2028ß", "last"]
 
 
-def test_jsonl_takes_the_only_field_of_strings_when_there_is_no_text(tmp_path):
-    assert texts(write(tmp_path / "a.jsonl", jsonl({"n": 1, "body": "one"}, {"n": 2, "body": "two"}))) == ["one", "two"]
+@pytest.mark.parametrize("name", ["body", "content", "Text", "raw_content", "source_code"])
+def test_jsonl_takes_the_only_field_of_strings_under_a_name_of_texts_when_there_is_no_text(tmp_path, name):
+    assert texts(write(tmp_path / "a.jsonl", jsonl({"n": 1, name: "one"}, {"n": 2, name: "two"}))) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "name", ["id", "uuid", "sha256", "doc_id", "content_hash", "url", "label", "code", "title", "haiku"]
+)
+def test_an_only_field_of_strings_under_another_name_is_not_taken_for_the_text(tmp_path, name):
+    error = refused(write(tmp_path / "a.jsonl", jsonl({name: "d41d8cd9", "tokens": [1, 2]})))
+    assert error.message == (
+        f"{tmp_path}/a.jsonl:1 has no field 'text' of strings, and {name!r} may be no text; it has {name}, tokens"
+    )
+    if name in ("id", "uuid", "sha256", "doc_id", "content_hash", "url"):
+        assert error.fix == "write the text of each record as a string into a field 'text'"
+
+
+RECORDS = {
+    "sharegpt": {
+        "id": "identity_0",
+        "conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}],
+    },
+    "chat": {"system": None, "messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]},
+    "instructions": {"url": "u", "instruction": "one", "input": "", "out put": "two"},
+    "unknown name": {"haiku": "one\n\ntwo"},
+}
+jq_only = pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+
+
+@jq_only
+@pytest.mark.parametrize(
+    ("ending", "record"),
+    [
+        *(("jsonl", name) for name in RECORDS),
+        ("jsonl.gz", "chat"),
+        ("parquet", "sharegpt"),
+        ("parquet", "instructions"),
+    ],
+)
+def test_records_without_text_come_with_the_command_that_makes_text_of_all_files(pyarrow, tmp_path, record, ending):
+    for name in ("a b", "c"):
+        path, content = tmp_path / f"{name}.{ending}", jsonl(RECORDS[record], RECORDS[record]).encode()
+        if ending == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([RECORDS[record]] * 2), path)
+        else:
+            write(path, gzip.compress(content) if ending.endswith("gz") else content)
+    with pytest.raises(PacelineError) as error:
+        list(read_corpus(list_files(str(tmp_path)), part_bytes=4096))
+    assert ("is of a chat set" in error.value.message) == (record in ("sharegpt", "chat"))
+    command = error.value.fix.removesuffix(", which writes FILE.jsonl and keeps FILE.orig")
+    subprocess.run(command, shell=True, check=True)
+    assert texts(tmp_path) == ["one\n\ntwo"] * 4
+    assert len(list(tmp_path.glob("*.orig"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -141,7 +192,7 @@ def test_a_broken_line_of_jsonl_is_named_by_its_number(tmp_path, content, messag
     assert message in error.message
 
 
-@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+@jq_only
 @pytest.mark.parametrize(
     ("value", "indent"), [([{"text": "a"}, {"text": "b"}], None), ([{"text": "a"}], 1), ({"text": "a"}, 1)]
 )
@@ -221,6 +272,22 @@ def test_a_dataset_that_cannot_be_used_is_named(datasets, tmp_path):
     assert refused(f"hf:{tmp_path}/broken").message.startswith(f"dataset {tmp_path}/broken cannot be loaded: ")
     (tmp_path / "nothing").mkdir()
     assert refused(f"hf:{tmp_path}/nothing").message == f"{tmp_path}/nothing is an empty folder"
+
+
+@jq_only
+@pytest.mark.parametrize("kind", ["dict", "parquet"])
+def test_a_chat_set_of_the_hub_comes_with_the_command_that_makes_text_of_it(datasets, tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    dataset = datasets.Dataset.from_list([RECORDS["chat"]] * 3)
+    if kind == "parquet":
+        (tmp_path / "d").mkdir()
+        dataset.to_parquet(tmp_path / "d" / "train.parquet")
+    else:
+        datasets.DatasetDict({"train": dataset}).save_to_disk(tmp_path / "d")
+    command, _, following = refused(f"hf:{tmp_path}/d").fix.rpartition(", then --data ")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf-cache"))
+    subprocess.run(command, shell=True, check=True)
+    assert texts(following) == ["one\n\ntwo"] * 3
 
 
 def test_a_local_dataset_that_changes_has_another_stamp(datasets, tmp_path):

@@ -1,7 +1,9 @@
 """Tokenizers trained here and made elsewhere."""
 
 import contextlib
+import errno
 import json
+import os
 import re
 import signal
 import subprocess
@@ -101,6 +103,26 @@ def test_a_saved_tokenizer_loads_as_the_same(tokenizer, tmp_path):
     tokenizer.save(path)
     loaded = Tokenizer.load(path)
     assert (loaded.hash, loaded.encode(TEXT)) == (tokenizer.hash, tokenizer.encode(TEXT))
+
+
+def test_a_tokenizer_that_finds_no_room_leaves_what_was_there(tokenizer, tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "old.json").write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    for name in ("new.json", "old.json"):
+        with pytest.raises(PacelineError, match=f"{name} cannot be written: No space left on device"):
+            tokenizer.save(tmp_path / name)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.json", "old")]
+
+
+def test_a_tokenizer_is_written_into_a_pipe(tokenizer, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    end = os.open(tmp_path / "pipe", os.O_RDWR)
+    tokenizer.save(tmp_path / "pipe")
+    assert os.read(end, 1 << 16) == tokenizer.json_bytes
+    os.close(end)
 
 
 def test_a_small_text_gives_fewer_tokens_than_requested():

@@ -122,8 +122,9 @@ def test_many_processes_at_once_all_end_with_the_same_whole_folder(source, tmp_p
 
 
 @pytest.mark.dist
-def test_a_disk_without_room_is_an_error_with_numbers_and_leaves_nothing(source, tmp_path):
-    process = start(source, tmp_path / "cache", max_file_bytes=100_000)
+@pytest.mark.parametrize("max_file_bytes", [100_000, 5_000])  # for the shards, for the tokenizer
+def test_a_disk_without_room_is_an_error_with_numbers_and_leaves_nothing(source, tmp_path, max_file_bytes):
+    process = start(source, tmp_path / "cache", max_file_bytes=max_file_bytes)
     _, stderr = process.communicate(timeout=300)
     assert (
         f"PacelineError: error: no room to write prepared text into {tmp_path}/cache/data: File too large (" in stderr

@@ -91,6 +91,15 @@ def test_a_port_of_ssh_is_no_number_of_ranks_and_stands_in_its_config():
     assert "IPv6" not in error.value.fix
 
 
+@pytest.mark.parametrize("name", ["hosts.txt", "my.hosts", "hostfile"])
+def test_the_name_of_a_file_that_is_not_there_is_no_host(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as error:
+        parse_hosts(name)
+    assert error.value.message == f"--hosts: no file {name} in {tmp_path}"
+    assert parse_hosts("ada.example.org,bob.list")  # names in a list are hosts
+
+
 def test_a_folder_in_place_of_a_file_of_hosts_is_called_what_it_is(tmp_path):
     with pytest.raises(UsageError, match="not a regular file"):
         parse_hosts(str(tmp_path))

@@ -194,10 +194,8 @@ def unwritable_file(path: Path, error: OSError) -> PacelineError:
     if not path.parent.is_dir():
         fix = "restore the run folder or mount it again, then continue the run; or start a new one"
         return PacelineError(f"{path.parent} is gone: it existed when the run began", fix=fix)
-    return PacelineError(
-        f"{path} cannot be written: {error.strerror}",
-        fix=f"make the run folder writable again, then: {resume_command(RunDir(path.parent))}",
-    )
+    fix = f"make the run folder writable again, then: {resume_command(RunDir(path.parent))}"
+    return PacelineError(f"{path} cannot be written: {error.strerror}", fix=fix)
 
 
 def unwritable_run(run: RunDir, error: OSError) -> PacelineError:
@@ -350,10 +348,8 @@ def is_locked(run: RunDir) -> bool:
     with suppress(OSError), open_file(run.lock) as file:
         try:
             return not try_lock(file, shared=True)
-        except NoLocks:
-            return False
-        except OSError:  # the server is gone, and with it what the run writes
-            return True
+        except OSError as error:  # with locks: the server is gone, and with it what the run writes
+            return not isinstance(error, NoLocks)
     return False
 
 
@@ -389,9 +385,13 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
 
 
 def resume_command(run: RunDir) -> str:
-    """Returns the command that continues a run; a script's is started again, and reads its own checkpoints."""
-    words = f"run {shlex.quote(str(run.config_toml))}" if is_script_run(run) else f"resume {run.quoted}"
-    return f"paceline {words}"
+    """Returns the command that continues a run, as a job if submitted; a script is started again, from its own checkpoints."""
+    if is_script_run(run):
+        return f"paceline run {shlex.quote(str(run.config_toml))}"
+    is_submitted = False
+    with suppress(OSError, ValueError, TypeError):
+        is_submitted = "args" in json.loads(read_text(run.slurm_json))  # which a submission alone writes
+    return f"paceline resume {run.quoted}{' --slurm' if is_submitted else ''}"
 
 
 def is_script_run(run: RunDir) -> bool:

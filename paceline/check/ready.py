@@ -161,6 +161,7 @@ def training_intent(config: Config, plan: Plan, *, command: str, set_keys: froze
         device_batch_size=plan.device_batch_size,
         total_batch_size=plan.total_batch_size,
         num_steps=None if plan.time else plan.num_steps,
+        epochs=config.epochs or plan.epochs,
         need_gpu_bytes=state_bytes_per_rank + CUDA_CONTEXT_BYTES if on_gpu else None,
         need_host_bytes=plan.world_size * on_host,
         checkpoint_bytes=checkpoint_bytes(plan),

@@ -256,7 +256,17 @@ def format_comm(results: Mapping[str, Any]) -> str:
         [*map(format_link, results["pairs"]), f"train   {format_training(results['training'])}"],
     )
     saved = f"saved   {results['file']}, {results['seconds']:.0f} s"
+    replaced_bytes = results.get("replaced_bytes") or 0
+    if replaced_bytes > largest_point(results)["bytes"]:
+        before = f"a measurement up to {format_bytes(replaced_bytes)}"
+        saved += f"\nnote    it replaces {before}, which is better for plans; --out FILE replaces none"
     return "\n\n".join("\n".join(block) for block in blocks) + f"\n{saved}"
+
+
+def largest_point(results: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what was measured of all_reduce with the largest message, from which plans take the bandwidth."""
+    point: Mapping[str, Any] = results["collectives"]["all_reduce"]["points"][-1]
+    return point
 
 
 def format_wrong(results: Mapping[str, Any]) -> list[str]:

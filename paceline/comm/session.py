@@ -19,7 +19,7 @@ from paceline.check.ready import machine_of_hosts
 from paceline.check.verdicts.hosts_verdicts import interfaces_of, name_of, nominal_bits_per_s
 from paceline.check.verdicts.hosts_verdicts import links as links_of
 from paceline.check.verdicts.rules import Facts, Host, Intent
-from paceline.comm.analysis import LinkRate, link_of_gpus, make_results, sweep_sizes, with_hosts
+from paceline.comm.analysis import LinkRate, largest_point, link_of_gpus, make_results, sweep_sizes, with_hosts
 from paceline.config import Config
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
@@ -91,11 +91,19 @@ def measure_comm(
         else links_between(plan, facts[0]["gpus"] or () if facts else ())
     )
     results = make_results(reports, plan, links, tok_per_sec=tok_per_sec, hosts=hosts)
-    results |= {"folder": str(run.path), "seconds": round(time.monotonic() - started, 1)}
     file = out or comm_file(cache_dir, list(hosts))
+    results |= {"folder": str(run.path), "seconds": round(time.monotonic() - started, 1)}
+    results["replaced_bytes"] = None if out else largest_bytes(file)
     if results["right"] or out is not None:  # a plan must not rely on a machine that computes wrong results
         save_results(results, file)
     return {**results, "file": str(file)}
+
+
+def largest_bytes(file: Path) -> int | None:
+    """Returns the bytes of the largest message of a saved measurement; None where there is none."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return int(largest_point(json.loads(file.read_text(encoding="utf-8")))["bytes"])
+    return None
 
 
 def save_results(results: Mapping[str, Any], file: Path) -> None:

@@ -160,7 +160,7 @@ def run_values(run: RunDir) -> dict[str, str]:
         config = tomllib.loads(read_text(run.config_toml))
     size = config.get("device_batch_size")
     half = {"half_batch": str(size // 2)} if isinstance(size, int) and size > 1 else {}
-    return {**half, **({"script": str(run.config_toml)} if "command" in config else {"run": str(run.path)})}
+    return {**half, "resume": resume_command(run)}
 
 
 def exit_log(events: Sequence[Mapping[str, Any]], attempt: int) -> Log:

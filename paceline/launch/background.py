@@ -118,7 +118,7 @@ def continuing_fix(run: RunDir) -> str:
         return f"{resume_command(run)} {'starts it again' if is_script_run(run) else 'continues it'}"
     if is_script_run(run) or not status.num_steps:
         return f"paceline runs {shlex.quote(str(run.path.parent))} shows which runs are running"
-    return f"paceline resume {run.quoted} --num-steps {2 * status.num_steps} continues it"
+    return f"{resume_command(run)} --num-steps {2 * status.num_steps} continues it"
 
 
 def state_of(run: RunDir) -> dict[str, Any]:

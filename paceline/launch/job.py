@@ -39,7 +39,7 @@ from paceline.plan.planner import Plan
 from paceline.plan.replan import MakePlan, fewer_ranks, format_change, replan, smaller_plan
 from paceline.plan.speeds import remember_step
 from paceline.plan.step_time import StepTime
-from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
+from paceline.rundir import RunDir, append_event, read_json_lines, resume_command, write_atomic
 from paceline.units import format_duration
 from paceline.watch.measures import format_bpb
 from paceline.watch.status import run_status
@@ -216,7 +216,7 @@ class TrainingJob(Job):
             saves = [event["step"] for event in read_json_lines(run.events) if event.get("event") == "checkpoint"]
             progress = f"checkpoint at step {max(saves):,}" if saves else "before the first checkpoint"
             head = f"interrupted after {format_duration(seconds)}, {progress}"
-            return ["", head, time_line, f"next    paceline resume {run.quoted}"]
+            return ["", head, time_line, f"next    {resume_command(run)}"]
         status = run_status(run)
         first = first_step(run)
         own_steps = f", {status.step - first:,} of them" if first and status.step else ""
@@ -233,7 +233,7 @@ class TrainingJob(Job):
             f"run     {run.path}",
             f'next    paceline sample {run.quoted} --prompt "..."',
             f"        paceline eval {run.quoted}",
-            f"        paceline resume {run.quoted} --num-steps {2 * self.plan.num_steps}",
+            f"        {resume_command(run)} --num-steps {2 * self.plan.num_steps}",
         ]
         samples = [event for event in read_json_lines(run.events) if event.get("event") == "sample"]
         if not samples or samples[-1].get("step") != status.step:

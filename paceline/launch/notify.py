@@ -33,7 +33,7 @@ from paceline.errors import PacelineError, UsageError, expand_home
 from paceline.launch.digest import NewRecords
 from paceline.options import TRACKERS, Services
 from paceline.redaction import redact
-from paceline.rundir import RunDir, append_event, holder_of, utc_now
+from paceline.rundir import RunDir, append_event, holder_of, resume_command, utc_now
 from paceline.units import format_duration
 from paceline.watch.status import printed_values
 
@@ -280,7 +280,7 @@ def make_message(notice: Notice, news: RunNews) -> dict[str, Any]:
             fix = f"\nfix: {verdict['fix']}" if verdict.get("fix") else ""
             text = f"{verdict.get('summary', 'the cause is unknown')} ({step}{after}){fix}"
         case "stopped":
-            resume = f"; resume it with: paceline resume {news.run.quoted}" if news.run.plan_json.exists() else ""
+            resume = f"; resume it with: {resume_command(news.run)}" if news.run.plan_json.exists() else ""
             text = f"by {news.stop_signal}, {step}{after}{resume}"
         case "failed":
             text = f"it ended without a message, {step}{after}: the command that ran it was killed"

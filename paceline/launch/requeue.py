@@ -19,7 +19,16 @@ from typing import Any, Literal
 from paceline.errors import PacelineError
 from paceline.launch.failure import HOST_LOST
 from paceline.launch.supervisor import Outcome, StopSignals
-from paceline.rundir import RunDir, append_event, is_locked, is_queued, read_json_lines, utc_now, write_atomic
+from paceline.rundir import (
+    RunDir,
+    append_event,
+    is_locked,
+    is_queued,
+    read_json_lines,
+    resume_command,
+    utc_now,
+    write_atomic,
+)
 from paceline.slurm import Allocation, SlurmError, SlurmJob, allocation, ask, format_allocation, read_job
 from paceline.watch.events import end_state
 
@@ -108,7 +117,7 @@ def decide_requeue(run: RunDir, outcome: Outcome, signals: StopSignals) -> tuple
     if reason is None:
         return None, []
     if not has_progressed(list(read_json_lines(run.events))):
-        fix = f"a longer --time, or a smaller --save-every, then paceline resume {run.quoted}"
+        fix = f"a longer --time, or a smaller --save-every, then {resume_command(run)}"
         return None, not_requeued(run, place, "two in a row ended without a new checkpoint", fix)
     append_event(run, "requeued", job_id=place.job_id, why=reason)
     return reason, []
@@ -192,9 +201,15 @@ def has_ended(run: RunDir) -> bool:
     return not is_locked(run) and end_state(read_json_lines(run.events)) in ("finished", "stopped", "failed")
 
 
-def announce_job(place: Allocation | None) -> None:
-    """Prints which job of Slurm the run is in. A warning that comes before the first attempt ends this process with a reason."""
+def announce_job(place: Allocation | None, *, last_job: int | None = None) -> None:
+    """Prints which job of Slurm the run is in. A warning that comes before the first attempt ends this process with a reason.
+
+    last_job: the one that had the run before. Outside of Slurm a line says that the run continues there.
+    """
     if place is None:
+        if last_job is not None:
+            text = f"the run was in job {last_job}, and continues outside of Slurm; --slurm makes it a job again"
+            print(f"slurm   {text}", flush=True)
         return
     signal.signal(signal.SIGUSR1, end_early)
     print(format_allocation(place, current_job()), flush=True)

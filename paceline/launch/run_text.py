@@ -26,7 +26,7 @@ from paceline.plan.host import probe_cpu_cores
 from paceline.plan.machine import Machine
 from paceline.plan.planner import Plan
 from paceline.plan.replan import MakePlan
-from paceline.rundir import RunDir, write_atomic
+from paceline.rundir import RunDir, resume_command, write_atomic
 from paceline.terminal import show_progress
 from paceline.typed_fields import read_run_file
 from paceline.units import format_list
@@ -92,7 +92,7 @@ def check_edits(run: RunDir, config: Config, plan: Plan, *, otherwise: str) -> N
         if edited == value or (edited is None and key not in ROW_KEYS):  # without the line it follows from other keys
             continue
         own = "" if value is None else f"{key} = {json.dumps(value, ensure_ascii=False)}"
-        moved = f"; paceline resume {run.quoted} --data NEW after it, if the text was moved" if key == "data" else ""
+        moved = f"; {resume_command(run)} --data NEW after it, if the text was moved" if key == "data" else ""
         raise PacelineError(
             f"{key} was edited in {run.config_toml}, and cannot change within a run",
             fix=f"{f'write {own} there' if own else f'take {key} out of it'} again{moved}, or {otherwise}",

@@ -34,7 +34,7 @@ from paceline.launch.job import TrainingJob, plan_env
 from paceline.launch.losses import cluster_session
 from paceline.launch.member import Reach, reach_early
 from paceline.launch.notify import checked_services
-from paceline.launch.requeue import announce_job, check_free, create_folder, current_job, find_start, record_job
+from paceline.launch.requeue import announce_job, check_free, create_folder, current_job, find_start, job_of, record_job
 from paceline.launch.run_text import (
     FIXED_KEYS,
     absolute_texts,
@@ -66,6 +66,7 @@ from paceline.rundir import (
     is_script_run,
     lock_run,
     read_json_lines,
+    resume_command,
     unwritable_run,
     utc_now,
     write_atomic,
@@ -147,7 +148,7 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
         if config.num_steps and config.epochs is None:  # else the job counts them
             check_unfinished(run, config.num_steps, planned=plan_before.num_steps)
         return submit_resume(run, config, plan_before, options)
-    announce_job(place)
+    announce_job(place, last_job=job_of(run))
     entries, config = hosts_of(config, nodes)
     check_host_options(os.environ, options, num_hosts=len(entries), rejoin=options.rejoin)
     reaches = reach_early(entries, config.python, options)
@@ -263,7 +264,7 @@ def check_unfinished(run: RunDir, num_steps: int, *, planned: int) -> None:
         requested = f", past num_steps {num_steps:,}" if num_steps < step else ""
         raise PacelineError(
             f"{run.name} is {'finished' if is_finished else 'already'} at step {step:,} of {planned:,}{requested}",
-            fix=f"paceline resume {run.quoted}{longer} {text}",
+            fix=f"{resume_command(run)}{longer} {text}",
         )
 
 

@@ -8,7 +8,6 @@ what the numbers in `state` mean.
 """
 
 import json
-import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +35,7 @@ from paceline.model.publish import (
 )
 from paceline.mounts import free_space
 from paceline.plan.shapes import ParamShape
+from paceline.rundir import RunDir, resume_command
 
 # between checks for space after a save that found none; doubled by each further failure
 CHECK_S, LONGEST_CHECK_S = 2.0, 300.0
@@ -256,7 +256,7 @@ class CheckpointReader:
             except (OSError, SafetensorError) as error:
                 raise PacelineError(
                     f"checkpoint {self.path} cannot be read ({name}: {error})",
-                    fix=f"paceline resume {shlex.quote(str(self.path.parent.parent))} goes on from the newest one that is whole",
+                    fix=f"{resume_command(RunDir(self.path.parent.parent))} goes on from the newest one that is whole",
                 ) from error
         return self._open_files[name]
 

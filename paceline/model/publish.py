@@ -31,7 +31,7 @@ from paceline.model.manifest import (
     write_shard,
 )
 from paceline.mounts import free_space
-from paceline.rundir import NO_SPACE, RunDir, unwritable_file, utc_now, write_atomic
+from paceline.rundir import NO_SPACE, RunDir, resume_command, unwritable_file, utc_now, write_atomic
 from paceline.units import format_bytes
 
 POLL_S = 0.02
@@ -76,7 +76,7 @@ class PendingSave:
     @property
     def resume(self) -> str:
         """Returns the command that continues its run."""
-        return f"paceline resume {RunDir(self.directory.parent).quoted}"
+        return resume_command(RunDir(self.directory.parent))
 
 
 def shard_name(rank: int, world_size: int) -> str:

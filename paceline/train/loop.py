@@ -26,7 +26,7 @@ from paceline.heartbeat import HeartbeatWriter
 from paceline.model.linear import LowProducts
 from paceline.plan.cost import mfu
 from paceline.plan.planner import Plan
-from paceline.rundir import RunDir, append_event, append_json_line, utc_now
+from paceline.rundir import RunDir, append_event, append_json_line, resume_command, utc_now
 from paceline.train.optim import ShardedOptimizer
 from paceline.train.process import BusyClock, StopRequest, all_reduce_sum, peak_bytes
 from paceline.train.trouble import LossGuard, LossTrouble, find_trouble
@@ -276,7 +276,7 @@ class Loop:
         )
         if trouble is not None:
             fix = (
-                f"see {self.run.trouble(step + 1)}; then paceline resume {self.run.quoted} with a lower --matrix-lr or"
+                f"see {self.run.trouble(step + 1)}; then {resume_command(self.run)} with a lower --matrix-lr or"
                 " --embedding-lr, or with --on-nan rollback, which skips the batch of this step"
             )
             raise LossTrouble(trouble.message, fix=fix, trouble=trouble, rank_nats=float(nats_sum))

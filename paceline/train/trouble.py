@@ -14,7 +14,7 @@ from typing import Any, Literal
 from paceline.data.dataset import batch_of_step
 from paceline.errors import TrainingFailed
 from paceline.model.manifest import list_checkpoints
-from paceline.rundir import RunDir, append_event, utc_now, write_atomic
+from paceline.rundir import RunDir, append_event, resume_command, utc_now, write_atomic
 from paceline.train.process import broadcast_object
 
 MAX_ROLLBACKS = 3  # in the whole life of a run: more are not caused by the text alone
@@ -130,7 +130,7 @@ def plan_rollback(run: RunDir, error: LossTrouble) -> tuple[str, str, bool]:
     if number > MAX_ROLLBACKS:
         steps = ", ".join(f"{batch['step']:,}" for batch in skipped)
         message = f"{error.message}; {len(skipped)} batches were skipped already, at steps {steps}"
-        fix = f"paceline resume {run.quoted} with a lower --matrix-lr or --embedding-lr"
+        fix = f"{resume_command(run)} with a lower --matrix-lr or --embedding-lr"
         return message, fix, False
     saved = list_checkpoints(run.checkpoints)
     last_saved = saved[0][1].step if saved else 0
@@ -141,4 +141,4 @@ def plan_rollback(run: RunDir, error: LossTrouble) -> tuple[str, str, bool]:
     append_event(run, "rollback", step=trouble.step, to_step=last_saved, batch=batch, cause=trouble.cause, **counted)
     back = f"step {last_saved:,}" if last_saved else "the start"
     message = f"{error.message}; rollback {number} of at most {MAX_ROLLBACKS}: back to {back}, skipping the batch of this step"
-    return message, f"paceline resume {run.quoted} goes on without this batch", True
+    return message, f"{resume_command(run)} goes on without this batch", True

@@ -55,7 +55,7 @@ MAPS = {
     "net_out_bps": DeviceMap("network out", "sent", "rate"),
     "disk_read_bps": DeviceMap("disk read", "from all disks", "rate"),
     "disk_write_bps": DeviceMap("disk write", "to all disks", "rate"),
-    "disk_free": DeviceMap("disk free", "on the disk of the run", "bytes", "disk_total"),
+    "disk_free": DeviceMap("disk free", "of the run's disk", "bytes", "disk_total"),
 }
 SLOW = "▲ slow"
 # of a GPU's memory: a process of others that takes less, such as a desktop's, is shown without a warning

@@ -50,6 +50,7 @@ FIRST_GAP_S = 0.2
 FIRST_SAMPLES_S = 3.0  # at most: the wait for the first two
 # what curves show of a run that goes on, or has come to its end
 GOES_ON = (STANDS_STILL, MEMORY_GROWS, SLOWS_DOWN, OVERFITS)
+STOPPED_BY_USER = ("keyboard-interrupt", "slurm-cancelled")
 LIKELY = 0.5  # below it a log that still grows has not failed: it may only have come to its first collective
 UNWATCHED_S = 60.0  # after which the sampling ends
 
@@ -212,7 +213,7 @@ def log_state(explanation: dict[str, Any] | None, *, silent: bool) -> State:
     progress = explanation["progress"]
     is_failure = explanation["cause"] not in (HEALTHY, UNKNOWN, *GOES_ON)
     if is_failure and (silent or explanation["confidence"] >= LIKELY):
-        return "failed"
+        return "stopped" if explanation["cause"] in STOPPED_BY_USER else "failed"
     if progress["finished"]:
         return "finished"
     if not progress["steps"]:

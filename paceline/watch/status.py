@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from paceline.errors import PacelineError
 from paceline.explain.lines import strip_escapes
+from paceline.explain.series import natural_order
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_preparing, is_queued, read_end, read_json_lines, read_text, to_utc
 from paceline.terminal import cells, pad
@@ -159,9 +160,9 @@ class RunList:
         self._cached: dict[Path, tuple[Any, RunStatus]] = {}
 
     def read(self) -> list[RunStatus]:
-        """Returns the runs, the latest first."""
+        """Returns the runs, the latest first, and those of the same time by their names."""
         current: dict[Path, tuple[Any, RunStatus]] = {}
-        for path in run_folders(self.runs_dir):
+        for path in sorted(run_folders(self.runs_dir), key=natural_order):
             with suppress(OSError):  # it has vanished, or belongs to another user
                 run = RunDir(path)
                 cached = self._cached.get(path)

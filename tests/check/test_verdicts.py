@@ -216,7 +216,8 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("key-idle", "cpu_box", {},
      {**CPU, "config": {"optimizer": "adamw", "weight_decay": 0.1}, "set_keys": frozenset({"weight_decay"})}, "note"),
     ("rate-zero", "cpu_box", {}, {**CPU, "config": {"matrix_lr": 0.0}}, "warn"),
-    ("epochs-many", "cpu_box", {}, {**CPU, "config": {"epochs": 40.0}}, "note"),
+    ("epochs-many", "cpu_box", {}, {**CPU, "epochs": 40.0}, "note"),
+    ("epochs-many", "cpu_box", {"text.bytes": 117_000 * 4}, {**CPU, "total_batch_size": 12_288}, "note"),
 ]  # fmt: skip
 
 # id, what is changed on the second host

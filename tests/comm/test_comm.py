@@ -15,7 +15,7 @@ import pytest
 
 from paceline.cli import run_command
 from paceline.comm.analysis import LinkRate, format_comm, make_results
-from paceline.comm.session import CommFailed, check_ranks, links_between, measure_comm
+from paceline.comm.session import CommFailed, check_ranks, largest_bytes, links_between, measure_comm, save_results
 from paceline.command_line import parse
 from paceline.config import Config
 from paceline.errors import PacelineError, UsageError
@@ -92,6 +92,7 @@ def test_ranks_have_right_results_and_figures_of_every_collective_and_pair(nproc
     assert results["training"]["depth"] == 12 and results["training"]["computing_s"] is None
     saved = json.loads((tmp_path / "comm.json").read_text())
     assert saved == {key: value for key, value in results.items() if key != "file"}
+    assert results["replaced_bytes"] is None
     assert f"{results['checks']} checks of 10 operations" in format_comm(results)
     assert sorted(path.name for path in Path(results["folder"]).glob("logs/1/*.log")) == [
         *(f"{rank}.log" for rank in range(nproc)), "launch.log",
@@ -244,3 +245,14 @@ def test_the_time_of_the_slowest_rank_is_reported():
         " 335 ms of compute (at 45% of peak, assumed)\n"
         "saved   comm.json, 12 s"
     )
+
+
+def test_a_measurement_that_replaces_one_with_larger_messages_says_so(tmp_path):
+    results = make_results(reports(), plan_of(Config(), gpus=2), {}, tok_per_sec=None)
+    assert largest_bytes(tmp_path / "comm.json") is None
+    save_results(results, tmp_path / "comm.json")
+    assert largest_bytes(tmp_path / "comm.json") == 1 << 26
+    results |= {"host": "ada", "file": "comm.json", "seconds": 12.3}
+    assert format_comm({**results, "replaced_bytes": 1 << 26}).endswith("saved   comm.json, 12 s")
+    note = "\nnote    it replaces a measurement up to 256 MiB, which is better for plans; --out FILE replaces none"
+    assert format_comm({**results, "replaced_bytes": 1 << 28}).endswith(note)

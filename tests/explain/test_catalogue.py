@@ -25,8 +25,8 @@ SHOWN = [wording for wording in WORDINGS if wording["cause"] != "harmless"]
 HARMLESS = [wording for wording in WORDINGS if wording["cause"] == "harmless"]
 RECORD_VALUES = {
     "observed",  # that a sentence may use although no group of a pattern has them
-    *("rank", "step", "host", "source", "script", "where", "raised_by", "type", "message"),
-    *("exit_code", "signal", "last_step", "half_batch", "num_ranks", "run", "file", "duration", "package", "nan_step"),
+    *("rank", "step", "host", "source", "script", "where", "raised_by", "type", "message", "resume"),
+    *("exit_code", "signal", "last_step", "half_batch", "num_ranks", "file", "duration", "package", "nan_step"),
 }
 ENTRY = {"id": "a", "group": "G", "title": "A", "summary": "it broke", "fix": "repair it", "why": "it is broken"}
 CASES = [(cause, fix) for cause in CAUSES for fix in cause.fixes]

@@ -11,11 +11,12 @@ import pytest
 from paceline.check.ready import CheckResult
 from paceline.cli import run_command
 from paceline.config import Config
+from paceline.config_file import format_toml
 from paceline.data.prepare import prepare
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.explanation import Explanation
-from paceline.explain.run_folder import explain_run
-from paceline.launch.background import stop_run
+from paceline.explain.run_folder import explain_run, run_values
+from paceline.launch.background import format_stop, stop_run
 from paceline.launch.connect import open_module
 from paceline.launch.hosts import HostEntry, hosts_of
 from paceline.launch.job import TrainingJob
@@ -55,7 +56,7 @@ from paceline.launch.sbatch import (
     submit_run,
 )
 from paceline.launch.supervisor import Outcome, StopSignals
-from paceline.launch.train import new_folder, run_training
+from paceline.launch.train import new_folder, resume_run, run_training
 from paceline.options import PlanOptions, ResumeOptions, Services, TrainOptions
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import make_plan
@@ -728,6 +729,36 @@ def test_a_new_run_in_place_of_one_that_has_ended_is_refused_with_the_command_th
     with pytest.raises(PacelineError, match="already exists") as error:
         submit_run(Config(), run, TrainOptions(slurm=True))
     assert error.value.fix == f"paceline resume {run.path} --slurm continues a training, or another --name"
+
+
+def test_every_command_that_continues_a_submitted_run_submits_it_again(tmp_path):
+    run = RunDir(tmp_path)
+    job = TrainingJob(run, 0, True, TrainOptions(keys={}), Config(), lambda *_: None)
+    stopped = {"run": str(run.path), "state": "stopped", "checkpoint_step": 5}
+
+    def commands():
+        last_line = job.closing_lines(STOPPED, seconds=1.0, time_line="time")[-1]
+        return {last_line, format_stop(stopped).splitlines()[-1], f"next    {run_values(run)['resume']}"}
+
+    record_job(run, 4711)  # the run began within a job
+    assert commands() == {f"next    paceline resume {run.path}"}
+    record_job(run, 4711, nodes=2, args="")
+    assert commands() == {f"next    paceline resume {run.path} --slurm"}
+
+
+def test_a_resume_outside_of_slurm_says_so_where_a_job_had_the_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    run = RunDir(tmp_path)
+    config = Config(device="cpu", depth=2, vocab_size=300, num_steps=5)
+    run.config_toml.write_text(format_toml(config))
+    run.plan_json.write_text(make_plan(config, probe_machine(), vocab_size=300, num_rows=1000).to_json())
+    run.dataset_json.write_text("{}")
+    for has_job in (False, True):
+        with pytest.raises(UsageError, match="min-hosts"):  # what is refused next
+            resume_run(run, ResumeOptions(run=str(run.path), min_hosts=2))
+        line = "slurm   the run was in job 4711, and continues outside of Slurm; --slurm makes it a job again\n"
+        assert capsys.readouterr().out == line * has_job
+        record_job(run, 4711, args="")
 
 
 def test_a_requeued_run_is_queued_until_its_job_is_known_to_have_ended():

@@ -229,6 +229,15 @@ def test_a_chart_follows_the_width_of_the_page_and_the_theme(page, port):
     assert page.evaluate(DISTANCE, [loss.steps[60], loss.values[60], (0x58, 0xAE, 0xEA)]) < 40
 
 
+@pytest.mark.parametrize(("width", "field"), [(1280, "use"), (390, "val_bpb")])
+def test_the_heading_of_a_chart_and_its_value_take_one_line(page, port, width, field):
+    open_run(page, port)
+    page.set_viewport_size({"width": width, "height": 900})
+    caption = page.locator(f".chart[data-field={field}] figcaption")
+    heading, value = (caption.locator(css).bounding_box() for css in (".name", ".chart-now"))
+    assert abs(heading["y"] - value["y"]) < 10
+
+
 def test_only_what_changed_is_painted(page, tmp_path):
     """A new step of a long run moves nothing by a pixel: its numbers change, and no chart is painted for it."""
     run = write_run(tmp_path, "long", steps=3000, end=None)

@@ -138,6 +138,13 @@ def test_a_growing_log_is_followed_and_a_truncated_one_is_read_from_its_start(tm
         ("step 1/2 loss: 3.0\n", 130.0, "running"),  # how often it writes is not known
         ("step 1/2 loss: 3.0\n", 700.0, "broken"),
         ("nothing of interest\n", 0.0, "unknown"),
+        ("step 1/9 loss: 3.0\nstopping on SIGINT: saving a checkpoint\ninterrupted after 9s\n", 0.0, "stopped"),
+        ("step 1/9 loss: 3.0\nKeyboardInterrupt\n", 0.0, "stopped"),
+        (
+            "step 1/9 loss: 3.0\nslurmstepd: error: *** JOB 4 ON n1 CANCELLED AT 2026-11-28T14:00:00 ***\n",
+            0.0,
+            "stopped",
+        ),
     ],
 )
 def test_the_state_of_a_log(tmp_path, text, ago, state):

@@ -183,6 +183,14 @@ def test_an_unreadable_folder_hides_no_other():
     assert listed.stdout == "['a'] ['a', 'half']\n", listed.stderr
 
 
+def test_runs_of_the_same_time_are_listed_by_their_names(tmp_path):
+    names = [f"sweep-{number}" for number in range(1, 13)]
+    for name in (*names, "late"):
+        year = 2027 if name == "late" else 2026
+        make_run(tmp_path, name).events.write_text(f'{{"time": "{year}-11-28T14:00:00.000Z", "event": "finished"}}\n')
+    assert [status.name for status in RunList(tmp_path).read()] == ["late", *names]
+
+
 def test_each_listing_shows_the_current_state(tmp_path):
     runs, run = RunList(tmp_path), make_run(tmp_path)
     (first,) = runs.read()

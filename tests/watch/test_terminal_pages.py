@@ -241,7 +241,7 @@ def test_no_heading_and_no_curve_has_the_name_of_a_field():
         "CPU over time",
         "RAM over time",
         "network in over time",
-        "disk free over time: on the disk of the run",
+        "disk free over time: of the run's disk",
     ):
         assert f"── {title}" in text
     assert plain(page("machines", training(), 80)[0]).endswith("─" * 40)  # nothing at the right end, and no gap there

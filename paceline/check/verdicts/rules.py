@@ -33,6 +33,7 @@ class Intent:
     device_batch_size: int | None = None
     total_batch_size: int | None = None
     num_steps: int | None = None
+    epochs: float | None = None
     need_gpu_bytes: int | None = None  # at least, on each GPU
     need_host_bytes: int | None = None  # at least, of all processes on a host
     checkpoint_bytes: int | None = None

@@ -124,9 +124,12 @@ def checkpointing_on_cpu(host: Host) -> Cases:
 
 
 def epochs_many(host: Host) -> Cases:
-    epochs = host.intent.config.get("epochs")
+    intent, num_bytes, about = host.intent, host.at("text.bytes"), ""
+    epochs = intent.epochs
+    if epochs is None and num_bytes and intent.num_steps and intent.total_batch_size:  # the text is not read yet
+        epochs, about = intent.num_steps * intent.total_batch_size * BYTES_PER_TOKEN / num_bytes, "about "
     if epochs and epochs > 10:
-        yield Case(f"{epochs:g} passes over the same text", "--epochs 4")
+        yield Case(f"{about}{epochs:,.0f} passes over the same text", "--epochs 4")
 
 
 def folder_unwritable(host: Host) -> Cases:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import setuptools  # noqa: F401  before anything takes the standard library's distutils: wandb does, inductor then cannot
 
@@ -23,6 +24,10 @@ LIBUV_CHECK = "_ZN4c10d6detail35is_libuv_tcpstore_backend_availableEv"
 os.environ.setdefault(
     "OMP_WAIT_POLICY", "passive"
 )  # threads that spin while they wait take the cores of the other worker
+
+
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:

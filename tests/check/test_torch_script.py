@@ -260,6 +260,7 @@ def test_two_builds_of_one_source_exclude_each_other(build):
     assert f"error: another build runs in {build.source}" in output
 
 
+@pytest.mark.soak
 @needs_tools
 @pytest.mark.dist
 def test_an_option_that_cmake_switches_off_silently_stops_the_build(build):
@@ -280,6 +281,7 @@ def test_a_source_without_the_libuv_macro_stops_the_build(build):
     assert "no file is compiled with TORCH_USE_LIBUV: this torch would have no libuv" in build.run()[1]
 
 
+@pytest.mark.soak
 @needs_tools
 @pytest.mark.dist
 def test_a_compiler_that_is_killed_asks_for_fewer_jobs(build):

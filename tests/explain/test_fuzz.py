@@ -31,7 +31,7 @@ PIECES = [
 ]  # fmt: skip
 MUTATIONS = 3  # of each real log
 HANG_S = 120  # a second is usual; a pattern whose time grows with the square of the log's length takes hours
-QUICK = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 
 
 def assert_explained(data):

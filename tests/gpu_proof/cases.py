@@ -96,6 +96,7 @@ LONG = {  # which compile what others compile too, and most of the faults; `make
     *("cuDNN and grouped queries", "without Triton", "checkpointing and grouped queries", "layers of rank 1 of 2"),
     *("weights sharded, compiled", "a graph break", "gradients in an evaluation"),
     *(name for name in SOUND if name.endswith(" of 4")),
+    *(name for name in (*SHARDED, *REPLICATED) if name.endswith(" of 8")),
     *(name for name in BROKEN if name not in SHORT_BROKEN),
 }
 
@@ -116,9 +117,9 @@ class Walks:
         return dict(zip(settings, on_card(120, "gpu_proof.walk", *settings.values(), folder=self.folder), strict=True))
 
 
-def tiered_sizes(sizes: Iterable[int]) -> list[Any]:
-    """The numbers of ranks as parameters."""
-    return [pytest.param(gpus, marks=pytest.mark.soak) if f"rank 0 of {gpus}" in LONG else gpus for gpus in sizes]
+def tiered_sizes(sizes: Iterable[int], kind: str = "") -> list[Any]:
+    """The numbers of ranks as parameters. kind: what the names of the walks begin with."""
+    return [pytest.param(gpus, marks=pytest.mark.soak) if f"{kind}rank 0 of {gpus}" in LONG else gpus for gpus in sizes]
 
 
 def tiered(names: Iterable[str]) -> list[Any]:

@@ -277,7 +277,7 @@ def test_the_ranks_between_send_the_same(walks, folder):
         check_dtypes(facts)
 
 
-@pytest.mark.parametrize("gpus", tiered_sizes(WORLD_SIZES[1:]))
+@pytest.mark.parametrize("gpus", tiered_sizes(WORLD_SIZES[1:], "weights, "))
 def test_the_first_and_the_last_rank_gather_the_same_weights_in_the_same_order_as_many_bytes_as_planned(walks, gpus):
     ranks = [walks[f"weights, rank {rank} of {gpus}"] for rank in (0, gpus - 1)]
     check_collectives(ranks, gpus=gpus)
@@ -306,7 +306,7 @@ def test_another_order_on_one_rank_and_other_bytes_are_noticed(walks, name, gpus
         check_collectives([walks[f"rank 0 of {gpus}"], walks[name]], gpus)
 
 
-@pytest.mark.parametrize("gpus", [2, 8])
+@pytest.mark.parametrize("gpus", tiered_sizes((2, 8), "DDP, "))
 def test_ddp_sends_every_gradient_once_under_the_backward_and_the_same_on_all_ranks(walks, gpus):
     """By PyTorch's own reducer, in its buckets of the second step."""
     check_averages([walks[f"DDP, rank {rank} of {gpus}"] for rank in (0, gpus - 1)], gpus)

@@ -165,7 +165,7 @@ def setups(draw: st.DrawFn) -> MemorySetup:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(setups())
 def test_another_row_never_needs_less(setup):
     more = replace(setup, device_batch_size=setup.device_batch_size + 1)
@@ -173,7 +173,7 @@ def test_another_row_never_needs_less(setup):
         assert phase.bytes <= larger.bytes, phase.name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(setups())
 def test_checkpointing_of_several_layers_never_needs_more(setup):
     assume(setup.model.n_layer > 1)
@@ -181,7 +181,7 @@ def test_checkpointing_of_several_layers_never_needs_more(setup):
     assert with_it <= without
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(setups())
 def test_twice_the_ranks_hold_no_more_each(setup):
     """Masters and states are shared out; padding of buckets is the exception, and small."""
@@ -190,7 +190,7 @@ def test_twice_the_ranks_hold_no_more_each(setup):
     assert halved.states + halved.masters <= 1.05 * (state_size.states + state_size.masters)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(setups())
 def test_a_smaller_budget_for_logits_never_needs_more(setup):
     """Once there are several chunks: with one alone, the weight's gradient comes after the copies and not beside them."""

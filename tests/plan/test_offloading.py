@@ -39,7 +39,7 @@ gpu_setups = (
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(gpu_setups, st.sampled_from(["optimizer", "full"]))
 def test_a_rank_has_less_by_exactly_what_is_on_the_host(setup, shard):
     setup = replace(setup, shard=shard)
@@ -55,7 +55,7 @@ def test_a_rank_has_less_by_exactly_what_is_on_the_host(setup, shard):
         assert without.on_host == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(gpu_setups)
 def test_every_phase_has_less_by_what_moved_and_the_update_has_the_buffers(setup):
     setup = replace(setup, world_size=1)
@@ -71,7 +71,7 @@ def test_every_phase_has_less_by_what_moved_and_the_update_has_the_buffers(setup
     assert copies_bytes(offloaded) == copies_bytes(setup)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(gpu_setups)
 def test_the_batches_move_what_is_on_the_host_through_buffers_of_the_largest(setup):
     offloaded = replace(setup, offload="optimizer")

@@ -43,14 +43,14 @@ machines = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(keys=configs, machine=machines, rows=st.integers(1, 96))
 def test_a_sized_batch_keeps_the_total_and_fits_by_its_own_estimate(keys, machine, rows):
     check_sized_batch(keys, machine, rows)
 
 
 @pytest.mark.soak
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(keys=configs, machine=machines, rows=st.integers(1, 96))
 def test_300_sized_batches_keep_the_total_and_fit_by_their_own_estimate(keys, machine, rows):
     check_sized_batch(keys, machine, rows)
@@ -71,7 +71,7 @@ def check_sized_batch(keys, machine, rows):
     assert plan.memory["process_bytes"]["high"] <= machine.gpus[0].memory_bytes
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(keys=configs, rows=st.integers(1, 96), more=st.floats(0.0, 0.5))
 def test_more_memory_never_means_fewer_rows(keys, rows, more):
     fixed = {**keys, "activation_checkpointing": keys["activation_checkpointing"] or False, "logits_mib": 512}
@@ -86,7 +86,6 @@ def test_more_memory_never_means_fewer_rows(keys, rows, more):
     )
 
 
-@settings(deadline=None)
 @given(number=st.integers(1, 5000))
 def test_divisors_are_all_of_them_from_the_largest(number):
     assert divisors(number) == [n for n in range(number, 0, -1) if number % n == 0]
@@ -98,7 +97,7 @@ def test_a_profile_is_a_share_of_the_card():
     assert shares["conservative"] < shares["balanced"] < shares["aggressive"]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(keys=configs, machine=machines, rows=st.integers(1, 48))
 def test_no_other_size_that_fits_is_faster_than_the_one_that_is_chosen(keys, machine, rows):
     total = rows * keys["sequence_len"] * len(machine.gpus) * machine.hosts
@@ -167,7 +166,7 @@ def test_of_checkpointing_the_first_rung_that_fits_is_taken():
         assert planned(SMALL_CARD, **keys, memory_share=just_under(plan)).activation_checkpointing == rung
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(share=st.floats(0.3, 0.9), more=st.floats(0.0, 0.4))
 def test_more_memory_never_means_a_slower_setup(share, more):
     def cost(memory_share):

@@ -56,7 +56,7 @@ def test_small_tensors_and_vectors_stay_fp32(shape):
     assert {dtype for _, dtype in kinds(ADAMW, shape, shape[0]).values()} == {"float32"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(setups(), st.sampled_from(["none", "optimizer"]))
 def test_states_take_a_quarter_and_a_little_and_nothing_else_changes(setup, offload):
     if offload == "optimizer" and (setup.shard == "none" or setup.device == "cpu"):
@@ -70,7 +70,7 @@ def test_states_take_a_quarter_and_a_little_and_nothing_else_changes(setup, offl
         assert getattr(fp32, name) == getattr(coded, name)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(setups().filter(lambda setup: setup.shard != "none"))
 def test_batches_move_what_is_on_the_host(setup):
     setup = replace(setup, device="cuda", attention="flash", offload="optimizer", optimizer_states="8bit")

@@ -91,14 +91,14 @@ def sequences(draw: st.DrawFn) -> list[tuple[int, int]]:
     return events
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sequences())
 def test_reserved_holds_what_is_allocated(events):
     allocated, whole = replay(events)
     assert allocated <= whole and whole % (2 * MIB) == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sequences())
 def test_when_all_is_freed_an_arena_is_one_block_again(events):
     arena, live = _Arena(LARGE_SEGMENT), {}
@@ -115,7 +115,7 @@ def test_when_all_is_freed_an_arena_is_one_block_again(events):
     assert arena.free == [(arena.reserved, 0)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sequences())
 def test_a_prefix_never_needs_more(events):
     half, whole = replay(events[: len(events) // 2]), replay(events)

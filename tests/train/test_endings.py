@@ -10,7 +10,10 @@ import pytest
 import torch
 from runs import SMALL, STEPS, Workshop, events, metrics
 
-pytestmark = pytest.mark.dist
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.dist,
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,6 @@ def wait_for_step(run: Path, step: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.soak
 def test_a_loss_that_is_not_a_number_stops_naming_step_and_rank(shop):
     run = shop.train("poisoned", nproc=2, num_steps=4)
     poison(run, "model.h.0.mlp.c_fc.weight")
@@ -66,7 +68,6 @@ def poison(run: Path, key: str) -> None:
     writer.wait()
 
 
-@pytest.mark.soak
 def test_plain_ddp_trains_like_the_sharded_optimizer(shop):
     sharded = shop.train("sharded", nproc=2, optimizer="adamw")
     replicated = shop.train("replicated", nproc=2, optimizer="adamw", shard="none")
@@ -74,7 +75,6 @@ def test_plain_ddp_trains_like_the_sharded_optimizer(shop):
         assert one["loss"] == pytest.approx(other["loss"], abs=2e-4)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_narrow_precision_trains_close_to_fp32(shop, unbroken, precision):
     narrow = metrics(shop.train(precision, nproc=2, precision=precision, num_steps=STEPS))
@@ -83,7 +83,6 @@ def test_a_narrow_precision_trains_close_to_fp32(shop, unbroken, precision):
 
 @pytest.mark.slow
 @pytest.mark.compiler
-@pytest.mark.soak
 def test_compile_changes_the_graph_not_the_losses(shop):
     eager = metrics(shop.train("eager", nproc=1, compile="false"))
     run = shop.train("compiled", nproc=1, compile="true")
@@ -92,7 +91,6 @@ def test_compile_changes_the_graph_not_the_losses(shop):
 
 @pytest.mark.slow
 @pytest.mark.compiler
-@pytest.mark.soak
 def test_a_long_run_measures_whether_compiling_pays_and_keeps_the_answer(shop):
     command = shop.train_command("measured", nproc=1, num_steps=10_000_000)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -107,7 +105,6 @@ def test_a_long_run_measures_whether_compiling_pays_and_keeps_the_answer(shop):
     assert json.loads((run / "plan.json").read_text())["compile"] is note.endswith(": compiled")
 
 
-@pytest.mark.soak
 def test_epochs_train_on_every_row_so_many_times(shop):
     whole = shop.train("epochs", nproc=2, epochs=0.5, num_steps="auto")
     facts = json.loads(Path(json.loads((whole / "dataset.json").read_text())["path"], "meta.json").read_text())

@@ -88,6 +88,7 @@ def test_one_graph_completes_every_gradient_at_its_end():
     assert set(backward("whole", n_layer=2)[0].values()) == {0.0}
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_layers_of_one_kind_share_a_graph():
     from torch._dynamo.eval_frame import innermost_fn

@@ -34,7 +34,7 @@ def numbers(dtype, *, seed=0, octaves=2.0, shape=(64, 640)):
 wide = (st.integers(0, 2**31), st.floats(0, 40), st.integers(-90, 60), st.sampled_from(SHAPES), st.integers(1, 10**6))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(*wide, st.integers(1, 10**6))
 def test_decoded_squares_have_the_same_codes_in_any_step(seed, octaves, exponent, shape, step, other):
     x = (numbers(SQUARES, seed=seed, octaves=octaves, shape=shape) * 2.0**exponent).nan_to_num()
@@ -42,7 +42,7 @@ def test_decoded_squares_have_the_same_codes_in_any_step(seed, octaves, exponent
     assert all(map(torch.equal, encoded(decode(codes, bases), SQUARES, step=other), (codes, bases)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(*wide)
 def test_signs_and_zeros_stay_and_no_number_is_off_by_more_than_its_step(seed, octaves, exponent, shape, step):
     x = (numbers(SIGNED, seed=seed, octaves=octaves, shape=shape) * 2.0**exponent).nan_to_num()
@@ -89,7 +89,7 @@ def test_a_mean_that_moves_by_less_than_a_code_still_arrives():
     assert (v / squares).mean() == pytest.approx(1, rel=0.01)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.floats(1e-30, 1e30), st.floats(0, 1, exclude_min=True), st.integers(1, 10**6))
 def test_a_square_beside_any_other_does_not_become_0(largest, share, step):
     x = torch.tensor([[largest, largest * share, largest * share * 1e-5, largest * 1e-30]]).clamp(min=2.0**-126)

@@ -248,7 +248,7 @@ ALL = [(f"events.jsonl {number}", event) for number, event in enumerate(EVENTS)]
 CHANGES = st.sampled_from([(name, record, place) for name, record in ALL for place in places(record)])
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(change=CHANGES, wrong=st.sampled_from(WRONG))
 def test_a_value_of_a_wrong_type_is_at_most_one_line(change, wrong, tmp_path_factory):
     (name, record, place), folder = change, tmp_path_factory.mktemp("runs")

@@ -224,7 +224,8 @@ class TrainingJob(Job):
         val_bpb = ends[-1].get("val_bpb") if ends else None  # of the last weights alone
         bpb = format_bpb(val_bpb, status.eval_tokens)
         best = better_checkpoint(run.checkpoints, status.step or 0)
-        best_lines = [f"best    val_bpb {best.val_bpb:.4f} at step {best.step:,}: --step {best.step}"] if best else []
+        take = "eval, sample and export take it with --step"
+        best_lines = [f"best    val_bpb {best.val_bpb:.4f} at step {best.step:,}; {take} {best.step}"] if best else []
         lines = [
             "",
             f"done    {status.step:,} steps{own_steps} in {format_duration(seconds)}, val_bpb {bpb}",

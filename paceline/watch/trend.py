@@ -1,6 +1,6 @@
 """
-Whether a curve rises, falls, turns up, is level or suddenly 0, and whether steps have become slower, judged against the curve's own
-noise. Pure.
+Whether a curve rises, falls, turns up, is level or suddenly 0, and whether steps have become slower, judged against the
+curve's own noise. Pure.
 
 A rise is a stretch of the last lines whose mean lies `Z_RISE` standard errors above the lines before them. Where the older
 half of those lines is clearly higher than the newer one, the curve was falling, and only the newer half counts.
@@ -86,10 +86,12 @@ def fell_to_zero(snapshot: Snapshot) -> bool:
 
 
 def turns_up(snapshot: Snapshot) -> Iterator[str]:
-    """Yields at which step a metric of held-out text was lowest, if it rises since then: the run overfits."""
+    """Yields since when a metric of held-out text rises: the run overfits."""
     for name in ("val_bpb", "val_loss"):
         series = snapshot.series.get(name, Series())
-        values = [(step, value) for step, value in zip(series.steps, series.values, strict=True) if isfinite(value)]
-        if (at := turn_of([value for _, value in values])) is not None:
-            figures = [format_figure(name, value) for value in (values[at][1], values[-1][1])]
-            yield f"the {name} is lowest at step {values[at][0]:,} ({figures[0]}) and rises since, to {figures[1]}"
+        places = [at for at, value in enumerate(series.values) if isfinite(value)]
+        turn = turn_of([series.values[at] for at in places])
+        if turn is not None:
+            lowest, last = (format_figure(name, series.values[places[at]]) for at in (turn, -1))
+            since = f" since step {series.steps[places[turn]]:,}" if snapshot.step else ""
+            yield f"the {name} rises{since}, from {lowest} to {last}"

@@ -266,7 +266,7 @@ def test_the_closing_lines_name_a_checkpoint_that_is_clearly_better(job_on):
         writer.wait()
     append_json_line(job.run.metrics, {"step": 50, "loss": 2.0, "val_bpb": 1.2})
     lines = job.closing_lines(Outcome("finished", 0, 1, []), seconds=5.0, time_line="time")
-    assert "best    val_bpb 1.0000 at step 30: --step 30" in lines
+    assert "best    val_bpb 1.0000 at step 30; eval, sample and export take it with --step 30" in lines
 
 
 def test_what_a_resume_cannot_change_is_refused_with_a_command_that_works(job_on, tmp_path, monkeypatch):

@@ -152,7 +152,7 @@ def pace(value):
         ({**loss(lambda step: 3.0 if step < 1050 else 3.3), "step": None}, "The loss is 10 % higher than before."),
         (
             {"series": {"val_bpb": curve(lambda step: abs(1.0 - step / 500) + 1, now=NOW, every=100)}},
-            "The val_bpb is lowest at step 500 (1.0000) and rises since, to 2.4000.",
+            "The val_bpb rises since step 500, from 1.0000 to 2.4000.",
         ),
         ({"step_ms": 700.0}, "A step takes 25 % longer than planned."),
         (pace(lambda step: 300.0 if step < 700 else 500.0), "A step takes 500 ms now and took 300 ms at its best."),

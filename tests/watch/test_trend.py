@@ -93,7 +93,7 @@ def test_the_first_step_compiles_and_a_jitter_of_a_tenth_is_no_slowdown():
     [
         (
             [2.276, 0.7342, 0.7353, 0.7408, 0.7535, 0.7732],
-            "the val_bpb is lowest at step 1,000 (0.7342) and rises since, to 0.7732",
+            "the val_bpb rises since step 1,000, from 0.7342 to 0.7732",
         ),
         ([2.276, 0.7342, math.nan, 0.7353, 0.7351, 0.7342], None),
         ([2.276, 0.9, 0.8, 0.78], None),
@@ -102,5 +102,12 @@ def test_the_first_step_compiles_and_a_jitter_of_a_tenth_is_no_slowdown():
 )
 def test_a_score_of_held_out_text_that_rises_beyond_its_noise_is_a_sentence(values, text):
     series = Series([500 * (at + 1) for at in range(len(values))], values, [])
-    snapshot = Snapshot("a", "a", "training", "training", series={"val_bpb": series})
+    snapshot = Snapshot("a", "a", "training", "training", step=3000, series={"val_bpb": series})
     assert list(turns_up(snapshot)) == ([text] if text else [])
+
+
+def test_a_curve_without_steps_is_judged_too():
+    series = Series([], [3.1, 2.2, 2.3, 2.5, 2.7, 2.9], [])
+    assert list(turns_up(Snapshot("a", "a", "log", "training", series={"val_loss": series}))) == [
+        "the val_loss rises, from 2.2 to 2.9"
+    ]

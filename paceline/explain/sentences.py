@@ -16,6 +16,7 @@ from paceline.explain.matches import Event
 from paceline.units import format_bytes, format_duration
 
 MAX_VALUE_CHARS = 300
+WHOLE_COMMANDS = ("resume",)  # values that are not of a log, and whose words are quoted already
 MAX_CASE_RECORDS = 20  # searched for the case of a cause
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!(?:torch|numpy)[/\\])(?P<name>[\w-]+)[/\\]")
@@ -104,6 +105,7 @@ def fill_template(template: str, values: Mapping[str, str], *, has_commands: boo
     if has_commands:
         prose = {name: value.replace("`", "'") for name, value in prose.items()}
     words = {name: shlex.quote(values[name]) if name in known else name.upper() for name in names}
+    words |= {name: values[name] for name in WHOLE_COMMANDS if name in known}
     parts = [part.format_map(table) for part, table in zip(text.split("`"), cycle((prose, words)), strict=False)]
     return " ".join("`".join(parts).split())
 

@@ -17,7 +17,7 @@ from log_samples import raised
 from paceline.cli import COMMANDS
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.run_folder import explain
-from paceline.explain.sentences import PLACEHOLDER, fill_template
+from paceline.explain.sentences import PLACEHOLDER, WHOLE_COMMANDS, fill_template
 
 TEMPLATES = [
     template
@@ -47,7 +47,8 @@ def commands(values: Mapping[str, str]) -> Iterator[str]:
 
 
 def values_of_all(value: str) -> dict[str, str]:
-    return {name: value for template in TEMPLATES for name in PLACEHOLDER.findall(template)}
+    names = {name for template in TEMPLATES for name in PLACEHOLDER.findall(template)}
+    return dict.fromkeys(names.difference(WHOLE_COMMANDS), value)
 
 
 def bash(script: str, *arguments: str, **options) -> subprocess.CompletedProcess:
@@ -78,10 +79,18 @@ def test_text_of_the_log_is_one_word_of_a_command_and_never_runs(tmp_path):
 def test_every_value_in_a_command_is_a_whole_part_of_a_word():
     for template in TEMPLATES:
         for plain in COMMAND.findall(template):
-            if not (names := PLACEHOLDER.findall(plain)):
+            if not (names := [name for name in PLACEHOLDER.findall(plain) if name not in WHOLE_COMMANDS]):
                 continue
             [filled] = COMMAND.findall(fill_template(f"`{plain}`", dict.fromkeys(names, TRAP)))
             assert sum(word.count(TRAP) for word in shlex.split(filled)) == len(names), plain
+
+
+def test_a_whole_command_stands_as_it_is_and_is_never_of_a_log():
+    command = "paceline resume '/data/my runs/books' --slurm"
+    assert fill_template("go on[: `{resume}`]", {"resume": command}) == f"go on: `{command}`"
+    causes = load_catalogue().causes.values()
+    groups = [entry.regex.groupindex for cause in causes for entry in (*cause.patterns, *cause.fixes)]
+    assert not set(WHOLE_COMMANDS) & set().union(*groups)
 
 
 @pytest.mark.parametrize("value", ["-oProxyCommand=evil", "a`b"])

@@ -63,7 +63,9 @@ def test_a_lost_card_has_its_xid_error_and_no_values(host):
         wait_for(lines)
         computer.lose(1)
         computer.xid(0, 31, 1, 79)
-        (well, lost) = wait_for(lambda: [line for line in lines() if "errors" in line["gpus"][1]][1:])[0]["gpus"]
+        (well, lost) = wait_for(lambda: [line for line in lines() if "xid" in line["gpus"][1].get("errors", ())])[0][
+            "gpus"
+        ]
     assert lines()[0]["gpus"][0]["errors"] == {"pcie_replays": 0}
     assert lost == {"index": 1, "errors": {"xid": 79, "xid_count": 1}}
     assert well["power_w"] == 61.5

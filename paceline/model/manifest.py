@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -149,13 +149,17 @@ def list_checkpoints(directory: Path) -> list[tuple[Path, Manifest]]:
     return checkpoints
 
 
+def best_checkpoint(manifests: Iterable[Manifest]) -> Manifest | None:
+    """Returns the one with the lowest val_bpb, of several the newest; None where none has a score."""
+    scored = [(manifest.val_bpb, -manifest.step, manifest) for manifest in manifests if manifest.val_bpb is not None]
+    return min(scored, key=lambda item: item[:2])[2] if scored else None
+
+
 def better_checkpoint(directory: Path, step: int) -> Manifest | None:
-    """Returns the checkpoint with the lowest val_bpb, where that of `step` is clearly higher."""
-    scores = {manifest.step: manifest for _, manifest in list_checkpoints(directory) if manifest.val_bpb is not None}
-    if step not in scores:
-        return None
-    best = min(scores.values(), key=lambda manifest: manifest.val_bpb or 0.0)
-    return best if (scores[step].val_bpb or 0.0) > CLEARLY_HIGHER * (best.val_bpb or 0.0) else None
+    """Returns the best checkpoint, where the val_bpb of that of `step` is clearly higher."""
+    manifests = {manifest.step: manifest for _, manifest in list_checkpoints(directory)}
+    best, score = best_checkpoint(manifests.values()), manifests[step].val_bpb if step in manifests else None
+    return best if best and best.val_bpb and score and score > CLEARLY_HIGHER * best.val_bpb else None
 
 
 def verify(path: Path) -> None:
@@ -182,7 +186,7 @@ def newest_good(directory: Path, *, set_aside: bool) -> tuple[Path, list[str]]:
                 damaged.append((path, error))
             continue
         notes = [
-            f"{error.message}: going on from {path.name}, {_step(other) - _step(path)} steps are done again"
+            f"{error.message}: going on from {path.name}, {step_of(other) - step_of(path)} steps are done again"
             for other, error in damaged
         ]
         if set_aside:
@@ -205,7 +209,7 @@ def last_good_step(directory: Path) -> int:
         path, _ = newest_good(directory, set_aside=False)
     except PacelineError:
         return 0
-    return _step(path)
+    return step_of(path)
 
 
 def clean_leftovers(directory: Path) -> None:
@@ -287,7 +291,7 @@ def step_folders(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     return sorted(
-        (path for path in directory.iterdir() if re.fullmatch(r"step_\d{6,}", path.name)), key=_step, reverse=True
+        (path for path in directory.iterdir() if re.fullmatch(r"step_\d{6,}", path.name)), key=step_of, reverse=True
     )
 
 
@@ -308,7 +312,7 @@ def _damage(path: Path, entry: FileEntry) -> str | None:
     return None if intact else "sha256 differs"
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 

@@ -22,6 +22,7 @@ from paceline.model.manifest import (
     Manifest,
     RawTensor,
     TensorEntry,
+    best_checkpoint,
     discard,
     encode_manifest,
     list_checkpoints,
@@ -141,10 +142,9 @@ def publish(
 def prune(directory: Path, *, step: int, keep_last: int) -> None:
     """Removes all checkpoints up to `step` but the newest keep_last and the best; newer ones stay."""
     listed = [(path, manifest) for path, manifest in list_checkpoints(directory) if manifest.step <= step]
-    scored = [(manifest.val_bpb, -manifest.step) for _, manifest in listed if manifest.val_bpb is not None]
-    best_step = -min(scored)[1] if scored else None
+    best = best_checkpoint(manifest for _, manifest in listed)
     for path, manifest in listed[keep_last:]:
-        if manifest.step != best_step:
+        if manifest is not best:
             discard(path)
 
 

@@ -34,9 +34,9 @@ from paceline.model.layers import fused_loss_problem
 from paceline.model.manifest import (
     better_checkpoint,
     newest_good,
-    read_manifest,
     step_folder_name,
     step_folders,
+    step_of,
     verify,
 )
 from paceline.plan.machine import AttentionCase
@@ -159,14 +159,14 @@ def load_model(run: RunDir, *, step: int | None, device: str | None) -> tuple[GP
     plan = read_run_file(run.plan_json, Plan.from_json)
     if step is None:
         path, notes = newest_good(run.checkpoints, set_aside=False)
-        if best := better_checkpoint(run.checkpoints, read_manifest(path).step):
+        if best := better_checkpoint(run.checkpoints, step_of(path)):
             notes.append(f"note: val_bpb is lowest at step {best.step:,}, {best.val_bpb:.4f}: --step {best.step}")
         for note in notes:
             print(note, file=sys.stderr)
     else:
         path = run.checkpoints / step_folder_name(step)
         if not path.is_dir():
-            steps = [str(int(folder.name.removeprefix("step_"))) for folder in reversed(step_folders(run.checkpoints))]
+            steps = [str(step_of(folder)) for folder in reversed(step_folders(run.checkpoints))]
             raise PacelineError(
                 f"{run.name} has no checkpoint at step {step}",
                 fix="--step " + (" or ".join(steps) or "after a save; none yet"),

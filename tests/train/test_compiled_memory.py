@@ -30,10 +30,6 @@ from paceline.train.exact import attention_kernel, build_model, build_optimizer
 KIB, MIB = 1 << 10, 1 << 20
 VIEWS = {"view", "permute", "reshape", "unsqueeze", "squeeze", "expand", "slice", "alias", "as_strided", "select"}
 
-pytestmark = [
-    pytest.mark.soak,
-]
-
 
 def compiled_setup(**keys: Any) -> MemorySetup:
     return setup_of(**{"compiled": True, "device": "cuda", **keys})
@@ -62,6 +58,7 @@ SOAK_GRAPHS = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", GRAPHS.values(), ids=GRAPHS)
 def test_kept_bytes_are_those_that_the_partitioner_keeps(setup: MemorySetup, monkeypatch):
@@ -69,6 +66,7 @@ def test_kept_bytes_are_those_that_the_partitioner_keeps(setup: MemorySetup, mon
     check_kept(setup)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("setup", SOAK_GRAPHS.values(), ids=SOAK_GRAPHS)
 def test_kept_bytes_are_those_that_the_partitioner_keeps_of_larger_models(setup: MemorySetup, monkeypatch):
     leave_kernels_out(monkeypatch)
@@ -234,16 +232,19 @@ def test_a_compiled_step_allocates_what_is_planned(setup: MemorySetup, monkeypat
     check_step(setup, monkeypatch)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("setup", SOAK_STEPS.values(), ids=SOAK_STEPS)
 def test_a_compiled_step_of_a_larger_model_allocates_what_is_planned(setup: MemorySetup, monkeypatch):
     leave_kernels_out(monkeypatch)
     check_step(setup, monkeypatch)
 
 
+@pytest.mark.soak
 def test_a_compiled_step_with_its_kernels_allocates_what_is_planned(monkeypatch):
     check_step(STEPS["bf16"], monkeypatch)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("setup", BLOCK_STEPS.values(), ids=BLOCK_STEPS)
 def test_a_step_with_a_graph_for_each_layer_allocates_what_is_planned(setup: MemorySetup, monkeypatch):
     leave_kernels_out(monkeypatch)

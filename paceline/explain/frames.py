@@ -111,7 +111,9 @@ def left_program_running(record: Record, log: Log) -> bool:
     if outlived(record, log, is_thread=is_thread):
         return True
     # threads that print at once mix their frames
-    if TRACKER.search(record.frames[-1]) or (is_thread and any(map(TRACKER.search, record.frames))):
+    if any(map(TRACKER.search, (record.frames[0], record.frames[-1]))) or (
+        is_thread and any(map(TRACKER.search, record.frames))
+    ):
         return all(map(INSTALLED.search, record.frames))
     done_line = log.progress.done_line or (log.last_progress_line if log.progress.finished else None)
     is_later = done_line is not None and record.line > done_line

@@ -36,6 +36,7 @@ class Log:
     is_later: bool = False  # by its clock, or as only a new process does, so that no buffer held its lines
     by_command: bool = False  # the run begins with a command that a shell prints
     has_end: bool = False  # a record reports the end of a program
+    last_ignored: int | None = None  # the line that announces an exception that Python ignored
     earlier: "tuple[Log, ...]" = ()  # the runs before it in the same log, of many the last ones
     is_notebook: bool = False
     note: str = ""  # on cells of a notebook that failed before later ones worked
@@ -66,6 +67,7 @@ class OpenRun:
     def __init__(self, first_line: int, *, rank: int | None):
         self.first_line = first_line
         self.is_restart, self.is_later, self.by_command = False, False, False
+        self.last_ignored: int | None = None
         self.first: list[Record] = []
         self.last: deque[Record] = deque(maxlen=LAST_RECORDS)
         self.num_parsed = 0  # selected lines
@@ -102,4 +104,5 @@ class OpenRun:
             is_later=self.is_later,
             by_command=self.by_command,
             has_end=self.bounds.end is not None,
+            last_ignored=self.last_ignored,
         )

@@ -76,6 +76,9 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|_cgroup_procs_check: |Cannot write to cgroup\.procs|TensorDispatcher: dlopen failed|\bexits with return code = [1-9]"
     r"|^\w[\w. -]{2,40} {3,}not (?:built correctly|found|available)\b"  # a row of a table of the environment
     r"|failed call to cuInit|Ignore above cudart dlerror"  # TensorFlow and XLA go on with the CPU
+    r"|xla_bridge\b.*Unable to initialize backend"  # JAX asks for each in turn
+    # torch's profiler; W&B, which asks which cloud it runs in
+    r"|External init callback must run in same thread|^ERROR: dialing: google: "
     r"|NCCL WARN NET/OFI (?:Failed to initialize \w+ protocol|aws-ofi-nccl initialization failed|Initializing plugin)"  # others do
     r"|^\S+\.pyi?:\d+:(?:\d+:)? (?:error|note): |^\d+\. \w+ \(-?[\d.]+\)$"  # mypy's lines, ranked words of a topic
     r"|^Exception happened during processing of request from "  # a server's, which goes on
@@ -106,9 +109,10 @@ PROGRAM_ENDED = re.compile(
 CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
 )
-FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog
+FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog, Slurm
     r"[Ss]top [Tt]raining$|terminating training|block: \[[\d,]+\], thread: \[[\d,]+\] Assertion "
     r"|Watchdog caught collective operation timeout|taking the entire process down"
+    r"|\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED"
 )
 DIED = re.compile(r"\bdied with <Signals\.SIG")  # as Python reports the end of a child
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
@@ -244,6 +248,8 @@ def matches_of_message(text: str) -> list[tuple[Cause, float, dict[str, str]]]:
     typed = [f"{name}: {words}" for words in dict.fromkeys((message, inner, text)) for name in MESSAGE_TYPES]
     matches = [match for error in typed for match in catalogue.match(error, "exception") if match[0].id != FALLBACK]
     if message == text:  # nothing says that it reports an error
+        if " " not in text:
+            return []  # a name or a path
         matches = [match for match in matches if not is_vague(match)]
     elif PYTHON_MESSAGE.match(message):
         matches.append((catalogue.causes[FALLBACK], GUESS, {}))

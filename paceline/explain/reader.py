@@ -301,6 +301,7 @@ class LogParser:
             line = replace(line, rank=self._banner_rank, host=self._banner_host)
         step = self._run.progress.step_of(line.rank)
         completed, is_part = self._tracebacks.feed(number, line, step)
+        self._run.last_ignored = self._tracebacks.last_ignored
         self._add(completed)
         if not is_part and line.text.strip() and not LINTED.match(line.text):
             self._add([self._record(number, line, step)])

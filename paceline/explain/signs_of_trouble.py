@@ -22,7 +22,6 @@ from paceline.explain.matches import (
     matches_of_message,
 )
 from paceline.explain.run_bounds import failed_at_import, shape_of
-from paceline.explain.tracebacks import IGNORED
 
 LAST_CHECKED = 3  # lines at the end of a log
 MAX_WORDS = 200  # characters in which a line tells of trouble; in a long one such a word can be in the data
@@ -69,6 +68,8 @@ NO_TROUBLE = re.compile(
     r"|error during autotuning|\berrors?:$|\bfailures?:(?: \d+)?$"
     # PowerShell's words around whatever a program writes to stderr, transformers' about a mask that it builds itself
     r"|RemoteException|FullyQualifiedError|NativeCommandErr|attention mask is not set and cannot be inferred"
+    r"|^\W*if\b|\bsetting `\w+=\w+`|\bMailType=|^[\w.-]+ +\d+(?:\.\w+)+(?: |$)"  # advice, sacct's fields, a list of packages
+    r"|^(?:HTTP Request: )?(?:GET|HEAD) https?://"  # httpx writes down each answer; what fails for it says so itself
     r"|\bpassed$|may contain errors|^\[['\"]|^\d+\. \w+ \(\d|conditions not met|not supported for all configurations of models"
     r"|\btimeout(?: is| was)? ?(?:set to|[:=] ?\d)"
     # what a program does about it, a line that is marked as good
@@ -92,13 +93,22 @@ def last_errors(log: Log) -> list[Record]:
     if ends_in(SUCCESS, log) or ends_in(SUMMARY, log) or is_serving(log):
         return []
     last_line = log.last_progress_line
-    records = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
+    above = announcing(log)
+    lines = (record for record in log.records if record.kind == "line" and record.line not in above)
+    records = [record for record in lines if ERROR_PREFIX.search(record.text)]
     survived = Counter(shape_of(record.text) for record in records if record.line <= last_line)
     return [
         record
         for record in records
         if record.line > last_line and survived[shape_of(record.text)] < 2 and not is_harmless(record.text)
     ]
+
+
+def announcing(log: Log) -> set[int]:
+    """The lines right above exceptions that ended no program, as the log goes on."""
+    last_line = log.last_lines[-1][0] if log.last_lines else 0
+    records = (record for record in log.records if record.line + WENT_ON < last_line)
+    return {record.line - 1 for record in records if left_program_running(record, log)}
 
 
 def ends_in(pattern: re.Pattern[str], log: Log) -> bool:
@@ -110,8 +120,9 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
     trouble = []
     for log in logs:
         threads = [record.line for record in log.records if left_program_running(record, log)]
-        threads += [number for number, text in log.last_lines if IGNORED.match(text)]
         lines = log.last_lines[-LAST_CHECKED:]
+        if log.last_ignored is not None and lines and lines[0][0] - log.last_ignored <= WENT_ON:  # its traceback
+            threads.append(log.last_ignored)
         results = [number for number, text in lines if is_result(text)]
         last_good = max([log.last_progress_line, *results])
         was_shut_down = any(SHUT_DOWN.search(text) for _, text in log.last_lines)
@@ -132,7 +143,9 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
         if not ends_in(SUMMARY, log)
         for passed in [passed_shapes(log)]
         for last_line in [log.last_lines[-1][0] if log.last_lines else 0]
+        for above in [announcing(log)]
         for record in log.records
+        if record.line not in above
         if record.line > last_line - WENT_ON or not (passed is None or shape_of(record.text) in passed)
         if is_trouble(record.text) and not (left_program_running(record, log) or failed_at_import(record))
         if not (NOT_FOUND.search(record.text) and record.line + WENT_ON < last_line)

@@ -39,7 +39,7 @@ EXCEPTION = re.compile(
 IN_TRACEBACK = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: |:$|$)")
 BARE_EXCEPTION = re.compile(  # without a traceback above it; stricter, because prose contains such names too
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|_?[a-z]\w*\.[A-Z]\w*)?(?:Error|Exception|KeyboardInterrupt|ExceptionGroup))"
-    r"(?:\(\w+\))?(?:: |:$|$)"
+    r"(?:\(\w+\))?(?:: (?![-+.\de]+$)|:$|$)"  # not a measure
 )
 # a stack dump shows where a process is, not an error
 STACK = re.compile(r"\(most recent call first\)|^Stack \(most recent call|^Fatal Python error: ")
@@ -103,6 +103,7 @@ class TracebackReader:
     def __init__(self) -> None:
         self._open: dict[str, Unfinished] = {}
         self._ignored: dict[str, int] = {}  # by stream: the line that announced one
+        self.last_ignored: int | None = None
         # by stream: sys.excepthook failed, the exception that it was called for follows
         self._hooks: dict[str, Record] = {}
         self._assertions: dict[str, list[str]] = {}  # by stream: a source line whose traceback lacks its first lines
@@ -163,7 +164,7 @@ class TracebackReader:
         if CHAIN.search(text):
             self._open.pop(key, None)
         elif match := IGNORED.match(text):
-            self._ignored[key] = number
+            self._ignored[key] = self.last_ignored = number
             if match["hook"]:
                 self._hooks[key] = Record("exception", HOOK_FAILED, number, line.rank, line.host, line.time, step)
         elif match := SPAWNED.search(text):

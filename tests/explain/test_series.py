@@ -197,12 +197,12 @@ def test_an_offline_run_of_wandb_is_read(wandb_folder):
 
 def test_a_cut_or_damaged_run_of_wandb_gives_what_is_whole_and_says_so(wandb_folder, tmp_path):
     whole = only(wandb_folder, "run-*.wandb").read_bytes()
-    for end in range(1, len(whole), 997):
+    for end in (*range(1, len(whole), 997), len(whole) - 1):
         (tmp_path / "a.wandb").write_bytes(whole[:end])
         curves, notes = read(tmp_path / "a.wandb")
         values = curves["train/loss"].values if curves else []
         assert values == LOSSES[: len(values)]
-    assert len(values) == 100 and "cut or damaged at byte" in notes[0]
+    assert len(values) >= 100 and "cut or damaged at byte" in notes[0]
     damaged = bytearray(whole)
     damaged[whole.index(json.dumps(LOSSES[60]).encode())] ^= 1
     (tmp_path / "a.wandb").write_bytes(damaged)

@@ -1338,6 +1338,16 @@ def test_an_exception_that_is_logged_as_a_warning_ends_nothing():
         "Some model parameters or buffers are not found in the checkpoint:",
         "| exit_timeout          | 30         |",
         "7. panic (0.009856)",
+        "INFO:jax._src.xla_bridge:822: Unable to initialize backend 'tpu': INTERNAL: Failed to open libtpu.so",
+        "ERROR: External init callback must run in same thread as registerClient (-1560304064 != 1860134720)",
+        '{"level":"ERROR","msg":"dialing: google: could not find default credentials"}',
+        "`use_cache=True` is incompatible with gradient checkpointing. Setting `use_cache=False`...",
+        "If error occurs - run training with flag: -dont_show",
+        'HTTP Request: HEAD https://huggingface.co/gpt2/resolve/main/chat_template.jinja "HTTP/1.1 404 Not Found"',
+        "async-timeout             4.0.3                    pypi_0    pypi",
+        "MailUser=ana@lab.org MailType=END,FAIL",
+        "Error: 1.4249672553034998e-09",
+        "/data/images/cat136.jpg",
     ],
 )
 def test_words_that_only_look_like_trouble_hide_no_health(line):
@@ -1382,3 +1392,30 @@ def test_a_run_that_stands_at_a_debugger_s_prompt_is_not_healthy():
     stops = "> /work/reward.py(53)score()\n-> row = rows[i]\n(Pdb) \n"
     assert verdict(STEPS + "100%|##########| 105/105 [00:00<?, ?it/s]\n" + stops).cause == "unknown"
     assert verdict(STEPS + stops + STEPS).cause == "healthy"
+
+
+def test_the_steps_that_ranks_still_report_after_the_scheduler_cancelled_them_are_no_health():
+    bar = "\n".join(f"  3%|3         | {n}/4545 [06:49<3:01:16,  2.48s/it]" for n in range(155, 166))
+    cancelled = "  3%|3         | 154/4545 [06:47<3:04:04,  2.52s/it]slurmstepd: error: *** STEP 42.0 ON n1 CANCELLED AT 2025-07-12 ***\n"
+    assert verdict(STEPS + cancelled + bar + "\n").cause == "slurm-cancelled"
+
+
+def test_what_python_ignored_at_the_very_end_of_a_log_is_no_failure():
+    ignored = (
+        "Exception ignored in atexit callback: <function save at 0x7f4c0bd832e0>\nTraceback (most recent call last):\n"
+    )
+    frames = "".join(f'  File "save.py", line {n}, in save\n    save(path)\n' for n in range(7))
+    end = "FileNotFoundError: [Errno 2] No such file or directory: 'a.tmp' -> 'a'\n"
+    assert verdict(STEPS + ignored + frames + end).cause == "healthy"
+    assert verdict(STEPS + frames.replace("in save", "in <module>") + end).cause != "healthy"
+
+
+def test_what_a_tracker_could_not_find_out_about_the_environment_is_no_failure():
+    saving = "ERROR [system_info.py:_save_conda():218] Error saving conda packages: [Errno 2] No such file or directory: 'conda'\n"
+    frame = '  File "/venv/site-packages/wandb/sdk/internal/system/system_info.py", line 214, in _save_conda\n    subprocess.call(\n'
+    inner = '  File "/usr/lib/python3.12/subprocess.py", line 1704, in _execute_child\n    raise child_exception_type\n'
+    end = "FileNotFoundError: [Errno 2] No such file or directory: 'conda'\n"
+    text = f"{saving}Traceback (most recent call last):\n{frame}{inner}{end}"
+    assert verdict(text + "".join(f"file {n} was saved\n" for n in range(60))).cause == "healthy"
+    own = text.replace("/venv/site-packages/wandb/sdk/internal/system/", "")
+    assert verdict(own + "".join(f"file {n} was saved\n" for n in range(60))).cause == "system-tool-missing"

@@ -78,9 +78,10 @@ def split_start(chunks: Iterable[bytes]) -> tuple[bytes, Iterator[bytes]]:
 
 def is_utf16(first: bytes) -> bool:
     start = first[:START_BYTES]
-    return start.startswith((b"\xff\xfe", b"\xfe\xff")) or (
-        0.4 < start.count(0) / max(1, len(start)) < 0.7 and len(start) > 8
-    )
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return True
+    in_turn = sorted((start[0::2].count(0), start[1::2].count(0)))  # a hole in a log has them side by side
+    return 0.4 < sum(in_turn) / max(1, len(start)) < 0.7 and len(start) > 8 and in_turn[0] < in_turn[1] / 2
 
 
 def is_binary(first: bytes) -> bool:

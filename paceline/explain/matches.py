@@ -109,11 +109,14 @@ PROGRAM_ENDED = re.compile(
 CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
 )
+ENDS = re.compile(rf"{CANCELLED_STEP.pattern}|(?i:ctrl ?[-+] ?c\b)")  # each time that it comes
 FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog, Slurm
     r"[Ss]top [Tt]raining$|terminating training|block: \[[\d,]+\], thread: \[[\d,]+\] Assertion "
     r"|Watchdog caught collective operation timeout|taking the entire process down"
     r"|\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED"
 )
+# bitsandbytes says what to do, and what imports it goes on
+NOT_SET_UP, MAX_ADVICE = re.compile(r"^CUDA Setup failed despite (?:CUDA|GPU) being available"), 4
 DIED = re.compile(r"\bdied with <Signals\.SIG")  # as Python reports the end of a child
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
 NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt|\w*Warning)(?:\w+\.)*(?:[A-Z]\w+|error)(?::|$)")
@@ -170,7 +173,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         if id(record) in harmless_ids:
             continue
         shape = shape_of(record.text)
-        is_end = ended_program(record) or CANCELLED_STEP.search(record.text)
+        is_end = ended_program(record) or ENDS.search(record.text)
         continued = run_continued(record, log, continuation) or (survived[shape] >= 2 and not is_end)
         survived[shape] += continued
         # launchers write exits and signals as warnings too
@@ -265,6 +268,8 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     A shell script goes on without a program that it does not find, and what fails for that reason says so itself.
     """
     last_line = log.last_lines[-1][0] if log.last_lines else 0
+    if NOT_SET_UP.search(record.text):
+        return last_line - record.line > MAX_ADVICE
     if FATAL.search(record.text) and last_line - record.line <= BUFFERED_LINES:
         return False  # the process ends; the steps behind it are other processes' or were in a buffer
     if record.kind == "signal" and any(0 < r.line - record.line < WENT_ON and DIED.search(r.text) for r in log.records):
@@ -298,7 +303,8 @@ def is_warned_of(record: Record, log: Log) -> bool:
     """Whether a logger wrote an exception behind a warning of its own."""
     lines = (other for other in log.records if other.kind == "line" and other.rank == record.rank)
     before = [other for other in lines if 0 < record.line - other.line <= 2]
-    return record.kind == "exception" and bool(before) and WARNED.search(before[-1].text) is not None
+    is_logged = record.kind == "exception" and not ended_program(record)
+    return is_logged and bool(before) and WARNED.search(before[-1].text) is not None
 
 
 def is_handled(record: Record, log: Log) -> bool:

@@ -104,6 +104,7 @@ class ProgressTracker:
         self.rewards: list[LossPoint] = []  # of a policy
         self.scores: list[LossPoint] = []  # accuracies of evaluations
         self._epoch, self._first_epoch = 0, sys.maxsize
+        self._header = ""  # the last line that reports an epoch alone
         self._finite_lines: list[str] = []  # the first lines without NaN
         self._labels: Counter[str] = Counter()  # by the words before a value: how often it was finite on these
         self._lost: dict[str, list[ProgressLine]] = {}  # its values since, that are NaN
@@ -132,8 +133,8 @@ class ProgressTracker:
         if progress is not None and progress.name == MEAN_LOSS:
             counts = not self._losses and (self._last_step or 0) >= MIN_MEAN
             progress = replace(progress, step=self._last_step) if counts else None
-        if progress is None and match is not None:
-            progress = StepLoss(None, None)
+        if progress is None and match is not None and text != self._header:
+            progress, self._header = StepLoss(None, None), text
         if progress is not None and progress.loss is not None and self._is_evaluation:
             progress = replace(progress, name="eval_loss")
         self._is_evaluation = len(text) < MAX_TITLE and EVALUATION_TITLE.match(text) is not None

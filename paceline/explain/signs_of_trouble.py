@@ -15,7 +15,9 @@ from paceline.explain.log import PROMPT, Log
 from paceline.explain.matches import (
     EXIT_ZERO,
     IGNORABLE,
+    MAX_ADVICE,
     NOT_FOUND,
+    NOT_SET_UP,
     WARNING_LINE,
     WENT_ON,
     is_serving,
@@ -36,7 +38,7 @@ NAME = re.compile(  # of an argument or a test, with such a word in it
 WEAK, MAX_WEAK = re.compile(r"(?i)cannot|can't|unable"), 80  # where a sentence begins so; further on it is prose
 MIN_REPEATED = 3  # suspicious lines that are alike, far from the end: the program went on each time
 RESULT = re.compile(  # of work that ended
-    r"(?i).*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)[!.。！]*$"
+    r"(?i).*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)[!.。！]*$|(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished)\W*$"
     # of a server that waits or has answered
     r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
     r"|(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
@@ -149,6 +151,7 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
         if record.line > last_line - WENT_ON or not (passed is None or shape_of(record.text) in passed)
         if is_trouble(record.text) and not (left_program_running(record, log) or failed_at_import(record))
         if not (NOT_FOUND.search(record.text) and record.line + WENT_ON < last_line)
+        if not (NOT_SET_UP.search(record.text) and record.line + MAX_ADVICE < last_line)
     ]
 
 

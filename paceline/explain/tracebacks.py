@@ -72,6 +72,8 @@ SHOWN_WITH_SOURCE = ("ZeroDivisionError: ", "IndexError: list index out of range
 WRITES = re.compile(r"\bopen\((?:.*, *)?(?:mode *= *)?['\"][wax][bt+]{0,2}['\"]")
 ONE_LINE = re.compile(
     r"(?:\w+\.)*(?:KeyError: |\w+Error: \[(?:Errno|WinError) -?\d+\] .*)(?P<quote>['\"]).*(?P=quote)$"
+    r"|NameError: name '\w+' is not defined|AttributeError: '[\w.]+' object has no attribute '\w+'"
+    r"|ModuleNotFoundError: No module named '[\w.]+'$"
 )
 NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
     r"^\[|^\d{4}-\d\d|^(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|FATAL)\b|^(?:wandb|srun|slurmstepd|INFO|W|E|I) ?[:\[]"

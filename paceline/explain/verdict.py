@@ -13,6 +13,7 @@ from paceline.explain.blame import culprit_rank, rank_blamed_by_launcher, rank_i
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
+from paceline.explain.lines import split_prefix
 from paceline.explain.log import Log
 from paceline.explain.matches import (
     MIN_STEPS,
@@ -65,6 +66,11 @@ ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain
 
 DIGITS = str.maketrans("", "", "0123456789")
 TRAINING_BEGINS = re.compile(r"(?i)\b(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training\W*$")
+MIN_OUTPUT = 50  # lines: fewer whose end only announces work do not show that it was done
+ANNOUNCES = re.compile(
+    r"(?i)(?<!exiting)(?:\.\.\.|…)\W*$|^\W*\{'\w+': |\bNamespace\(|\bepoch\W*[01]\b(?!.*\d\.\d)|^(?:loading|retrying|starting)\b"
+    r"|(?:^\W*|- )(?:optimizer|(?:number of )?(?:trainable )?param(?:eter)?s?|args|arguments|config)\b.{0,20}:"
+)
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
 # a record of numbers
 METRICS = re.compile(r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}')
@@ -268,10 +274,12 @@ def hardly_began(log: Log) -> bool:
 def is_ordinary(log: Log) -> bool:
     """Whether a log without progress ends with ordinary output: of a program, not of free or nvidia-smi, and decoded.
 
-    Training that is announced at the very end did not get to its first step.
+    Training that is announced at the very end did not get to its first step, nor did what was announced in a short log.
     """
     ordinary = {number for number, text in log.last_lines if not MONITOR.search(text)}
     begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
+    if log.last_lines and log.last_lines[-1][0] - log.first_line < MIN_OUTPUT and not ends_well(log):
+        begins = begins or any(ANNOUNCES.search(split_prefix(text).text) for _, text in log.last_lines[-LAST_CHECKED:])
     is_decoded = not any("\ufffd" in text for _, text in log.last_lines)
     return (len(ordinary) >= MIN_LINES or ends_well(log)) and is_decoded and not begins
 

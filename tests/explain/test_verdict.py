@@ -1412,7 +1412,9 @@ def test_what_python_ignored_at_the_very_end_of_a_log_is_no_failure():
 
 def test_what_a_tracker_could_not_find_out_about_the_environment_is_no_failure():
     saving = "ERROR [system_info.py:218] Error saving conda packages: [Errno 2] No such file or directory: 'conda'\n"
-    frame = '  File "/venv/site-packages/wandb/sdk/internal/system/system_info.py", line 214, in _save_conda\n    call(\n'
+    frame = (
+        '  File "/venv/site-packages/wandb/sdk/internal/system/system_info.py", line 214, in _save_conda\n    call(\n'
+    )
     inner = '  File "/usr/lib/python3.12/subprocess.py", line 1704, in _execute_child\n    raise child_exception_type\n'
     end = "FileNotFoundError: [Errno 2] No such file or directory: 'conda'\n"
     text = f"{saving}Traceback (most recent call last):\n{frame}{inner}{end}"

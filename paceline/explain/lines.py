@@ -102,6 +102,32 @@ EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b")
 
 Fields = Mapping[str, Any]
 
+RECOVERED = (  # what a program does in place of what failed
+    r"\b(?:proceed|continu)ing (?:without|anyway)\b|\bbut continuing\b|\bfall(?:ing|s) ?back (?:to|on)\b"
+    r"|\b(?:going to|using) \S+ instead\b(?! of)|\btrying port \d|\bsome optimizations will not be enabled\b"
+    r"|, (?:trying|installing|downloading|creating|continuing|using|rebuilding|resuming|(?:start|train)ing from scratch)\b"
+)
+IGNORABLE = re.compile(  # or what a program says that it leaves out
+    r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b|\(ignor(?:ed|ing)\)|^\W*skip(?:ping|ped)?\b"
+    r"|\bwill be skipped\b"
+    r"|\bignor(?:e|ed|ing) (?:\w+ ){0,2}(?:errors?|exceptions?|failures?)\b|NCCL INFO dlvsym failed"
+    r"|\b(?:is|are|be) expected (?:if|when|as|since|because)\b"
+    # of what a launcher looks at, and of the libraries that DeepSpeed tries to link
+    rf"|{RECOVERED}|_is_a_lwp: open|select_algorithm\.py\b|^MESA-LOADER|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
+    r"|slurm_load_jobs error: Invalid job id"  # of squeue, when the job is over
+    r"|Error in callback <bound method _WandbInit\."  # of W&B in a notebook, behind every cell
+    r"|_cgroup_procs_check: |Cannot write to cgroup\.procs|TensorDispatcher: dlopen failed|\bexits with return code = [1-9]"
+    r"|^\w[\w. -]{2,40} {3,}not (?:built correctly|found|available)\b"  # a row of a table of the environment
+    r"|failed call to cuInit|Ignore above cudart dlerror"  # TensorFlow and XLA go on with the CPU
+    r"|xla_bridge\b.*Unable to initialize backend"  # JAX asks for each in turn
+    # torch's profiler; W&B, which asks which cloud it runs in
+    r"|External init callback must run in same thread|^ERROR: dialing: google: "
+    r"|NCCL WARN NET/OFI (?:Failed to initialize \w+ protocol|aws-ofi-nccl initialization failed|Initializing plugin)"  # others do
+    r"|^\S+\.pyi?:\d+:(?:\d+:)? (?:error|note): |^\d+\. \w+ \(-?[\d.]+\)$"  # mypy's lines, ranked words of a topic
+    r"|^Exception happened during processing of request from "  # a server's, which goes on
+    r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
+)
+
 
 @dataclass(frozen=True)
 class LogLine:

@@ -6,6 +6,7 @@ the limits are wider here, and a loss that hardly moves is no failure, but no si
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -64,6 +65,7 @@ HALF, TWO_CLASSES = 0.05, "ln 2, as of a guess between 2 classes"
 MIN_SCORES, NEAR_BEST = 3, 0.02  # points of evaluations, and the share by which the last may miss the best
 MIN_SAME_SCORES = 20  # evaluations
 TRAIN_RISE = 0.1  # of the loss of training, as a share
+EARLY_STOP = re.compile(r"(?i)\bearly[ -]?stop")
 
 
 def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation:
@@ -101,6 +103,8 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *(() if is_best_at_end(points["scores"]) else find_turns(losses, evaluations, scores)),
         *(() if any(map(may_fall, losses)) else find_same(points["scores"], points["held_out"])),
     ]
+    if any(EARLY_STOP.search(text) for log in logs for _, text in log.last_lines):  # what the training has waited for
+        return add_findings(explanation, [item for item in findings if item.cause != STANDS_STILL][:1])
     if not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None)):
         if len(flat.values) < MIN_STILL:
             return unproven(explanation, flat)

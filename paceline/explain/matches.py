@@ -14,6 +14,7 @@ from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER
 from paceline.explain.explanation import Record
 from paceline.explain.frames import PACKAGE, is_own, left_program_running, match_frames
+from paceline.explain.lines import IGNORABLE
 from paceline.explain.log import LAST_LINES, Log
 from paceline.explain.run_bounds import BUFFERED_LINES, ended_program, failed_at_import, shape_of
 
@@ -60,30 +61,6 @@ NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
 SERVED, MIN_SERVED = re.compile(r'HTTP/\d(?:\.\d)?" 20\d\b'), 3  # a request that was answered, in a log's last lines
 WENT_ON, BEFORE_DONE, MIN_REPEATS = 40, 8, 5  # lines; such about an item that was left out
-RECOVERED = (  # what a program does in place of what failed
-    r"\b(?:proceed|continu)ing (?:without|anyway)\b|\bbut continuing\b|\bfall(?:ing|s) ?back (?:to|on)\b"
-    r"|\b(?:going to|using) \S+ instead\b(?! of)|\btrying port \d|\bsome optimizations will not be enabled\b"
-    r"|, (?:trying|installing|downloading|creating|continuing|using|rebuilding|resuming|(?:start|train)ing from scratch)\b"
-)
-IGNORABLE = re.compile(  # or what a program says that it leaves out
-    r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b|\(ignor(?:ed|ing)\)|^\W*skip(?:ping|ped)?\b"
-    r"|\bignor(?:e|ed|ing) (?:\w+ ){0,2}(?:errors?|exceptions?|failures?)\b|NCCL INFO dlvsym failed"
-    r"|\b(?:is|are|be) expected (?:if|when|as|since|because)\b"
-    # of what a launcher looks at, and of the libraries that DeepSpeed tries to link
-    rf"|{RECOVERED}|_is_a_lwp: open|select_algorithm\.py\b|^MESA-LOADER|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
-    r"|slurm_load_jobs error: Invalid job id"  # of squeue, when the job is over
-    r"|Error in callback <bound method _WandbInit\."  # of W&B in a notebook, behind every cell
-    r"|_cgroup_procs_check: |Cannot write to cgroup\.procs|TensorDispatcher: dlopen failed|\bexits with return code = [1-9]"
-    r"|^\w[\w. -]{2,40} {3,}not (?:built correctly|found|available)\b"  # a row of a table of the environment
-    r"|failed call to cuInit|Ignore above cudart dlerror"  # TensorFlow and XLA go on with the CPU
-    r"|xla_bridge\b.*Unable to initialize backend"  # JAX asks for each in turn
-    # torch's profiler; W&B, which asks which cloud it runs in
-    r"|External init callback must run in same thread|^ERROR: dialing: google: "
-    r"|NCCL WARN NET/OFI (?:Failed to initialize \w+ protocol|aws-ofi-nccl initialization failed|Initializing plugin)"  # others do
-    r"|^\S+\.pyi?:\d+:(?:\d+:)? (?:error|note): |^\d+\. \w+ \(-?[\d.]+\)$"  # mypy's lines, ranked words of a topic
-    r"|^Exception happened during processing of request from "  # a server's, which goes on
-    r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
-)
 HANDLED = re.compile(r"(?i)\bfail\w*, (?:re)?(?:trying|installing|falling back)\b")
 MAX_QUOTED = 16  # lines below it that quote the error
 WARNED = re.compile(r"\bWARN(?:ING)?\b")

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 from paceline.explain.explanation import Record
 from paceline.explain.frames import left_program_running
-from paceline.explain.lines import split_prefix
+from paceline.explain.lines import IGNORABLE, split_prefix
 from paceline.explain.log import PROMPT, Log
 from paceline.explain.matches import (
     EXIT_ZERO,
-    IGNORABLE,
     MAX_ADVICE,
     NOT_FOUND,
     NOT_SET_UP,
@@ -38,13 +37,14 @@ NAME = re.compile(  # of an argument or a test, with such a word in it
 WEAK, MAX_WEAK = re.compile(r"(?i)cannot|can't|unable"), 80  # where a sentence begins so; further on it is prose
 MIN_REPEATED = 3  # suspicious lines that are alike, far from the end: the program went on each time
 RESULT = re.compile(  # of work that ended
-    r"(?i).*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)[!.。！]*$|(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished)\W*$"
+    r"(?i).*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)[!.。！]*$"
+    r"|(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished|done)\b(?:\W*$|[!.])"
     # of a server that waits or has answered
     r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
     r"|(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
     r"(?! (?:before|until|so far))"
 )
-SUCCESS = re.compile(r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b")
+SUCCESS = re.compile(r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b|\b(?<!no )success\W*$")
 SUMMARY = re.compile(  # of all the work, with the errors in it that a program expects
     r"^\W*(?:STATUS\W+)?(?:SUCCESS|COMPLETED?)\b(?! RATE)|\b0 failed\b|^\|.*\| *(?:±|\+/-) *\| *\d"
     r"|완료!?$"  # not the time that it took, which a script also prints behind what failed
@@ -63,7 +63,7 @@ STACK_FRAME = re.compile(  # of C++ in several forms, of Java
 # a count of none, a measure, the end of a tracker, a test of failures, a search for what is optional, a fallback
 NO_TROUBLE = re.compile(
     f"(?i){EXIT_ZERO}"
-    r"|\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
+    r"|\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)(?: \w+){0,2}\W{1,3}0\b|error[ _]rate"
     r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)|unable to register cu\w+ factory"
     r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk"
     r"|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\busing default\b"
@@ -75,7 +75,8 @@ NO_TROUBLE = re.compile(
     r"|\bpassed$|may contain errors|^\[['\"]|^\d+\. \w+ \(\d|conditions not met|not supported for all configurations of models"
     r"|\btimeout(?: is| was)? ?(?:set to|[:=] ?\d)"
     # what a program does about it, a line that is marked as good
-    r"|terminat\w+ condition\b|, attempting\b|[.,;:-] (?:but )?continu(?:e|es|ing)\b|^\W*[ℹ✅✓✔🏆🎉]"
+    r"|terminat\w+ (?:condition|normally)\b|, attempting\b|\bshould speed up\b|[.,;:-] (?:but )?continu(?:e|es|ing)\b"
+    r"|^\W*[ℹ✅✓✔🏆🎉]|^\|.*\| *(?:not supported|n/a) *\|$"  # a cell of a table
     # terminals, locales, screens and sound that a server lacks, decoders of pictures, films and sound, what looks for a device
     r"|Inappropriate ioctl|\bset(?:ting )?locale\b|XDG_RUNTIME_DIR|^(?:ALSA|Xlib|libEGL|libpng|libva|MESA-LOADER|qt\.\w+)\b"
     r"|\bGLFWError\b|^GKS: cannot open display|are not found in the checkpoint"

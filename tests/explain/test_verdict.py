@@ -1439,6 +1439,7 @@ def test_a_short_log_that_only_announces_work_does_not_show_that_it_was_done():
     ]
     assert [verdict(f"{began}{end}\n").cause for end in ends] == ["unknown"] * len(ends)
     assert verdict(began + "--- Epoch 1/3 ---\n" * 3).cause == "unknown"
+    assert verdict(began + "{'accuracy': 0.91, 'f1': 0.88}\n").cause == "healthy"
     assert verdict(began + "Testing completed\n").cause == verdict(began + "set-up 12\n").cause == "healthy"
     assert verdict(began * 5 + "Optimizer: Adam\n").cause == "healthy"
 

@@ -68,7 +68,8 @@ DIGITS = str.maketrans("", "", "0123456789")
 TRAINING_BEGINS = re.compile(r"(?i)\b(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training\W*$")
 MIN_OUTPUT = 50  # lines: fewer whose end only announces work do not show that it was done
 ANNOUNCES = re.compile(
-    r"(?i)(?<!exiting)(?:\.\.\.|…)\W*$|^\W*\{'\w+': (?!-?\d+\.\d)|\bNamespace\(|\bepoch\W*[01]\b(?!.*\d\.\d)|^(?:loading|retrying|starting)\b"
+    r"(?i)(?<!exiting)(?:\.\.\.|…)\W*$|^\W*\{'\w+': (?!-?\d+\.\d)|\bNamespace\(|\bepoch\W*[01]\b(?!.*\d\.\d)"
+    r"|^(?:loading|retrying|starting)\b"
     r"|(?:^\W*|- )(?:optimizer|(?:number of )?(?:trainable )?param(?:eter)?s?|args|arguments|config)\b.{0,20}:"
 )
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")

@@ -28,7 +28,7 @@ LAST_CHECKED = 3  # lines at the end of a log
 MAX_WORDS = 200  # characters in which a line tells of trouble; in a long one such a word can be in the data
 TROUBLE = re.compile(
     r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
-    r"|no such|not found|not supported|timed? ?out|out of memory|\bpanic|crash|\bXid\b|\bNVRM: (?!loading)"
+    r"|no such|not found|do(?:es)? ?n[o']t exist|not supported|timed? ?out|out of memory|\bpanic|crash|\bXid\b|\bNVRM: (?!loading)"
 )
 NAME = re.compile(  # of an argument or a test, with such a word in it
     r"\b[\w-]*(?:error|exception|fail|timeout|abort|kill|invalid|crash)[a-z]*_\w+"
@@ -88,7 +88,7 @@ NO_TROUBLE = re.compile(
     # Debian's packages, the head of nccl-tests' table, logging's own report, what docker build quotes of a command
     r"|^(?:debconf|invoke-rc\.d): |\bbusbw\b|--- Logging error ---|^#\d+ \d+\.\d+ "
 )
-ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
+ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|\[(?:error|fatal|critical)\]|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 
 
 def last_errors(log: Log) -> list[Record]:

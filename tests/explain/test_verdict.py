@@ -1489,3 +1489,9 @@ def test_what_bitsandbytes_does_not_find_stops_nothing_that_goes_on():
 def test_ctrl_c_that_a_program_reports_each_time_ends_the_last_run():
     pressed = "2025-04-07 08:06:07 - INFO - You pressed Ctrl+C! Saving the model and exiting...\n"
     assert verdict((STEPS + pressed) * 3 + "Saving interrupted model...\n").cause == "keyboard-interrupt"
+
+
+def test_lines_of_a_critical_level_are_no_ordinary_output():
+    line = "[2026-02-28 22:54:45] [workload] [critical] workload file: /data/all_reduce.16.et does not exist\n"
+    assert verdict(line * 20).cause == "unknown"
+    assert verdict("the cache folder does not exist\n" * 20).cause == "unknown"

@@ -71,6 +71,7 @@ NO_TROUBLE = re.compile(
     # PowerShell's words around whatever a program writes to stderr, transformers' about a mask that it builds itself
     r"|RemoteException|FullyQualifiedError|NativeCommandErr|attention mask is not set and cannot be inferred"
     r"|^\W*if\b|\bsetting `\w+=\w+`|\bMailType=|^[\w.-]+ +\d+(?:\.\w+)+(?: |$)"  # advice, sacct's fields, a list of packages
+    r"|\btracker file does not exist"  # verl begins without a checkpoint
     r"|^(?:HTTP Request: )?(?:GET|HEAD) https?://"  # httpx writes down each answer; what fails for it says so itself
     r"|\bpassed$|may contain errors|^\[['\"]|^\d+\. \w+ \(\d|conditions not met|not supported for all configurations of models"
     r"|\btimeout(?: is| was)? ?(?:set to|[:=] ?\d)"

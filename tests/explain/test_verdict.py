@@ -1349,6 +1349,7 @@ def test_an_exception_that_is_logged_as_a_warning_ends_nothing():
         "Error: 1.4249672553034998e-09",
         "/data/images/cat136.jpg",
         "Failed processes: 0",
+        "Checkpoint tracker file does not exist: /data/checkpoints/latest_checkpointed_iteration.txt",
         "Run 3 Error: [Errno 2] No such file or directory: 'a.pt', This run will be skipped.",
         "CREST terminated normally.",
         "|        - Board Limit (%)           | Not Supported                           |",

@@ -209,8 +209,10 @@ def find_turns(
 
 def rise_since(series: MetricSeries, at: int) -> CurveFinding | None:
     """A loss that is higher at its end than about a point of it."""
-    near, last = series.values[max(0, at - SPIKE) : at + SPIKE], series.values[-2 * SPIKE :]
-    has_risen = len(series.values) >= MIN_POINTS and median(last) > (1 + TRAIN_RISE) * median(near) > 0
+    width = max(SPIKE, len(series.values) // 20)  # more than an epoch's own course
+    near, last = series.values[max(0, at - width) : at + width], series.values[-2 * width :]
+    level = max(series.values[at], (1 + TRAIN_RISE) * median(near))
+    has_risen = len(series.values) >= MIN_POINTS and median(last) > level > 0
     return CurveFinding(DIVERGED, series, at) if has_risen else None
 
 

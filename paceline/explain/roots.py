@@ -132,8 +132,16 @@ def can_follow(event: Event, other: Event) -> bool:
     if event.cause.id in CRASHES and event.record.kind != "exception" and other.record.kind == "exception":
         ranks = {event.record.rank, other.record.rank} - {None}
         return len(ranks) < 2 and other.cause.follows is not True
+    if lacks_output(event.record, other.record) and event.place[0] == other.place[0]:
+        return True
     follows = event.cause.follows
     return follows if isinstance(follows, bool) else other.cause.id in follows
+
+
+def lacks_output(record: Record, other: Record) -> bool:
+    """Whether a script's later program does not find a file behind the end of another one, which may have had to write it."""
+    is_later = record.line > other.line and ended_program(record) and ended_program(other)
+    return is_later and record.text.startswith("FileNotFoundError") and record.frames[0] != other.frames[0]
 
 
 def is_root(event: Event, other: Event) -> bool:

@@ -102,8 +102,8 @@ def test_importing_a_module_prints_nothing_and_changes_no_environment():
     modules = [name_of(path) for path in MODULES if path.name != "rank.py"]
     if importlib.util.find_spec("triton") is None:
         modules = [name for name in modules if not name.endswith("_kernel")]
-    if importlib.util.find_spec("transformers") is None:
-        modules.remove("paceline.model.modeling_paceline")
+    # transformers takes longer to import than all else here; tests/train/test_export.py sees that this module prints nothing
+    modules.remove("paceline.model.modeling_paceline")
     code = (
         "import importlib, os, sys; before = dict(os.environ)\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"

@@ -68,6 +68,7 @@ def test_the_installed_torch_is_right():
     assert check.to_json()["right"] is True
 
 
+@pytest.mark.soak
 @pytest.mark.dist
 def test_of_a_torch_without_libuv_only_the_store_is_wrong(without_libuv, monkeypatch):
     for name, value in without_libuv.items():

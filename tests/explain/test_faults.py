@@ -20,11 +20,12 @@ LITTLE_MEMORY = ("memory", "memory.limit_in_bytes", "67108864")
 FEW_PROCESSES = ("pids", "pids.max", "8")
 DISK = "disk"
 
-QUICK = [  # a traceback among the ranks, and a rank that ends without a word
-    Fault("exception_on_one", "user-code-exception", 1, BAD_SAMPLE, nproc=3),
-    Fault("sigkill", "host-oom-killed", 1, "Signal 9"),
+QUICK = [  # a traceback among the ranks
+    Fault("exception_on_one", "user-code-exception", 1, BAD_SAMPLE),
 ]
 LONG = [
+    Fault("exception_on_one", "user-code-exception", 1, BAD_SAMPLE, nproc=3),
+    Fault("sigkill", "host-oom-killed", 1, "Signal 9"),
     Fault("healthy", "healthy", None, "training finished"),
     Fault("disk_full", "disk-full", 0, "unexpected pos", around=small_disk(DISK, "256k"), args=(DISK,)),
     Fault("ddp_unused", "ddp-unused-parameters", EVERY, "find_unused_parameters"),

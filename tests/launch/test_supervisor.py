@@ -42,12 +42,14 @@ JOINS = """
 """
 
 
-def test_a_run_that_succeeds_has_its_events_the_whole_output_of_each_rank_and_leaves_nothing(launch, tmp_path):
+def test_a_run_of_any_name_that_succeeds_has_its_events_the_whole_output_of_each_rank_and_leaves_nothing(
+    launch, tmp_path
+):
     script = """
         import os, subprocess, sys, time
         from pathlib import Path
         os.write(1, b"first\\n")
-        print("out", os.environ["RANK"])
+        print("out", os.environ["RANK"], sys.argv[0])
         print("err", os.environ["RANK"], file=sys.stderr)
         subprocess.Popen(["sleep", "600"])  # as a data loader
         subprocess.Popen(["sleep", "601"], start_new_session=True)  # as a tracker
@@ -56,7 +58,8 @@ def test_a_run_that_succeeds_has_its_events_the_whole_output_of_each_rank_and_le
             time.sleep(0.02)
         os.write(1, b"last, no newline")
     """
-    running = launch(script).wait_until_running()
+    name = "größe 模型, a run with spaces, a quote ' and $HOME"  # any path works
+    running = launch(script, name=name).wait_until_running()
     assert any(process.cmdline() == ["sleep", "601"] for process in running.tree)
     (tmp_path / "end").touch()
     ended = running.end()
@@ -65,8 +68,9 @@ def test_a_run_that_succeeds_has_its_events_the_whole_output_of_each_rank_and_le
     assert ended.events() == ["attempt", "attempt_ended"]
     attempt = ended.event("attempt")
     assert (attempt["nproc"], attempt["world_size"], len(attempt["pids"])) == (2, 2, 2)
-    assert ended.log(0) == "first\nout 0\nerr 0\nready\nlast, no newline"
-    assert ended.log(1) == "first\nout 1\nerr 1\nready\nlast, no newline"
+    for rank in range(2):
+        script = f"{ended.run.path}.py"
+        assert ended.log(rank) == f"first\nout {rank} {script}\nerr {rank}\nready\nlast, no newline"
 
 
 @pytest.mark.soak
@@ -249,13 +253,6 @@ def test_ctrl_c_before_the_workers_have_started_ends_as_interrupted(launch):
     running.signal(signal.SIGINT)
     ended = running.end()
     assert (ended.exit_code, ended.outcome["state"]) == (130, "interrupted")
-
-
-def test_any_run_path_works(launch):
-    name = "größe 模型, a run with spaces, a quote ' and $HOME"
-    ended = launch("import sys; print('ready', sys.argv[0])", name=name, nproc=1).end()
-    assert ended.exit_code == 0
-    assert ended.log(0) == f"ready {ended.run.path}.py\n"
 
 
 @pytest.mark.soak

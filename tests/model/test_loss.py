@@ -1,5 +1,7 @@
 """The chunked loss against torch's cross entropy of soft-capped logits, and its memory."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -165,9 +167,15 @@ def test_a_bf16_weight_can_take_its_gradient_in_fp32_into_a_flat_buffer():
 
 
 @pytest.mark.slow
-@pytest.mark.compiler
-def test_the_compiled_loss_equals_the_eager_one():
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",  # the graph that inductor makes kernels of
+        pytest.param("inductor", marks=(pytest.mark.compiler, pytest.mark.soak)),  # a quarter of a minute of C++
+    ],
+)
+def test_the_compiled_loss_equals_the_eager_one(backend, monkeypatch):
     tensors = case()
-    loss_module.compile_once.cache_clear()
+    monkeypatch.setattr(loss_module, "compile_once", functools.partial(loss_module.compile_once, backend=backend))
     for compiled, eager in zip(ours(*tensors, compiled=True), ours(*tensors), strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)

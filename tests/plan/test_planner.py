@@ -184,7 +184,7 @@ MACHINES = st.one_of(
 )
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(keys=CONFIGS, machine=MACHINES)
 def test_the_flags_of_a_fix_applied_as_they_are_written_give_a_plan(keys, machine):
     config = Config(**{"num_steps": 5, **keys})

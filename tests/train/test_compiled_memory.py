@@ -161,7 +161,7 @@ def node_bytes(node: fx.Node) -> int:
 
 
 STEPS = {
-    "bf16": compiled_setup(depth=2, precision="bf16", sequence_len=256, logits_budget_bytes=MIB),
+    "bf16": compiled_setup(depth=1, precision="bf16", sequence_len=256, logits_budget_bytes=MIB),
 }
 # a graph for each layer; few words, since lm_head's gradient is a matter of the loss
 BLOCK_STEPS = {

@@ -27,9 +27,9 @@ from paceline.train.exact import trace_steps
 MIB = 1 << 20
 PROFILED = {
     "depth 2, checkpointed, two micro-steps": setup_of(depth=2, activation_checkpointing=True, grad_accum_steps=2),
-    "depth 3, bf16, replicated AdamW": setup_of(depth=3, precision="bf16", optimizer="adamw", shard="none"),
 }
 SOAK_PROFILED = {
+    "depth 3, bf16, replicated AdamW": setup_of(depth=3, precision="bf16", optimizer="adamw", shard="none"),
     "depth 4, bf16, chunks, shared keys": setup_of(depth=4, precision="bf16", logits_budget_bytes=MIB, n_kv_head=1),
     "depth 2": setup_of(depth=2),
     "depth 4, long rows": setup_of(depth=4, sequence_len=640, device_batch_size=1),
@@ -219,8 +219,15 @@ ONE_SIDED = {  # activations, or tables, outweigh all else
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setup", ONE_SIDED.values(), ids=ONE_SIDED)
-def test_the_closed_form_of_a_backward_is_the_trace_within_half_a_per_cent(setup: MemorySetup):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.soak) if name == "gradients go into DDP's buckets" else name
+        for name in ONE_SIDED
+    ],
+)
+def test_the_closed_form_of_a_backward_is_the_trace_within_half_a_per_cent(name: str):
+    setup = ONE_SIDED[name]
     planned = next(phase.bytes for phase in phases(setup) if phase.name == "backward")
     assert planned == pytest.approx(trace_steps(setup).peaks["backward"], rel=0.005)
 

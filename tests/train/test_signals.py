@@ -69,30 +69,27 @@ class Ending(NamedTuple):
 
 
 class Disturbed(NamedTuple):
-    """A run that was stopped by Ctrl-C, resumed, stopped by a batch system's warning, and resumed again; then a rank was killed."""
+    """A run that was stopped by Ctrl-C and resumed; then a rank was killed."""
 
     run: Path
     interrupted: Ending
-    warned: Ending
     killed: Ending
 
 
 @pytest.fixture(scope="module")
 def disturbed(shop) -> Disturbed:
     running, run = start(shop, "disturbed", save_every=5), shop.folder / "runs" / "disturbed"
-    endings = []
-    for signum in (signal.SIGINT, signal.SIGUSR1):
-        running.process.send_signal(signum)
-        output = running.end()
-        endings.append(Ending(running.process.returncode, output, saved_steps(run)))
-        running = Running(run, shop.resume_command(run))
-    wait_for(lambda: len(saved_steps(run)) > len(endings[-1].saved_steps))
+    running.process.send_signal(signal.SIGINT)
+    output = running.end()
+    interrupted = Ending(running.process.returncode, output, saved_steps(run))
+    running = Running(run, shop.resume_command(run))
+    wait_for(lambda: len(saved_steps(run)) > len(interrupted.saved_steps))
     os.kill(running.workers[1], signal.SIGKILL)
     output = running.end()
-    return Disturbed(run, *endings, Ending(running.process.returncode, output, saved_steps(run)))
+    return Disturbed(run, interrupted, Ending(running.process.returncode, output, saved_steps(run)))
 
 
-def test_a_run_that_was_interrupted_warned_and_killed_has_the_bits_of_an_unbroken_one(disturbed, unbroken):
+def test_a_run_that_was_interrupted_and_killed_has_the_bits_of_an_unbroken_one(disturbed, unbroken):
     assert disturbed.killed.exit_code == 0, disturbed.killed.output
     assert final_bits(disturbed.run) == final_bits(unbroken)
     assert steps_of(disturbed.run) == list(range(1, STEPS + 1))
@@ -110,18 +107,10 @@ def test_ctrl_c_saves_ends_with_130_and_shows_how_to_resume(disturbed):
     assert output.rstrip().endswith(f"paceline resume {shlex.quote(str(disturbed.run))}")
 
 
-def test_the_warning_of_a_batch_system_saves_and_ends_with_130(disturbed):
-    exit_code, output, saved = disturbed.warned
-    assert exit_code == 130, output
-    step = events(disturbed.run, "stopped")[1]["step"]
-    assert saved[-1] == step and saved.count(step) == 1
-    assert [event["signal"] for event in events(disturbed.run, "stopping")] == ["SIGINT", "SIGUSR1"]
-
-
 def test_a_killed_rank_is_replaced_within_the_command(disturbed):
     [decision] = events(disturbed.run, "decision")
     assert (decision["action"], decision["cause"], decision["rank"]) == ("retry", "killed-from-outside", 1)
-    assert len(events(disturbed.run, "attempt")) == 4
+    assert len(events(disturbed.run, "attempt")) == 3
 
 
 @pytest.mark.soak

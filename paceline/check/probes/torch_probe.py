@@ -7,6 +7,7 @@ torch takes seconds, and nothing changes until torch, the driver or the environm
 """
 
 import ctypes
+import gc
 import importlib.util
 import json
 import os
@@ -117,6 +118,7 @@ def run_stages(section: Json, *, deadline_s: float) -> str | None:
 
 def describe_torch(send: Callable[[Json], None]) -> None:
     """Runs every stage in the child; the error of the first failing stage becomes the section's."""
+    gc.disable()  # for a process this short: collections would add a sixth to the time of the import
     try:
         import torch
     except BaseException as error:  # SystemExit too

@@ -347,7 +347,8 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
 
 def main() -> None:
     if "_ARGCOMPLETE" in os.environ:  # a shell that asks for completions
-        complete({name: takes for name, (_, takes) in COMMANDS.items()})
+        cards = import_module("paceline.plan.gpu_table").gpu_table()
+        complete({name: takes for name, (_, takes) in COMMANDS.items()}, gpus=[card.name for card in cards])
     sys.exit(run_command(sys.argv[1:]))
 
 

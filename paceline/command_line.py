@@ -105,9 +105,8 @@ class Parameter:
 
     @property
     def value_name(self) -> str:
-        if self.name.endswith("_s"):
-            return "SECONDS"
-        return self.value or ("|".join(self.choices) or VALUE_NAMES[self.kinds[0]])
+        name = "SECONDS" if self.name.endswith("_s") else self.value
+        return name or "|".join(self.choices) or VALUE_NAMES[self.kinds[0]]
 
     @property
     def flags(self) -> list[str]:
@@ -144,11 +143,12 @@ class Parameter:
     def expected(self) -> str:
         """'an integer from 1 to 512', 'one of fp32, bf16, fp16', 'true or false' ..."""
         text = {bool: "true or false", int: "an integer", float: "a number"}.get(self.kinds[0], "text")
-        text = f"one of {', '.join(('true', 'false') * self.is_switch + self.choices)}" if self.choices else text
+        choices = ", ".join(("true", "false") * self.is_switch + self.choices)
+        text = f"one of {choices}" if self.choices and int not in self.kinds else text
         form = "{:,}" if int in self.kinds else "{:g}"
         text += f" from {form.format(self.low)}" if self.low > -math.inf else ""
         text += f" to {form.format(self.high)}" if self.high < math.inf else ""
-        return text + (", or auto" if self.is_optional else "")
+        return ", or ".join((text, *self.choices * (int in self.kinds), *("auto",) * self.is_optional))
 
     def parse(self, text: str) -> Any:
         """The value of a command line's text, checked; raises UsageError."""
@@ -168,7 +168,7 @@ class Parameter:
 
     def problem(self, value: Any) -> str | None:
         """Why a value of the right type is refused."""
-        if self.choices and value not in self.choices and not (self.is_switch and isinstance(value, bool)):
+        if self.choices and isinstance(value, str) and value not in self.choices:
             return "not known"
         if "\0" in str(value):
             return "not text"

@@ -16,7 +16,7 @@ class RunsOptions(JsonOption):
     $ paceline runs --json | jq .[0].val_bpb
     """
 
-    dir: str = positional("DIR", "the folder that holds the runs", default="runs")
+    runs_dir: str = positional("DIR", "the folder that holds the runs", default="runs", has_flag=True)
 
 
 class RunsShowOptions(JsonOption, RunsOption):

@@ -157,9 +157,8 @@ def runs(args: run_options.RunsOptions) -> None:
         import_module("paceline.launch.queue").record_job_ends(queued, runs_dir=args.runs_dir)
         statuses = run_list.read()
     if not statuses and not args.json:
-        run = next(
-            (path for path in (args.runs_dir, f"runs/{args.runs_dir}") if Path(path, "config.toml").is_file()), None
-        )
+        places = (args.runs_dir, f"runs/{args.runs_dir}")
+        run = next((path for path in places if Path(path, "config.toml").is_file()), None)
         if run:
             raise PacelineError(f"{run} is a run, not a folder of runs", fix=f"paceline runs show {shlex.quote(run)}")
         raise PacelineError(f"no runs in {args.runs_dir}", fix="paceline train makes one")

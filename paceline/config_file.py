@@ -104,8 +104,7 @@ def read_config_file(path: Path, flags: Mapping[str, Any]) -> tuple[dict[str, An
         message = other_kind or f"config file {path} is not valid TOML: {error}"
         raise PacelineError(message, fix=_fix_for(text)) from error
     if other_kind:
-        fix = shlex.join(["mv", str(path), str(path.with_suffix(".toml"))])
-        raise PacelineError(other_kind, fix=fix)
+        raise PacelineError(other_kind, fix=shlex.join(["mv", str(path), str(path.with_suffix(".toml"))]))
     values = {name: checked_value(name, value, where=str(path)) for name, value in table.items()}
     return values, drop_rate(values, flags, own=values.get("optimizer", OPTIMIZER), file=path.name)
 

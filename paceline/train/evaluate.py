@@ -161,9 +161,7 @@ def load_model(run: RunDir, *, step: int | str | None, device: str | None) -> tu
     plan = read_run_file(run.plan_json, Plan.from_json)
     if isinstance(step, str):
         if (best := best_checkpoint(manifest for _, manifest in list_checkpoints(run.checkpoints))) is None:
-            raise PacelineError(
-                f"no checkpoint of {run.name} has a val_bpb", fix="leave --step out: the newest is taken"
-            )
+            raise PacelineError(f"no checkpoint of {run.name} has a val_bpb", fix="leave --step out for the newest")
         step = best.step
     if step is None:
         path, notes = newest_good(run.checkpoints, set_aside=False)

@@ -152,15 +152,16 @@ def runs(args: run_options.RunsOptions) -> None:
     from paceline.watch.snapshot import finite
     from paceline.watch.status import RunList, format_runs
 
-    statuses = (run_list := RunList(Path(args.dir))).read()
+    statuses = (run_list := RunList(Path(args.runs_dir))).read()
     if queued := [status.path for status in statuses if status.state == "queued"]:  # a job may have ended in the queue
-        import_module("paceline.launch.queue").record_job_ends(queued, runs_dir=args.dir)
+        import_module("paceline.launch.queue").record_job_ends(queued, runs_dir=args.runs_dir)
         statuses = run_list.read()
     if not statuses and not args.json:
-        run = next((path for path in (args.dir, f"runs/{args.dir}") if Path(path, "config.toml").is_file()), None)
+        places = (args.runs_dir, f"runs/{args.runs_dir}")
+        run = next((path for path in places if Path(path, "config.toml").is_file()), None)
         if run:
             raise PacelineError(f"{run} is a run, not a folder of runs", fix=f"paceline runs show {shlex.quote(run)}")
-        raise PacelineError(f"no runs in {args.dir}", fix="paceline train makes one")
+        raise PacelineError(f"no runs in {args.runs_dir}", fix="paceline train makes one")
     print(json.dumps(finite(list(map(asdict, statuses))), indent=1) if args.json else format_runs(statuses))
 
 
@@ -347,7 +348,8 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
 
 def main() -> None:
     if "_ARGCOMPLETE" in os.environ:  # a shell that asks for completions
-        complete({name: takes for name, (_, takes) in COMMANDS.items()})
+        cards = import_module("paceline.plan.gpu_table").gpu_table()
+        complete({name: takes for name, (_, takes) in COMMANDS.items()}, gpus=[card.name for card in cards])
     sys.exit(run_command(sys.argv[1:]))
 
 

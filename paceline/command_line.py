@@ -105,9 +105,8 @@ class Parameter:
 
     @property
     def value_name(self) -> str:
-        if self.name.endswith("_s"):
-            return "SECONDS"
-        return self.value or ("|".join(self.choices) or VALUE_NAMES[self.kinds[0]])
+        name = "SECONDS" if self.name.endswith("_s") else self.value
+        return name or "|".join(self.choices) or VALUE_NAMES[self.kinds[0]]
 
     @property
     def flags(self) -> list[str]:
@@ -144,11 +143,12 @@ class Parameter:
     def expected(self) -> str:
         """'an integer from 1 to 512', 'one of fp32, bf16, fp16', 'true or false' ..."""
         text = {bool: "true or false", int: "an integer", float: "a number"}.get(self.kinds[0], "text")
-        text = f"one of {', '.join(('true', 'false') * self.is_switch + self.choices)}" if self.choices else text
+        choices = ", ".join(("true", "false") * self.is_switch + self.choices)
+        text = f"one of {choices}" if self.choices and int not in self.kinds else text
         form = "{:,}" if int in self.kinds else "{:g}"
         text += f" from {form.format(self.low)}" if self.low > -math.inf else ""
         text += f" to {form.format(self.high)}" if self.high < math.inf else ""
-        return text + (", or auto" if self.is_optional else "")
+        return ", or ".join((text, *self.choices * (int in self.kinds), *("auto",) * self.is_optional))
 
     def parse(self, text: str) -> Any:
         """The value of a command line's text, checked; raises UsageError."""
@@ -168,7 +168,7 @@ class Parameter:
 
     def problem(self, value: Any) -> str | None:
         """Why a value of the right type is refused."""
-        if self.choices and value not in self.choices and not (self.is_switch and isinstance(value, bool)):
+        if self.choices and isinstance(value, str) and value not in self.choices:
             return "not known"
         if "\0" in str(value):
             return "not text"
@@ -299,42 +299,43 @@ def make_parser(command: str, options: type) -> argparse.ArgumentParser:
     return parser
 
 
-def add_parameters(parser: argparse.ArgumentParser, options: type, *, completes: bool = False) -> None:
-    """Adds each parameter as a list of what is given. completes: for argcomplete, with switches as one types them."""
+def add_parameters(parser: argparse.ArgumentParser, options: type, *, gpus: Collection[str] | None = None) -> None:
+    """Adds each parameter as a list of what is given. gpus: for argcomplete, known cards; switches are as one types them."""
     groups: dict[str, Any] = {"options": parser}
     for parameter in parameters_of(options).values():
-        if parameter.group not in groups:
-            groups[parameter.group] = parser.add_argument_group(parameter.group)
-        group, name = groups[parameter.group], parameter.name
+        name, heading, completer = parameter.name, parameter.group, partial(offer, parameter, gpus=gpus or ())
+        group = groups.get(heading) or groups.setdefault(heading, parser.add_argument_group(heading))
         shown: dict[str, Any] = {"default": argparse.SUPPRESS, "help": parameter.help.replace("%", "%%")}
-        if completes and parameter.is_switch:
+        if gpus is not None and parameter.is_switch:
             group.add_argument(*parameter.flags, action="store_true", **shown)
             continue
         shown |= {"metavar": parameter.usage, "type": str if parameter.is_script else parameter.parse}
         if parameter.positional:
-            nargs = argparse.REMAINDER if parameter.is_script and completes else "*"
-            group.add_argument(name, nargs=nargs, action="extend", **shown).completer = partial(offer, parameter)
+            nargs = argparse.REMAINDER if parameter.is_script and gpus is not None else "*"
+            group.add_argument(name, nargs=nargs, action="extend", **shown).completer = completer
             shown["help"] = argparse.SUPPRESS
         if parameter.has_flag or not parameter.positional:
             action = group.add_argument(parameter.option, dest=name, action="append", **shown)
-            action.completer = partial(offer, parameter)
+            action.completer = completer
 
 
-def offer(parameter: Parameter, *, prefix: str, parsed_args: Any = None, **_: Any) -> Iterable[str]:
-    """What completes a value: the choices, the last of several names, the names of configs or runs, else files."""
+def offer(parameter: Parameter, *, prefix: str, gpus: Collection[str], parsed_args: Any, **_: Any) -> Iterable[str]:
+    """What completes a value: choices, the last of several names, configs, GPUs or runs, else files where it may be one."""
     from argcomplete.completers import FilesCompleter
 
     if parameter.name == "config":
         configs = Path(__file__).with_name("configs").glob(f"{prefix}*.toml")
         return [*(path.stem for path in configs), *FilesCompleter()(prefix)]
-    names = ["".join(prefix.rpartition(",")[:2]) + name for name in parameter.names]
+    known = gpus if parameter.name in ("gpu", "compare") else parameter.names
+    names = ["".join(prefix.rpartition(",")[:2]) + name for name in known]
     folder = Path((getattr(parsed_args, "runs_dir", None) or ["runs"])[-1])
-    runs = folder.glob(f"{prefix}*/config.toml") if "RUN" in parameter.value_name else ()
-    return [*parameter.choices, *names, *(path.parent.name for path in runs)] or FilesCompleter()(prefix)
+    runs = [path.parent.name for path in folder.glob(f"{prefix}*/config.toml")] if "RUN" in parameter.value_name else []
+    may_be_file = re.search("CONFIG|DIR|FILE|HOSTS|LOG|PATH|RUN|SCRIPT|SOURCE", parameter.value_name)
+    return [*parameter.choices, *names, *runs] or (FilesCompleter()(prefix) if may_be_file else [])
 
 
-def complete(commands: Mapping[str, type]) -> None:
-    """Answers a shell that asks how a line can go on, and exits. commands: name -> options dataclass."""
+def complete(commands: Mapping[str, type], *, gpus: Collection[str]) -> None:
+    """Answers a shell that asks how a line can go on, and exits. commands: name -> options dataclass. gpus: known cards."""
     import argcomplete
 
     root = argparse.ArgumentParser()
@@ -343,13 +344,12 @@ def complete(commands: Mapping[str, type]) -> None:
     actions[""].add_parser("help", help="Show the help of a command.")
     parsers: dict[str, argparse.ArgumentParser] = {}
     # with two words first: `show` must come before the DIR of `runs`
-    for name in sorted(commands, key=lambda name: " " not in name):
+    for name, takes in sorted(commands.items(), key=lambda item: " " not in item[0]):
         head, _, word = name.rpartition(" ")
         if head not in actions:
             parsers[head] = actions[""].add_parser(head)
             actions[head] = parsers[head].add_subparsers()
-        parser = parsers.get(name) or actions[head].add_parser(word, help=summary_of(commands[name]))
-        add_parameters(parser, commands[name], completes=True)
+        add_parameters(parsers.get(name) or actions[head].add_parser(word, help=summary_of(takes)), takes, gpus=gpus)
     argcomplete.autocomplete(root, always_complete_options=False)
 
 

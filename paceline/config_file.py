@@ -9,6 +9,7 @@ told at once.
 import ast
 import json
 import operator
+import re
 import shlex
 import sys
 import tomllib
@@ -96,18 +97,24 @@ def read_config_file(path: Path, flags: Mapping[str, Any]) -> tuple[dict[str, An
         raise PacelineError(f"config file {problem[0]}", fix=problem[1].for_file(path))
     if path.suffix == ".py":
         return read_python_config(text, path=path, flags=flags)
-    if path.suffix != ".toml":
-        raise PacelineError(
-            f"config file {path} is neither .toml nor .py", fix="name it with its kind, such as my.toml"
-        )
+    other_kind = "" if path.suffix == ".toml" else f"config file {path} is neither .toml nor .py"
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise PacelineError(
-            f"config file {path} is not valid TOML: {error}", fix="flat lines such as depth = 12"
-        ) from error
+        message = other_kind or f"config file {path} is not valid TOML: {error}"
+        raise PacelineError(message, fix=_fix_for(text)) from error
+    if other_kind:
+        raise PacelineError(other_kind, fix=shlex.join(["mv", str(path), str(path.with_suffix(".toml"))]))
     values = {name: checked_value(name, value, where=str(path)) for name, value in table.items()}
     return values, drop_rate(values, flags, own=values.get("optimizer", OPTIMIZER), file=path.name)
+
+
+def _fix_for(text: str) -> str:
+    """Returns how to write what is no TOML; of JSON and YAML with the integers that set keys of ours."""
+    pairs = re.findall(r'(\w+)"?: *(\d+)(?![\w.])', text)
+    keys = {key: number for name, number in pairs if (key := KEY_OF.get(name, name)) in KEYS}
+    lines = ", ".join(f"{key} = {number}" for key, number in keys.items())
+    return f"write flat lines in a .toml file, such as {lines or 'depth = 12'}; to begin one: paceline configs balanced > mine.toml"
 
 
 def drop_rate(values: dict[str, Any], flags: Mapping[str, Any], *, own: Any, file: str) -> list[str]:
@@ -141,7 +148,10 @@ def checked_value(name: str, value: Any, *, where: str) -> Any:
         if value is None:
             return None
     if not isinstance(value, key.kinds) or (isinstance(value, bool) and not key.is_switch):
-        fix = f"{name} = {format_toml_value(key.example)}"
+        meant = key.example
+        with suppress(PacelineError):  # a number in quotes is probably the right one
+            meant = key.parse(value) if isinstance(value, str) else meant
+        fix = f"leave {name} out" if meant is None else f"{name} = {format_toml_value(meant)}"
         raise PacelineError(f"{shown} {value!r}, not {key.expected}", fix=fix)
     if value == "":
         raise PacelineError(f"{shown} empty", fix=f"leave {name} out, or give it a value")

@@ -1,5 +1,5 @@
 """
-What nanoGPT, nanochat and their forks call their settings, in .py files and as flags: under which key of ours, or why under none.
+What nanoGPT, nanochat, their forks and transformers call their settings: under which key of ours, or why under none.
 
 nanochat: scripts/base_train.py of commit 92d63d4 and earlier ones. nanoGPT: train.py.
 """
@@ -15,9 +15,11 @@ from paceline.errors import PacelineError, UsageError
 
 # key -> its other names
 NAMES = {
-    "sequence_len": "max_seq_len block_size context_length seq_len",
+    "sequence_len": "max_seq_len block_size context_length seq_len max_position_embeddings n_positions",
     "num_steps": "num_iterations max_iters max_steps",
-    "depth": "n_layer num_layers",
+    "depth": "n_layer num_layers num_hidden_layers",
+    "n_embd": "hidden_size",
+    "n_kv_head": "num_key_value_heads",
     "device_batch_size": "batch_size",
     "epochs": "num_epochs",
     "tokens_per_param": "target_param_data_ratio",

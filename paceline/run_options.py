@@ -16,7 +16,7 @@ class RunsOptions(JsonOption):
     $ paceline runs --json | jq .[0].val_bpb
     """
 
-    dir: str = positional("DIR", "the folder that holds the runs", default="runs")
+    runs_dir: str = positional("DIR", "the folder that holds the runs", default="runs", has_flag=True)
 
 
 class RunsShowOptions(JsonOption, RunsOption):
@@ -117,7 +117,10 @@ class CheckpointOptions(JsonOption, RunsOption):
     """Which checkpoint."""
 
     run: str = positional("RUN", RUN)
-    step: int | None = option(None, "the checkpoint's step; auto: the newest good one", low=0, high=10**12)
+    step: int | str | None = option(
+        None, "the checkpoint's step; best: the one with the lowest val_bpb; auto: the newest good one", low=0, high=10**12,
+        value="N|best", choices=("best",),
+    )  # fmt: skip
 
 
 class DeviceOptions(CheckpointOptions):

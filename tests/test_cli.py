@@ -153,6 +153,10 @@ def test_a_typo_is_answered_with_the_nearest_name(args, fix, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == f"  fix: {fix}"
 
 
+def test_the_folder_of_the_runs_is_given_to_runs_as_to_every_command():
+    assert options_of(["runs", "--runs-dir", "other"]) == options_of(["runs", "other"])
+
+
 def test_a_group_of_commands_lists_its_actions(capsys):
     assert run_command(["tokenizer", "--help"]) == 0
     text = capsys.readouterr().out

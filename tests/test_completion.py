@@ -91,6 +91,8 @@ def offered(line: str, *, shell: str, folder: Path, capsys) -> list[str]:
         ("paceline track books --to ", ["tensorboard", "trackio", "wandb"]),
         ("paceline train --track wandb,tr", ["wandb,trackio"]),
         ("paceline completion ", ["bash", "fish", "zsh"]),
+        ("paceline plan --gpu H10", ["H100\\ NVL", "H100\\ PCIe", "H100\\ SXM"]),
+        ("paceline plan --compare L4,H20", ["L4,H200\\ NVL", "L4,H200\\ SXM"]),
         ("paceline run --nproc 2 -- tr", ["train.py"]),
         ("paceline run -- train.py --no-ch", []),
     ],
@@ -107,6 +109,9 @@ def test_bash_completes(line, expected, folder, capsys):
         ("paceline torch recipe --dr", ["--driver"]),
         ("paceline resume bo", ["books"]),
         ("paceline completion ", ["bash", "fish", "zsh"]),
+        ("paceline train --sequence-len ", []),
+        ("paceline plan --price ", []),
+        ("paceline train --data tr", ["train.py"]),
         ("paceline track books --to t", ["tensorboard", "trackio"]),
         ("paceline run -- tr", ["train.py"]),
     ],
@@ -140,7 +145,7 @@ def test_completion_imports_neither_torch_nor_rich():
 import sys
 from paceline.cli import COMMANDS
 from paceline.command_line import complete
-complete({name: takes for name, (_, takes) in COMMANDS.items()})
+complete({name: takes for name, (_, takes) in COMMANDS.items()}, gpus=())
 print(*{"torch", "rich", "numpy"} & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

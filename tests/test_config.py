@@ -82,7 +82,7 @@ def test_a_whole_number_of_a_file_may_have_an_exponent(tmp_path):
     [
         ("time = 120", 'time = "8h"'),
         ('total_batch_size = "500k"', "total_batch_size = 524288"),
-        ("matrix_lr = '1'", "matrix_lr = 0.02"),
+        ("matrix_lr = 'high'", "matrix_lr = 0.02"),
     ],
 )
 def test_the_fix_for_a_wrong_type_is_a_value_that_works(tmp_path, line, fix):
@@ -212,6 +212,46 @@ def test_a_wrong_file_is_refused_and_named(tmp_path, text, message):
     with pytest.raises(PacelineError) as error:
         load_config(file, {})
     assert error.value.message == message.format(file=file)
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ('depth = "12"', "depth = 12"),
+        ('num_steps = "1e3"', "num_steps = 1000"),
+        ('warmup_steps = "0"', "warmup_steps = 0"),
+        ('weight_decay = "0.1"', "weight_decay = 0.1"),
+        ('compile = "true"', "compile = true"),
+        ('n_embd = "auto"', "leave n_embd out"),
+        ('depth = "600"', "depth = 4"),
+    ],
+)
+def test_the_fix_of_a_value_in_quotes_is_the_same_value_without_them(tmp_path, line, fix):
+    with pytest.raises(PacelineError) as error:
+        load_config(write(tmp_path / "a.toml", line), {})
+    assert error.value.fix == fix
+
+
+LLAMA = '{\n "hidden_size": 4096,\n "num_hidden_layers": 32,\n "rms_norm_eps": 1e-05,\n "num_key_value_heads": 8\n}'
+
+
+@pytest.mark.parametrize("name", ["config.json", "config.toml"])
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [(LLAMA, "n_embd = 4096, depth = 32, n_kv_head = 8"), ("depth: 8\nlr: 3e-4", "depth = 8"), ("depth", "depth = 12")],
+)
+def test_the_fix_of_json_and_yaml_has_their_integers_as_toml(tmp_path, name, text, lines):
+    with pytest.raises(PacelineError) as error:
+        load_config(write(tmp_path / name, text), {})
+    begin = "to begin one: paceline configs balanced > mine.toml"
+    assert error.value.fix == f"write flat lines in a .toml file, such as {lines}; {begin}"
+
+
+def test_toml_under_another_ending_is_refused_with_the_command_that_renames_it(tmp_path):
+    path = write(tmp_path / "my.cfg", "depth = 8")
+    with pytest.raises(PacelineError, match="is neither .toml nor .py") as error:
+        load_config(path, {})
+    assert error.value.fix == f"mv {path} {tmp_path / 'my.toml'}"
 
 
 def test_a_python_file_of_literals_is_read_and_its_names_become_ours(tmp_path):

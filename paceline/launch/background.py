@@ -110,9 +110,11 @@ def not_running(run: RunDir) -> PacelineError:
 
 
 def continuing_fix(run: RunDir) -> str:
-    """Returns the command that continues a run that is not running; where none does, the one that lists the others."""
+    """Returns the command that continues a run; where none does, the one that shows it or lists the others."""
     if is_queued(run):
         return "the command that submitted it does so again"
+    if holder_of(run) is not None:
+        return f"paceline watch {run.quoted} shows it: it is running"
     status = run_status(run)
     if status.state != "finished":
         return f"{resume_command(run)} {'starts it again' if is_script_run(run) else 'continues it'}"

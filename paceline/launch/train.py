@@ -63,6 +63,7 @@ from paceline.rundir import (
     RunInUse,
     append_event,
     check_unused,
+    holder_of,
     is_script_run,
     lock_run,
     read_json_lines,
@@ -138,6 +139,10 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     """
     started, services = time.monotonic(), checked_services(options)
     adopt_copy(run)
+    if (holder := holder_of(run)) is not None and not os.access(
+        run.lock, os.W_OK
+    ):  # another user's: no checks are needed
+        raise RunInUse(run, holder)
     place = check_free(run)
     check_options(options, has_place=place is not None)
     new_run = f"start a new run with it: paceline train {shlex.quote(str(run.config_toml))} --name NEW"

@@ -5,6 +5,7 @@ Ranks meet through files alone: each writes its safetensors file and, when that 
 a folder with a hidden name. A kill at any moment leaves earlier checkpoints, and a hidden folder that `clean_leftovers` removes.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -177,9 +178,10 @@ def explained(error: OSError, save: PendingSave) -> PacelineError:
         return no_space(save, who, num_bytes=shard_bytes(save.tensors))
     if not save.directory.parent.is_dir():
         return unwritable_file(save.directory, error)
+    too_large = "ulimit -f unlimited, or another file system where that is not the limit"
     return PacelineError(
         f"{who} cannot write the checkpoint of step {save.step} to {save.directory}: {error.strerror}",
-        fix=f"make the folder writable, then: {save.resume}",
+        fix=f"{too_large if error.errno == errno.EFBIG else 'make the folder writable'}, then: {save.resume}",
     )
 
 

@@ -104,7 +104,13 @@ def find_gpu(name: str) -> GpuSpec:
     if counted := re.fullmatch(r"(\d+) ?[x×] ?(.+)", name.strip().lower()):
         fix = f'--gpu "{find_gpu(counted[2]).name}" --gpus {counted[1]}'
         raise PlanError(f"{name} is not the name of one GPU", fix=fix)
-    raise PlanError(f"no GPU called {name} is known", fix=f"the nearest known: {join_names(nearest_names(name))}")
+    if len(parts := re.split(r" *[,+] *", name.strip(" ,+"))) > 1:
+        least = min(map(find_gpu, parts), key=lambda gpu: (round(gpu.memory_mib, -3), gpu.bytes_per_s))
+        fix = f'--gpu "{least.name}" --gpus {len(parts)}: the ranks have equal shares, so the smallest and slowest card decides'
+        raise PlanError(f"{name} is not the name of one GPU", fix=fix)
+    near = join_names(nearest_names(name))
+    fix = f"the nearest known: {near}" if near else "a known card, such as RTX 4090, RTX 5090 or H100 SXM"
+    raise PlanError(f"no GPU called {name} is known", fix=fix)
 
 
 def spec_of(driver_name: str, memory_bytes: int) -> GpuSpec | None:
@@ -141,14 +147,15 @@ def name_prefixes(gpu: GpuSpec) -> Iterator[str]:
 
 
 def nearest_names(name: str) -> list[str]:
-    """Returns names with all parts of this one, else names spelt much like it, else three that people often have."""
+    """Returns names with all parts of this one, else names spelt much like it whose number begins with the same digit."""
     parts = [normalize(part) for part in name.split()]
     if matches := [gpu.name for gpu in gpu_table() if all(part in normalize(gpu.name) for part in parts)]:
         return matches
     names = {key: gpu.name for gpu in gpu_table() for key in typed_names(gpu)}
     key = normalize(name)
     near = difflib.get_close_matches("rtx" + key if key[:1].isdigit() else key, names, n=3)
-    return list(dict.fromkeys(names[match] for match in near)) or ["RTX 4090", "RTX 5090", "H100 SXM"]
+    digit = re.sub(r"\D", "", key)[:1]
+    return list(dict.fromkeys(names[match] for match in near if re.sub(r"\D", "", match)[:1] == digit))
 
 
 def join_names(names: list[str]) -> str:

@@ -92,8 +92,8 @@ def shards_weights(*, world_size: int, shard: str) -> bool:
 def shard_plan(shapes: Sequence[ParamShape], *, world_size: int, optimizer: str, shard: str = "optimizer") -> ShardPlan:
     """Lays out the optimizer's work. optimizer: the config's, whose row says which matrices need a whole owner."""
     by_layer = shards_weights(world_size=world_size, shard=shard)
-    whole = [shape for shape in shapes if algorithm_of(optimizer, shape.group).whole]
-    replicated = [shape for shape in shapes if shape not in whole and shape.numel < SMALL]
+    whole = {shape.name: shape for shape in shapes if algorithm_of(optimizer, shape.group).whole}
+    replicated = [shape for shape in shapes if shape.name not in whole and shape.numel < SMALL]
     ready = {shape.name: position for position, shape in enumerate(backward_order(shapes))}
 
     def in_order(members: Iterable[ParamShape]) -> list[ParamShape]:
@@ -101,9 +101,9 @@ def shard_plan(shapes: Sequence[ParamShape], *, world_size: int, optimizer: str,
 
     loads = [0] * world_size  # FLOPs of the updates, carried from bucket to bucket
     parts = parts_of(shapes) if by_layer else None
-    groups = _matrix_groups(in_order(whole), world_size, parts)
+    groups = _matrix_groups(in_order(whole.values()), world_size, parts)
     buckets = [_whole_bucket(group, loads, ALGORITHMS[optimizer]) for group in groups]
-    by_rows = in_order(shape for shape in shapes if shape not in whole and shape not in replicated)
+    by_rows = in_order(shape for shape in shapes if shape.name not in whole and shape.numel >= SMALL)
     buckets += [_row_bucket(group, world_size) for group in _row_groups(by_rows, parts)]
     buckets.sort(key=lambda bucket: max(ready[placement.param.name] for placement in bucket.placements))
     return ShardPlan(world_size, tuple(buckets), tuple(replicated))

@@ -15,7 +15,7 @@ from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.estimate import Calibrate, MemoryEstimate, estimate_memory
 from paceline.plan.machine import Machine
-from paceline.plan.shapes import RUNGS, model_of_depth
+from paceline.plan.shapes import NARROW, RUNGS, model_of_depth, num_params
 from paceline.units import MIB, format_bytes, format_number_of
 
 PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # of the device's memory
@@ -68,7 +68,7 @@ class Solver:
         memory is not known, and the micro-batch is most_rows at most.
         """
         best, least_s = None, 0.0
-        for relaxed in self.relaxations(setup):
+        for relaxed in self.relaxations(setup) if self.can_fit(setup, budget_bytes) else ():
             candidate = self.largest(relaxed, budget_bytes)
             if candidate is None:
                 continue
@@ -78,6 +78,11 @@ class Solver:
             if best is None or seconds < least_s:
                 best, least_s = candidate, seconds
         return best
+
+    def can_fit(self, setup: MemorySetup, budget_bytes: float | None) -> bool:
+        """Returns whether anything fits: what needs least does."""
+        *_, least = self.relaxations(setup)
+        return self.largest(least, budget_bytes) is not None
 
     def largest(self, setup: MemorySetup, budget_bytes: float | None) -> MemorySetup | None:
         """Returns the setup with the largest micro-batch that fits: the more rows, the faster a step.
@@ -97,6 +102,8 @@ class Solver:
     def fits(self, setup: MemorySetup, budget_bytes: float | None) -> bool:
         """Returns whether the expected bytes are within the budget, and the most within the device, and it never failed here."""
         if budget_bytes is not None:
+            if NARROW * num_params(setup.model) > setup.world_size * budget_bytes:
+                return False  # by the gradients alone: an estimate of very deep models takes long
             estimate = self.estimate(setup)
             within = estimate.card_bytes is None or estimate.process.high <= estimate.card_bytes
             if estimate.process.expected > budget_bytes or not within:
@@ -169,7 +176,7 @@ def choose_fit(
     if fitting is None and config.shard is None and setup.world_size > 1:
         assert card_bytes is not None
         # a larger share is faster than weights that are sent in every micro-step, and the user's to choose
-        if not solver.fit(setup, ceiling(max(share, PROFILES["aggressive"]), card_bytes)):
+        if not solver.can_fit(setup, ceiling(max(share, PROFILES["aggressive"]), card_bytes)):
             setup = replace(setup, shard="full")
             fitting = solver.fit(setup, budget)
     if fitting is None:
@@ -253,14 +260,14 @@ def changes_that_fit(config: Config, setup: MemorySetup, solver: Solver, *, shar
     if not solver.rows and (change := to_fit(replace(solver, rows=True), setup, card)):
         yield change
     for name, other in PROFILES.items() if solver.rows else ():
-        if other > share and solver.fit(setup, ceiling(other, card)):
+        if other > share and solver.can_fit(setup, ceiling(other, card)):
             yield {"profile": name} if config.memory_share is None else {"memory_share": other}
     budget = ceiling(share, card)
     if change := to_fit(everything, setup, budget):
         yield change
     if config.shard == "optimizer" and setup.world_size > 1:
         full = replace(setup, shard="full")
-        if solver.fit(full, budget):
+        if solver.can_fit(full, budget):
             yield {"shard": "full"}
         if change := to_fit(everything, full, budget):
             yield {"shard": "full", **change}
@@ -277,7 +284,7 @@ def changes_that_fit(config: Config, setup: MemorySetup, solver: Solver, *, shar
         return replace(setup, model=model)
 
     depths = range(setup.model.n_layer - 1, 0, -1)
-    at = bisect_left(depths, True, key=lambda depth: everything.fit(at_depth(depth), budget) is not None)
+    at = bisect_left(depths, True, key=lambda depth: everything.can_fit(at_depth(depth), budget))
     for depth in depths[at : at + DEPTHS_TRIED]:
         yield {"depth": depth, **(to_fit(everything, at_depth(depth), budget) or {})}
     smallest = {"depth": 1, **opened}
@@ -307,7 +314,7 @@ def optimizer_changes(
         options.append({key: value for option in options for key, value in option.items()})
     for option in options:
         changed = replace(setup, **option)
-        if solver.fit(changed, budget_bytes):
+        if solver.can_fit(changed, budget_bytes):
             yield option
         if change := to_fit(changed, budget_bytes):
             yield {**option, **change}

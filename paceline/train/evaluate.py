@@ -32,7 +32,9 @@ from paceline.model.checkpoint import CheckpointReader
 from paceline.model.gpt import DTYPES, GPT
 from paceline.model.layers import fused_loss_problem
 from paceline.model.manifest import (
+    best_checkpoint,
     better_checkpoint,
+    list_checkpoints,
     newest_good,
     step_folder_name,
     step_folders,
@@ -154,9 +156,13 @@ def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, s
     append_event(run, "sample", step=step, prompt=prompt_text, text=text)
 
 
-def load_model(run: RunDir, *, step: int | None, device: str | None) -> tuple[GPT, CheckpointReader]:
-    """Returns the run's model at its newest good checkpoint, or at `step`, in the precision that it was trained in."""
+def load_model(run: RunDir, *, step: int | str | None, device: str | None) -> tuple[GPT, CheckpointReader]:
+    """Returns the run's model at its newest good checkpoint, at `step` or its best, in the precision that it was trained in."""
     plan = read_run_file(run.plan_json, Plan.from_json)
+    if isinstance(step, str):
+        if (best := best_checkpoint(manifest for _, manifest in list_checkpoints(run.checkpoints))) is None:
+            raise PacelineError(f"no checkpoint of {run.name} has a val_bpb", fix="leave --step out for the newest")
+        step = best.step
     if step is None:
         path, notes = newest_good(run.checkpoints, set_aside=False)
         if best := better_checkpoint(run.checkpoints, step_of(path)):

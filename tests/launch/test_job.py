@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 from dataclasses import asdict, replace
 
@@ -18,16 +19,25 @@ from paceline.launch.job import StepWatch, TrainingJob, first_step, planned_step
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.run_text import absolute_texts, prepare_data, record_data, reopen_data
 from paceline.launch.supervisor import Outcome
-from paceline.launch.train import changed_run, check_unfinished, config_of_plan, new_folder
+from paceline.launch.train import changed_run, check_unfinished, config_of_plan, new_folder, resume_run
 from paceline.model.checkpoint import CheckpointWriter
-from paceline.options import LaunchOptions
+from paceline.options import LaunchOptions, ResumeOptions
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Gpu, Machine
 from paceline.plan.planner import Plan, make_plan
 from paceline.plan.speeds import Speeds, keep_speeds, load_speeds
 from paceline.plan.step_time import StepTime
-from paceline.rundir import RunDir, RunInUse, append_event, append_json_line, append_sample, read_json_lines, utc_now
+from paceline.rundir import (
+    RunDir,
+    RunInUse,
+    append_event,
+    append_json_line,
+    append_sample,
+    lock_run,
+    read_json_lines,
+    utc_now,
+)
 
 CARD = Gpu(0, "NVIDIA GeForce RTX 5090", 32_607 << 20, (12, 0), find_gpu("RTX 5090"))
 ONE, TWO, NONE = (Machine(tuple(replace(CARD, index=i) for i in range(n)), 16, False, 64 << 30) for n in (1, 2, 0))
@@ -344,6 +354,21 @@ def test_two_runs_without_a_name_that_start_at_once_have_two_folders(tmp_path):
     with new_folder(run, is_named=True), pytest.raises(RunInUse) as error, new_folder(run, is_named=True):
         pass
     assert "--name" not in error.value.fix and list(tmp_path.iterdir()) == []
+
+
+def test_another_users_run_that_is_running_is_reported_as_in_use_and_not_as_a_folder_to_copy(tmp_path, monkeypatch):
+    run = RunDir(tmp_path / "books")
+    run.path.mkdir()
+    run.config_toml.write_text("depth = 4\n")
+    lock = lock_run(run)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(RunInUse) as error:
+        resume_run(run, ResumeOptions(run=str(run.path)))
+    assert error.value.fix == f"paceline stop {run.quoted} ends it, or wait for its end"
+    with pytest.raises(PacelineError, match="already exists") as error, new_folder(run, is_named=True):
+        pass
+    assert error.value.fix == f"paceline watch {run.quoted} shows it: it is running, or another --name"
+    os.close(lock)
 
 
 def test_a_run_records_absolute_paths_of_a_local_text_and_tokenizer(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -50,6 +51,20 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path):
         writer.save(step, rows_of(0, 1, step), {}, val_bpb=val_bpb)
     writer.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000020", "step_000050", "step_000060"]
+
+
+def test_a_limit_of_the_size_of_files_is_refused_with_the_command_that_lifts_it(tmp_path: Path):
+    (tmp_path / "books" / "checkpoints").mkdir(parents=True)
+    writer = make_writer(tmp_path / "books" / "checkpoints")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(PacelineError, match="File too large") as error:
+            writer.save(10, rows_of(0, 1, 1.0), {})
+            writer.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.fix.startswith("ulimit -f unlimited, or ")
 
 
 def test_among_equally_good_ones_the_newest_is_the_best(tmp_path: Path):

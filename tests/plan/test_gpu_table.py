@@ -163,8 +163,15 @@ def test_a_typed_name_finds_the_card(typed_name, name):
         ("A100 40GB", "no GPU called A100 40GB is known", "the nearest known: A100 PCIe 40GB, A100 SXM 40GB"),
         ("2x RTX 5090", "2x RTX 5090 is not the name of one GPU", '--gpu "RTX 5090" --gpus 2'),
         ("8xh100", "8xh100 is not the name of one GPU", '--gpu "H100 SXM" --gpus 8'),
-        ("2x potato", "no GPU called potato is known", "the nearest known: RTX 4090, RTX 5090, H100 SXM"),
-        ("potato", "no GPU called potato is known", "the nearest known: RTX 4090, RTX 5090, H100 SXM"),
+        ("2x potato", "no GPU called potato is known", "a known card, such as RTX 4090, RTX 5090 or H100 SXM"),
+        ("M3 Max", "no GPU called M3 Max is known", "a known card, such as RTX 4090, RTX 5090 or H100 SXM"),
+        ("gtx 1080", "no GPU called gtx 1080 is known", "a known card, such as RTX 4090, RTX 5090 or H100 SXM"),
+        (
+            "RTX 4090, RTX 3090",
+            "RTX 4090, RTX 3090 is not the name of one GPU",
+            '--gpu "RTX 3090" --gpus 2: the ranks have equal shares, so the smallest and slowest card decides',
+        ),
+        ("RTX 4090 + potato", "no GPU called potato is known", "a known card, such as RTX 4090, RTX 5090 or H100 SXM"),
     ],
 )
 def test_an_ambiguous_or_unknown_name_is_refused_with_names_that_work(typed_name, message, fix):

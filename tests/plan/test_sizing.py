@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from paceline.config import Config
 from paceline.errors import PlanError
+from paceline.plan import sizing
+from paceline.plan.estimate import estimate_memory
 from paceline.plan.forecast import measured_here
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Machine, imagined_machine
@@ -213,6 +215,19 @@ def test_a_setup_that_fits_nowhere_is_refused_with_the_depth_that_does(shard, de
     assert planned(depth=depth, **keys).memory["share"] <= 0.905
     with pytest.raises(PlanError):
         planned(depth=depth + 1, **keys)
+
+
+def test_the_fix_of_a_very_deep_model_is_found_with_few_estimates_of_it(monkeypatch):
+    depths = []
+
+    def counted(setup, **arguments):
+        depths.append(setup.model.n_layer)
+        return estimate_memory(setup, **arguments)
+
+    monkeypatch.setattr(sizing, "estimate_memory", counted)
+    with pytest.raises(DoesNotFit) as error:
+        planned(imagined_machine(find_gpu("RTX 4090"), gpus=1, hosts=1), depth=100)
+    assert (error.value.fix, depths.count(100)) == ("--depth 20", 2)
 
 
 @pytest.mark.parametrize("depth, fix", [(30, "--offload optimizer needs 21.8 GiB"), (40, "--depth 26")])

@@ -107,6 +107,19 @@ def test_a_newer_checkpoint_that_is_clearly_worse_is_taken_with_a_note(run, caps
     assert "note: val_bpb is lowest at step 30, 1.2500: --step 30\n" in capsys.readouterr().err
 
 
+def test_step_best_is_the_checkpoint_with_the_lowest_val_bpb(run, capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    scores = {"step_000030": 1.25, f"step_{STEPS:06d}": 1.5}
+    listed = list_checkpoints(run / "checkpoints")
+    scored = [(path, replace(manifest, val_bpb=scores[path.name])) for path, manifest in listed]
+    monkeypatch.setattr(evaluate, "list_checkpoints", lambda _: scored)
+    assert run_command(["export", str(run), "--step", "best", f"--out={tmp_path / 'hf'}"]) == 0
+    assert " at step 30: " in capsys.readouterr().out
+    unscored = [(path, replace(manifest, val_bpb=None)) for path, manifest in listed]
+    monkeypatch.setattr(evaluate, "list_checkpoints", lambda _: unscored)
+    assert "no checkpoint of" in failed(capsys, run, "--step=best")
+
+
 @pytest.mark.parametrize(
     "problem", [KeyboardInterrupt(), OSError(28, "No space left on device"), OSError(30, "Read-only")]
 )

@@ -242,7 +242,7 @@ class RunNews:
         """Returns the last step, loss and val_bpb: those of metrics.jsonl, or what rank 0 of a script has printed."""
         if self.latest:
             return self.latest
-        printed = printed_values(self.run.rank_log(self.attempt or 1, 0), FIGURES)
+        printed = printed_values(self.run.rank_log(self.attempt or 1, 0), FIGURES, to_end=self.end is not None)
         return {name: printed[name] if math.isfinite(printed[name]) else None for name in FIGURES if name in printed}
 
     def add_event(self, event: dict[str, Any]) -> None:

@@ -31,14 +31,7 @@ from paceline.model.attention import KVCache, attention_problem
 from paceline.model.checkpoint import CheckpointReader
 from paceline.model.gpt import DTYPES, GPT
 from paceline.model.layers import fused_loss_problem
-from paceline.model.manifest import (
-    better_checkpoint,
-    newest_good,
-    step_folder_name,
-    step_folders,
-    step_of,
-    verify,
-)
+from paceline.model.manifest import better_checkpoint, newest_good, step_folder_name, step_folders, step_of, verify
 from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
 from paceline.plan.shapes import param_shapes

@@ -278,12 +278,7 @@ def format_wrong(results: Mapping[str, Any]) -> list[str]:
     fix = "find the cause before training here: memory (memtest86), network card, torch build (paceline torch check)"
     if results["device"] == "cuda":
         fix = "NCCL_P2P_DISABLE=1 paceline comm: if that is right, leave it set (the direct path between the cards is at fault)"
-    return [
-        *lines.values(),
-        f"where   {results['where']}",
-        f"fix     {fix}",
-        f"logs    {results['folder']}",
-    ]
+    return [*lines.values(), f"where   {results['where']}", f"fix     {fix}", f"logs    {results['folder']}"]
 
 
 def format_one_wrong(wrong: Mapping[str, Any]) -> str:

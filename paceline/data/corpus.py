@@ -63,8 +63,7 @@ def list_files(source: str, *, print_note: bool = False) -> list[SourceFile]:
         path.lstat()
     except FileNotFoundError as error:
         raise PacelineError(
-            f"no such file or folder: {source} (looked in {Path.cwd()})",
-            fix=_missing_fix(source),
+            f"no such file or folder: {source} (looked in {Path.cwd()})", fix=_missing_fix(source)
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise _stat_error(path, error) from error

@@ -32,7 +32,8 @@ from paceline.data.readers import SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file
 from paceline.errors import PacelineError, expand_home
 from paceline.locks import NoLocks, try_lock
-from paceline.rundir import write_atomic
+from paceline.rundir import RunDir, write_atomic
+from paceline.typed_fields import read_run_file
 from paceline.units import format_bytes, format_duration, format_number_of
 
 if TYPE_CHECKING:
@@ -213,6 +214,25 @@ def open_dataset(path: Path) -> TokenDataset:
             f"cannot read {path}: {error.strerror}", fix="check its permissions and the disk"
         ) from error
     return TokenDataset(path=path, meta=meta)
+
+
+def run_tokenizer(run: RunDir) -> Path:
+    """Returns the run's tokenizer: its own file, or where that is missing the same one beside its token shards.
+
+    Raises PacelineError where there is another file. A run of an earlier version, which recorded no hash, is not checked.
+    """
+    record = read_run_file(run.dataset_json, lambda text: {"path": "", "tokenizer_sha256": None, **json.loads(text)})
+    own, source, expected = run.tokenizer_json, Path(str(record["path"])) / TOKENIZER_FILE, record["tokenizer_sha256"]
+    if expected is None or (own.exists() and hashlib.sha256(read_tokenizer_file(own)).hexdigest() == expected):
+        return own
+    fix = "copy the file there from a backup of the run"
+    with suppress(OSError):
+        if hashlib.sha256(source.read_bytes()).hexdigest() == expected:
+            if not own.exists():
+                return source
+            fix = shlex.join(["cp", str(source), str(own)])
+    problem = "is not the tokenizer that the run was trained with" if own.exists() else "is missing"
+    raise PacelineError(f"{own} {problem}", fix=fix)
 
 
 def verify(dataset: TokenDataset, *, files: Collection[str] | None = None, progress: Progress | None = None) -> None:

@@ -268,8 +268,7 @@ def read_tokenizer_file(path: Path, *, otherwise: str = "") -> bytes:
         content = expand_home(path).read_bytes()
     except FileNotFoundError as error:
         raise PacelineError(
-            f"no such tokenizer file: {path}",
-            fix=f"check the path, or copy the file there from a backup{otherwise}",
+            f"no such tokenizer file: {path}", fix=f"check the path, or copy the file there from a backup{otherwise}"
         ) from error
     except IsADirectoryError as error:
         raise PacelineError(

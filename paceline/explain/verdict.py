@@ -26,14 +26,7 @@ from paceline.explain.matches import (
     unexplained_failures,
 )
 from paceline.explain.reader import INCOMPLETE, NOT_TEXT
-from paceline.explain.roots import (
-    apply_hang,
-    choose_culprit,
-    find_hang,
-    find_roots,
-    silent_exit,
-    without_consequences,
-)
+from paceline.explain.roots import apply_hang, choose_culprit, find_hang, find_roots, silent_exit, without_consequences
 from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.sentences import clean_values, fill_template, format_fix, frame_values, template_values
 from paceline.explain.signs_of_trouble import (

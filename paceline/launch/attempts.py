@@ -71,6 +71,11 @@ class Job:
     def change(self, decision: Decision) -> None:
         """Prepares the next attempt as `abilities` has promised."""
 
+    def move(self, run: RunDir) -> None:
+        """Takes the place to which the run folder was renamed during an attempt."""
+        self.run = run
+        self.show([f"the run folder was renamed: it is {run.path} now"])
+
     def regroup(self) -> None:
         """Prepares an attempt on more hosts, after the last one was saved and ended for it."""
         raise NotImplementedError

@@ -84,19 +84,11 @@ class TrainingJob(Job):
             outcome = run_attempt(
                 self.run,
                 command=[sys.executable, "-m", "paceline.train.worker", str(self.run.path), "--attempt", str(number)],
-                nproc=plan.world_size,
-                attempt=number,
-                env=env,
+                nproc=plan.world_size, attempt=number, env=env, cluster=cluster, lock_fd=self.lock, signals=signals,
                 settings=env_elsewhere(os.environ, plan_launch(plan, libuv=self.libuv), self.options.env),
-                cluster=cluster,
-                lock_fd=self.lock,
-                signals=signals,
-                stop_grace_s=stop_grace_s(plan),
-                on_tick=lambda: self.tick(digest),
-                hang_after_s=self.options.hang_after_s,
-                libuv=self.libuv,
-                health_every_s=self.options.health_every_s,
-            )
+                stop_grace_s=stop_grace_s(plan), on_tick=lambda: self.tick(digest), on_move=self.move,
+                hang_after_s=self.options.hang_after_s, libuv=self.libuv, health_every_s=self.options.health_every_s,
+            )  # fmt: skip
             if cluster:
                 cluster.finish_copies(keep_last=self.config.keep_last, is_over=lambda: signals.is_over)
         finally:

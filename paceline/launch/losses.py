@@ -187,12 +187,5 @@ def agent_failure(member: Member) -> Failure:
     name = signal_name(-member.exit_code) if member.exit_code < 0 else None
     how = f"was killed by {name}" if name else f"exited with code {member.exit_code}"
     exit_code = None if name else member.exit_code
-    return Failure(
-        None,
-        exit_code,
-        name,
-        f"the launch agent on {member.name} {how}",
-        time.time(),
-        consequence=False,
-        host=member.name,
-    )
+    message = f"the launch agent on {member.name} {how}"
+    return Failure(None, exit_code, name, message, time.time(), consequence=False, host=member.name)

@@ -187,7 +187,9 @@ def names_of_running(helpers: dict[str, subprocess.Popen[bytes]]) -> str:
 def main() -> int:
     """Sends notifications. The first line of stdin is {"run", "to", "events_bytes", "metrics_bytes"}: new lines start there."""
     job = json.loads(sys.stdin.buffer.readline())  # only the end of stdin follows
-    run, receiver = RunDir(Path(job["run"])), parse_receiver(job["to"])
+    receiver = parse_receiver(job["to"])
+    os.chdir(job["run"])
+    run = RunDir(Path())  # wherever it is renamed to
     os.nice(10)
     # a batch system sends these to all processes of a job, and the run has yet to end
     for signum in (signal.SIGTERM, signal.SIGUSR1):
@@ -242,7 +244,7 @@ class RunNews:
         """Returns the last step, loss and val_bpb: those of metrics.jsonl, or what rank 0 of a script has printed."""
         if self.latest:
             return self.latest
-        printed = printed_values(self.run.rank_log(self.attempt or 1, 0), FIGURES)
+        printed = printed_values(self.run.rank_log(self.attempt or 1, 0), FIGURES, to_end=self.end is not None)
         return {name: printed[name] if math.isfinite(printed[name]) else None for name in FIGURES if name in printed}
 
     def add_event(self, event: dict[str, Any]) -> None:
@@ -267,7 +269,7 @@ class RunNews:
 
 def make_message(notice: Notice, news: RunNews) -> dict[str, Any]:
     """Returns the message as plain JSON; its title and text are for people."""
-    verdict, latest = news.verdict, news.figures()
+    run, verdict, latest = RunDir(news.run.path.resolve()), news.verdict, news.figures()
     step = f"step {latest['step']:,}, " if "step" in latest else ""
     after = f"after {format_duration(time.monotonic() - news.started)}"
     match notice:
@@ -280,13 +282,13 @@ def make_message(notice: Notice, news: RunNews) -> dict[str, Any]:
             fix = f"\nfix: {verdict['fix']}" if verdict.get("fix") else ""
             text = f"{verdict.get('summary', 'the cause is unknown')} ({step}{after}){fix}"
         case "stopped":
-            resume = f"; resume it with: {resume_command(news.run)}" if news.run.plan_json.exists() else ""
+            resume = f"; resume it with: {resume_command(run)}" if run.plan_json.exists() else ""
             text = f"by {news.stop_signal}, {step}{after}{resume}"
         case "failed":
             text = f"it ended without a message, {step}{after}: the command that ran it was killed"
     explained = {name: verdict.get(name) for name in ("cause", "summary", "rank", "fix")} if verdict else {}
     explained |= {"failed_host": verdict["host"]} if verdict.get("host") else {}
-    name, host = news.run.name, platform.node()
+    name, host = run.name, platform.node()
     facts = {"event": notice, "run": name, "host": host, "time": utc_now(), "attempt": news.attempt}
     title = f"{name} {notice} on {host}"
     message = {**facts, **latest, **({} if notice == "finished" else explained), "title": title, "text": text}

@@ -203,7 +203,7 @@ RULES = (
         lambda state: "using the newest intact checkpoint", "back-off",
     ),
     Rule(
-        "disk-full", "the disk had no room for the last checkpoint, or for anything at all: somebody may make room",
+        "disk-full", "in a training, the disk had no room for the last checkpoint, or for anything at all: somebody may make room",
         lambda state: state.retry == "later" and state.last.cause == "disk-full", "retry",
         lambda state: "the disk was full and may have room by then", "long",
     ),

@@ -75,11 +75,7 @@ def profile_steps(options: ProfileOptions) -> tuple[dict[str, Any], Plan]:
     record_data(run, dataset, config)
     torch = ask_probes(PROBES[:1], {**DEFAULTS, "cached_torch": cache_dir(config) / "torch.json"})["torch"] or {}
     ranks = run_ranks(
-        run,
-        plan,
-        steps=options.steps,
-        deterministic=config.deterministic,
-        libuv=torch.get("libuv") is not False,
+        run, plan, steps=options.steps, deterministic=config.deterministic, libuv=torch.get("libuv") is not False
     )
     plan = Plan.from_json(run.plan_json.read_text())  # with whether it compiles, where that was tried
     results = make_profile(ranks, plan, rows=lambda: largest_rows(config, machine, make))

@@ -28,15 +28,7 @@ from paceline.errors import PacelineError
 from paceline.explain.evidence import read_kernel_errors
 from paceline.launch.agent import kill_processes, prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
-from paceline.launch.gather import (
-    SENT,
-    Follower,
-    folder_frames,
-    missing_files,
-    receive,
-    remove_newer,
-    write_piece,
-)
+from paceline.launch.gather import SENT, Follower, folder_frames, missing_files, receive, remove_newer, write_piece
 from paceline.launch.script_copy import PREFIX, ScriptCopy
 from paceline.launch.stacks import inspect_ranks, rank_processes
 from paceline.model.manifest import MANIFEST, read_manifest, step_folders

@@ -8,6 +8,7 @@ the keys: plan.json and dataset.json have what the run began with.
 import hashlib
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
@@ -17,9 +18,9 @@ from typing import Any
 from paceline.config import Config, cache_dir
 from paceline.config_file import load_config
 from paceline.data.corpus import Progress, list_files
-from paceline.data.prepare import META, TokenDataset, data_info, open_dataset, prepare
+from paceline.data.prepare import META, TokenDataset, data_info, open_dataset, prepare, run_tokenizer
 from paceline.data.readers import TEXT_FIELD, ReadNotes
-from paceline.data.tokenizer import Tokenizer, train_tokenizer_on
+from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer_on
 from paceline.errors import PacelineError, expand_home
 from paceline.plan.forecast import forecast
 from paceline.plan.host import probe_cpu_cores
@@ -175,6 +176,8 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
     Raises PacelineError if the text has changed.
     """
     path, fingerprint, vocab_size, content = read_run_file(run.dataset_json, parse_record)
+    if run.tokenizer_json.exists():
+        run_tokenizer(run)  # refuses another one
     if (path / META).is_file():
         if not is_elsewhere:
             return open_dataset(path)
@@ -215,11 +218,15 @@ def parse_record(text: str) -> tuple[Path, str, int | None, str | None]:
 
 
 def record_data(run: RunDir, dataset: TokenDataset, config: Config) -> None:
-    """Writes where the shards are, for the workers, and what they and their order follow from. config: as config.toml has it."""
+    """Records the shards for the workers, with what they and their order follow from; copies their tokenizer. config: the run's."""
     # a small text gives fewer tokens than were requested, and config.toml has what it gave
     requested = dataset.meta.get("requested_vocab_size")
     record = {"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"], "vocab_size": requested}
     record |= {"content": content_hash(dataset), "keys": {key: getattr(config, key) for key in ROW_KEYS}}
+    record["tokenizer_sha256"] = dataset.meta["files"][TOKENIZER_FILE]["sha256"]
+    if not run.tokenizer_json.exists():
+        run.tokenizer_json.parent.mkdir(exist_ok=True)
+        shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
     write_atomic(run.dataset_json, json.dumps(record) + "\n")
 
 
@@ -228,7 +235,7 @@ def run_data(run: RunDir, *, other: str | None) -> TokenDataset:
     config, _ = load_config(run.config_toml, {})
     if other is None:
         return reopen_data(run, config)
-    return prepare_data(replace(config, data=other, tokenizer=str(run.tokenizer_json)))
+    return prepare_data(replace(config, data=other, tokenizer=str(run_tokenizer(run))))
 
 
 def file_hashes(dataset: TokenDataset) -> dict[str, str]:

@@ -168,26 +168,21 @@ class ScriptJob(Job):
                 elif event.get("event") == "note":
                     self.show([event["text"]])
 
+        def follow(run: RunDir) -> None:
+            nonlocal events
+            events = NewRecords(run.events)
+            for rank, log in zip(ranks, tail.logs, strict=True):
+                log.path = run.rank_log(number, rank)
+            self.move(run)
+
         variables = {"PACELINE_ATTEMPT": str(number), "PACELINE_RUN": str(self.run.path.resolve())}
         try:
             return run_attempt(
-                self.run,
-                command=self.argv,
-                nproc=world_size,
-                attempt=number,
-                env={**self.env, **variables},
-                settings={**self.env_elsewhere, **variables},
-                cluster=self.cluster,
-                lock_fd=self.lock,
-                signals=signals,
-                on_tick=show_new,
-                hang_after_s=self.options.hang_after_s,
-                stop_grace_s=STOP_GRACE_S,
-                libuv=self.libuv,
-                cwd=self.script.cwd,
-                script=True,
-                health_every_s=self.options.health_every_s,
-            )
+                self.run, command=self.argv, nproc=world_size, attempt=number, env={**self.env, **variables},
+                settings={**self.env_elsewhere, **variables}, cluster=self.cluster, lock_fd=self.lock, signals=signals,
+                on_tick=show_new, on_move=follow, hang_after_s=self.options.hang_after_s, stop_grace_s=STOP_GRACE_S,
+                libuv=self.libuv, cwd=self.script.cwd, script=True, health_every_s=self.options.health_every_s,
+            )  # fmt: skip
         finally:
             tail.close()
 

@@ -10,8 +10,9 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -66,6 +67,7 @@ def run_attempt(
     attempt: int = 1,
     lock_fd: int | None = None,
     on_tick: Callable[[], None] = lambda: None,
+    on_move: Callable[[RunDir], None] = lambda run: None,
     signals: "StopSignals | None" = None,
     hang_after_s: float | None = None,
     stop_grace_s: float = 60.0,
@@ -78,7 +80,8 @@ def run_attempt(
 ) -> Outcome:
     """Starts `nproc` workers and returns when they have ended. Call it from the main thread, as it handles signals.
 
-    signals: earlier ones count as well. on_tick is called several times a second. A rank that the watchdog reports is killed.
+    signals: earlier ones count as well. on_tick is called several times a second, on_move where the run
+    folder was renamed, with its new place. A rank that the watchdog reports is killed.
     lock_fd: the flock on the run folder, which agent and engine inherit. libuv: False where torch was built without it; `env` must
     agree (launch/env.py). cwd: of the workers. script: the workers run a user's script, so they write no heartbeats, and the
     attempt's exit code is that of its root cause, as a shell reports it. health_every_s: between two samples; 0 for none.
@@ -86,32 +89,43 @@ def run_attempt(
     """
     cluster = cluster or Cluster.here(nproc)
     job = {
-        "command": command,
-        "env": env,
-        "lock_fd": lock_fd,
-        "stop_grace_s": stop_grace_s,
-        "libuv": libuv,
-        "cwd": None if cwd is None else str(cwd),
-        "health_every_s": health_every_s,
-    }
+        "command": command, "env": env, "lock_fd": lock_fd, "stop_grace_s": stop_grace_s, "libuv": libuv,
+        "cwd": None if cwd is None else str(cwd), "health_every_s": health_every_s,
+    }  # fmt: skip
     record = AttemptRecord(run, attempt, cluster, script=script)
-    watchdog = Watchdog(run, attempt, nproc, hang_after_s=hang_after_s, script=script, cluster=cluster)
+    watch = partial(Watchdog, attempt=attempt, nproc=nproc, hang_after_s=hang_after_s, script=script, cluster=cluster)
+    watchdog = watch(run)
     with catch_signals(signals) as signals, start_agents(cluster, run, attempt, job, settings or {}):
         while cluster.runs:
-            for member, line in cluster.read(TICK_S):
+            lines = cluster.read(TICK_S)
+            if record.follow(lock_fd, on_move):
+                watchdog = watch(record.run)
+            for member, line in lines:
                 record.add(member, line)
             record.give_orders(signals, stop_grace_s=stop_grace_s)
             on_tick()
             if not record.stopping and (hang := watchdog.poll()):
                 record.hang = hang
-                append_event(run, "hang", attempt=attempt, **asdict(hang))
+                append_event(record.run, "hang", attempt=attempt, **asdict(hang))
                 cluster.order("kill" if hang.rank is None else "kill_rank", rank=hang.rank, give_up_s=AGENT_MARGIN_S)
         if record.is_network_suspect:
             find_blocked(cluster)
         settle_losses(cluster, is_quick=signals.first is not None)
+    record.follow(lock_fd, on_move)
     outcome = record.outcome()
     on_tick()
     return outcome
+
+
+def moved_run(run: RunDir, lock_fd: int | None) -> RunDir | None:
+    """Returns the run where its folder was renamed, which its open lock shows; None where the folder is in its place or gone."""
+    if not run.path.exists():
+        with suppress(OSError):
+            lock = Path(f"/proc/self/fd/{lock_fd}").readlink()
+            path = run.path.with_name(lock.parent.name)  # relative, if the run's is
+            if lock.name == run.lock.name and lock.exists():
+                return RunDir(path if path.exists() and path.samefile(lock.parent) else lock.parent)
+    return None
 
 
 class AttemptRecord:
@@ -151,6 +165,14 @@ class AttemptRecord:
             return False
         failures = find_failures(self.run, self.attempt, self.ranks)
         return self.hang is not None or (bool(failures) and all(failure.consequence for failure in failures))
+
+    def follow(self, lock_fd: int | None, on_move: Callable[[RunDir], None]) -> bool:
+        """Continues where the run folder was renamed to; returns whether it was since the last call. Other hosts cannot follow."""
+        moved = moved_run(self.run, lock_fd) if len(self.cluster.members) == 1 else None
+        if moved:
+            self.run = self.cluster.run = moved
+            on_move(moved)
+        return moved is not None
 
     def give_orders(self, signals: "StopSignals", *, stop_grace_s: float) -> None:
         """Ends the attempt, at the pace that is due, where the user or a failure says so."""

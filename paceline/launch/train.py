@@ -117,8 +117,6 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
         publish("trial of the plan", 0, 0)
         cluster = partial(cluster_of, entries, config, machine)
         config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv, cluster=cluster)
-        run.tokenizer_json.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
         config = Config(**absolute_texts(asdict(config_of_plan(config, plan, dataset))))
         record_data(run, dataset, config)
         write_atomic(run.plan_json, plan.to_json())

@@ -94,12 +94,7 @@ def fills_memory(plan: Plan) -> bool:
 
 
 def find_rows(
-    plan: Plan,
-    *,
-    cache: Path,
-    libuv: bool,
-    probe: tuple[str, ...] = PROBE_COMMAND,
-    cluster: MakeCluster = lambda: None,
+    plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...] = PROBE_COMMAND, cluster: MakeCluster = lambda: None
 ) -> tuple[Plan, str, Speed | None]:
     """Returns the plan with the largest micro-batch that passes, from the planned one down, a line about memory, and the speed.
 

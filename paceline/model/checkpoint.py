@@ -23,16 +23,7 @@ from torch import Tensor
 import paceline
 from paceline.errors import PacelineError
 from paceline.model.manifest import RawTensor, num_rows, read_manifest
-from paceline.model.publish import (
-    NoSpace,
-    PendingSave,
-    explained,
-    give_up,
-    prune,
-    publish,
-    shard_name,
-    write_part,
-)
+from paceline.model.publish import NoSpace, PendingSave, explained, give_up, prune, publish, shard_name, write_part
 from paceline.mounts import free_space
 from paceline.plan.shapes import ParamShape
 from paceline.rundir import RunDir, resume_command

@@ -256,15 +256,7 @@ class GPT(nn.Module):
         return self.passage(part, x) if self.passage else x
 
     def layer(
-        self,
-        x: Tensor,
-        x0: Tensor,
-        i: int,
-        idx: Tensor,
-        lambdas: Pair,
-        rotary: Pair,
-        mask: Mask,
-        cache: KVCache | None,
+        self, x: Tensor, x0: Tensor, i: int, idx: Tensor, lambdas: Pair, rotary: Pair, mask: Mask, cache: KVCache | None
     ) -> Tensor:
         """Returns the stream after layer i, (B, T, C); its other inputs are the block's."""
         # looked up outside of the block: its graph would depend on i, and round the table's gradient to the table's dtype

@@ -185,9 +185,9 @@ def newest_good(directory: Path, *, set_aside: bool) -> tuple[Path, list[str]]:
             if path.exists():  # otherwise the trainer has just pruned it
                 damaged.append((path, error))
             continue
+        action = "going on from {0}, {1} steps are done again" if set_aside else "using {0} instead"
         notes = [
-            f"{error.message}: going on from {path.name}, {step_of(other) - step_of(path)} steps are done again"
-            for other, error in damaged
+            f"{error.message}: {action.format(path.name, step_of(other) - step_of(path))}" for other, error in damaged
         ]
         if set_aside:
             for other, _ in damaged:

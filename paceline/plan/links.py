@@ -43,12 +43,7 @@ class Link:
 
 
 def link_of(
-    name: str | None,
-    machine: Machine,
-    *,
-    world_size: int,
-    device: str,
-    comm: Mapping[str, Any] | None,
+    name: str | None, machine: Machine, *, world_size: int, device: str, comm: Mapping[str, Any] | None
 ) -> Link | None:
     """Returns the link of all ranks: over several hosts the slower one of within and between. None: one rank, or not known.
 

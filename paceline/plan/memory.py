@@ -25,14 +25,7 @@ from paceline.plan.cost import RunSetup
 from paceline.plan.offloading import NUM_BUFFERS, copies_in_batch, offloaded_batches, row_batches
 from paceline.plan.precision import code_bytes, working_bytes
 from paceline.plan.shapes import ELEMENT_BYTES, FP32, MATRIX, NARROW, ParamShape, param_shapes
-from paceline.plan.sharding import (
-    Bucket,
-    GatheredBytes,
-    batch_sizes,
-    gather_schedule,
-    parts_of,
-    row_size,
-)
+from paceline.plan.sharding import Bucket, GatheredBytes, batch_sizes, gather_schedule, parts_of, row_size
 from paceline.plan.states import decoded_bytes, has_codes, state_bytes_of
 
 

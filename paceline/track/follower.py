@@ -266,7 +266,7 @@ class LogRows:
     def read(self, *, last: bool) -> Iterator[tuple[int, float, dict[str, float]]]:
         """Yields steps. Times in logs cannot be compared, so a step has the time of the file's last change, or the present."""
         self.file.restarted()
-        for block in self.file.blocks():
+        for block in self.file.blocks(to_end=last):
             written = min(time.time(), self.path.stat().st_mtime)
             for raw in progress_lines(block):
                 line = read_line(raw.decode(errors="replace"))

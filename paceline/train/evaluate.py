@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.config_file import load_config
 from paceline.data.dataset import TokenSplit
-from paceline.data.prepare import TokenDataset
+from paceline.data.prepare import TokenDataset, run_tokenizer
 from paceline.data.tokenizer import DecodeStream, Tokenizer
 from paceline.errors import PacelineError
 from paceline.model.attention import KVCache, attention_problem
@@ -210,7 +210,7 @@ def evaluate_run(run: RunDir, options: EvalOptions, *, dataset: TokenDataset) ->
     splits = [dataset.split(name, config.packing) for name in names]
     model, reader = load_model(run, step=options.step, device=options.device)
     choose_loss(model)
-    token_bytes = torch.from_numpy(Tokenizer.load(run.tokenizer_json).token_bytes()).to(model.lm_head.weight.device)
+    token_bytes = torch.from_numpy(Tokenizer.load(run_tokenizer(run)).token_bytes()).to(model.lm_head.weight.device)
     sums = torch.zeros(3, dtype=torch.float64, device=token_bytes.device)
     batches = run_batches(splits, model.config.sequence_len, options.tokens)
     with show_progress() as progress:
@@ -254,7 +254,7 @@ def format_evaluation(result: Mapping[str, Any], *, name: str) -> str:
 def sample_run(run: RunDir, options: SampleOptions, *, prompt: str, write: Callable[[str], None]) -> list[str]:
     """Streams the first sample through `write`, then writes the others; returns all of them."""
     model, _ = load_model(run, step=options.step, device=options.device)
-    tokenizer = Tokenizer.load(run.tokenizer_json)
+    tokenizer = Tokenizer.load(run_tokenizer(run))
     live = DecodeStream(tokenizer)
     tokens: list[list[int]] = [[] for _ in range(options.num)]
     write(prompt)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 import paceline
 from paceline.config import ModelConfig
+from paceline.data.prepare import run_tokenizer
 from paceline.data.tokenizer import SAMPLE_TEXT, Tokenizer
 from paceline.errors import PacelineError
 from paceline.model.attention import CHECKED_TOKENS
@@ -65,7 +66,7 @@ def export_run(run: RunDir, options: ExportOptions, *, report: Callable[[str], N
     model.compute_dtype = torch.float32  # that of the files
     out = options.out or run.exports / f"{run.name}_{step_folder_name(reader.step)}"
     check_replaceable(out)
-    tokenizer = Tokenizer.load(run.tokenizer_json)
+    tokenizer = Tokenizer.load(run_tokenizer(run))
     weights = export_weights(model)
     num_params, num_bytes = sum(p.numel() for p in weights.values()), sum(p.nbytes for p in weights.values())
     report(f"model   {run.name} at step {reader.step:,}: {format_count(num_params)} parameters in fp32")

@@ -70,12 +70,7 @@ def measure_gains(plan: Plan, device: torch.device) -> dict[str, float]:
 
 
 def product_piece(
-    shape: tuple[int, int],
-    tokens: int,
-    name: str | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
+    shape: tuple[int, int], tokens: int, name: str | None, *, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], None]:
     """Returns a layer's three products, (O, I) its shape, in a low precision or in 16 bits. Weights are quantized beforehand."""
     layer = Linear(shape[1], shape[0]).to(device, dtype)

@@ -72,13 +72,7 @@ class LossGuard:
 
 
 def find_trouble(
-    guard: LossGuard,
-    step: int,
-    *,
-    loss: float,
-    bad_ranks: tuple[int, ...],
-    gradient_bad: bool,
-    skipped_steps: int = 0,
+    guard: LossGuard, step: int, *, loss: float, bad_ranks: tuple[int, ...], gradient_bad: bool, skipped_steps: int = 0
 ) -> Trouble | None:
     """Returns what is wrong with a step, or None. step: counted from 1. loss: the mean over all ranks but bad_ranks.
 

@@ -63,7 +63,8 @@ class GrowingFile:
                 if block:
                     self.skip_to(self.offset + len(block), before=block)
                     yield block
-            if to_end:
+            if to_end and partial:
+                self.skip_to(self.offset + len(partial), before=partial)
                 yield partial
 
     def samples(self, *, whole_bytes: int, end_bytes: int, count: int, piece_bytes: int) -> Iterator[bytes]:

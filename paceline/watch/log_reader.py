@@ -263,7 +263,7 @@ class LogCurves:
         pieces = self.file.samples(
             whole_bytes=WHOLE_BYTES, end_bytes=WHOLE_BYTES // 4, count=NUM_PIECES, piece_bytes=PIECE_BYTES
         )
-        for block in chain(pieces, self.file.blocks()):
+        for block in chain(pieces, self.file.blocks(to_end=end is not None)):
             self._add(block)
         if start is not None and self.step != last_step and "step_ms" not in self.latest:
             self._spread_times(start, last_step)

@@ -28,7 +28,7 @@ from paceline.typed_fields import hints_of, well_typed
 from paceline.units import format_count
 from paceline.watch.about import csv_lines, read_about, read_config, read_notes
 from paceline.watch.events import end_state, is_complete, last_event_time, live_state
-from paceline.watch.growing_file import parse_lines, read_part, search
+from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines, read_part, search
 from paceline.watch.measures import format_bpb, format_figure, format_step, format_time
 from paceline.watch.snapshot import LIVE, Snapshot, State
 from paceline.watch.summary import attempt_outcome, goodput_line, goodput_table, host_place
@@ -89,29 +89,23 @@ def run_status(run: RunDir) -> RunStatus:
     command = next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None)
     attempts = sum(event.get("event") == "attempt" for event in events)
     names = ("step", "loss", "val_bpb", "tok_per_sec")
-    read = printed_values(run.rank_log(attempts, 0), names) if command else last_values(run.metrics, (*names, "time"))
+    log, to_end = run.rank_log(attempts, 0), not is_locked(run)
+    read = printed_values(log, names, to_end=to_end) if command else last_values(run.metrics, (*names, "time"))
     start: dict[str, Any] = {"step": None if command else 0, "eval_tokens": read_config(run).get("eval_tokens")}
     values = {**dict.fromkeys(names), **start, **read}
     state = run_state(run, events, values)
     times = [values.pop("time", None), last_event_time(events)]
-    if command and state in LIVE and (stamp := file_stamp(run.rank_log(attempts, 0))):
+    if command and state in LIVE and (stamp := file_stamp(log)):
         times.append(to_utc(stamp[0] / 1e9))
     tags, note = read_notes(run)
     num_steps = values.pop("num_steps", None)
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         num_steps = int(json.loads(read_text(run.plan_json))["num_steps"])
     status = RunStatus(
-        name=run.name,
-        path=str(run.path),
-        state=state,
-        num_steps=num_steps,
-        attempts=attempts,
+        name=run.name, path=str(run.path), state=state, num_steps=num_steps, attempts=attempts,
         time=max((time for time in times if isinstance(time, str)), default=None),
-        command=command,
-        tags=tags,
-        note=note,
-        **values,
-    )
+        command=command, tags=tags, note=note, **values,
+    )  # fmt: skip
     return well_typed(status, RunStatus)  # type: ignore[no-any-return]
 
 
@@ -140,11 +134,15 @@ def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def printed_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Returns the last value of each field that a script's rank has printed, within END_BYTES of its log's end."""
+def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[str, Any]:
+    """Returns the last value of each field near the end of a script's log. to_end: nothing follows a last line without an end."""
     from paceline.watch.log_reader import read_line
 
-    lines = read_end(path, END_BYTES)[0].decode("utf-8", "replace").splitlines()
+    file = GrowingFile(path, ends=STATE_ENDS)
+    with suppress(OSError):
+        file.skip_to(max(0, path.stat().st_size - END_BYTES), before=b"")
+    is_cut = file.offset > 0
+    lines = b"".join(file.blocks(to_end=to_end)).decode("utf-8", "replace").splitlines()[is_cut:]
     values: dict[str, Any] = {}
     for shown in filter(None, map(read_line, lines)):
         steps = {"step": shown.step, "num_steps": shown.num_steps} if shown.step is not None else {}

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import shutil
 from dataclasses import asdict, replace
 
@@ -10,6 +11,7 @@ import pytest
 
 from paceline.config import Config, cache_dir
 from paceline.config_file import format_toml
+from paceline.data.prepare import run_tokenizer
 from paceline.data.tokenizer import train_tokenizer
 from paceline.errors import Finding, PacelineError, PlanError
 from paceline.launch.cluster import Cluster
@@ -17,7 +19,7 @@ from paceline.launch.digest import Digest
 from paceline.launch.hosts import HostEntry
 from paceline.launch.job import StepWatch, TrainingJob, first_step, planned_step, stop_grace_s, watch_steps
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
-from paceline.launch.run_text import absolute_texts, prepare_data, record_data, reopen_data
+from paceline.launch.run_text import absolute_texts, prepare_data, record_data, reopen_data, run_data
 from paceline.launch.supervisor import Outcome
 from paceline.launch.train import changed_run, check_unfinished, config_of_plan, new_folder, resume_run
 from paceline.model.checkpoint import CheckpointWriter
@@ -389,8 +391,6 @@ def test_shards_that_are_gone_are_prepared_again_with_the_same_tokenizer(job_on,
         train_tokenizer(iter(["words"]), vocab_size=260).save(tmp_path / "t.json")
     dataset = prepare_data(first)
     record_data(run, dataset, first)
-    run.tokenizer_json.parent.mkdir()
-    run.tokenizer_json.write_bytes(dataset.tokenizer_json.read_bytes())
     given = dataset.meta["vocab_size"]
     assert given < first.vocab_size
     note = f"note    the text gives a vocabulary of {given:,}, not of 32,768\n"
@@ -399,6 +399,36 @@ def test_shards_that_are_gone_are_prepared_again_with_the_same_tokenizer(job_on,
     (tmp_path / "t.json").write_text("another")
     again = reopen_data(run, replace(first, vocab_size=given))  # as config.toml has it
     assert again.meta["files"] == dataset.meta["files"] and not again.reused
+
+
+def test_another_tokenizer_in_a_run_is_refused_and_a_missing_one_taken_from_its_shards(job_on, tmp_path):
+    run, text, other = job_on(lambda: TWO).run, tmp_path / "t.txt", b"another"
+    text.write_text("a few words\n" * 1000)
+    config = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+    run.config_toml.write_text(format_toml(config))
+    dataset = prepare_data(config)
+    record_data(run, dataset, config)
+    own, shards = run.tokenizer_json, dataset.tokenizer_json
+    assert run_tokenizer(run) == own and own.read_bytes() == shards.read_bytes()
+    own.unlink()
+    assert run_tokenizer(run) == shards
+    own.write_bytes(other)
+    for use in (lambda: reopen_data(run, config), lambda: run_data(run, other=str(text)), lambda: run_tokenizer(run)):
+        with pytest.raises(
+            PacelineError, match="tokenizer.json is not the tokenizer that the run was trained"
+        ) as error:
+            use()
+        assert error.value.fix == shlex.join(["cp", str(shards), str(own)])
+    shards.write_bytes(other)
+    own.unlink()
+    with pytest.raises(PacelineError, match="tokenizer.json is missing") as error:
+        run_tokenizer(run)
+    assert error.value.fix == "copy the file there from a backup of the run"
+    own.write_bytes(other)
+    record = json.loads(run.dataset_json.read_text())
+    del record["tokenizer_sha256"]  # as an earlier version left it
+    run.dataset_json.write_text(json.dumps(record))
+    assert run_tokenizer(run) == own
 
 
 def test_a_run_records_no_more_eval_tokens_than_are_held_out(job_on, tmp_path):

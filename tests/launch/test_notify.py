@@ -182,6 +182,18 @@ def test_a_run_that_recovers_and_finishes_says_both(run, server):
     assert not [path for path in run.path.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
 
 
+def test_a_run_whose_folder_is_renamed_has_finished_under_its_new_name(run, server):
+    with run_services(run, Services(notify=(server.url,))):
+        append_event(run, "verdict", attempt=1, **VERDICT)
+        append_event(run, "attempt", attempt=2)
+        time.sleep(0.01)  # lines of one time are in no order
+        step(run, 20)
+        received(server, 1)  # so the helper has begun
+        append_event(RunDir(run.path.rename(run.path.with_name("renamed"))), "finished")
+    _, finished = received(server, 2)
+    assert (finished["event"], finished["run"], finished["step"]) == ("finished", "renamed", 20)
+
+
 def test_a_run_that_fails_says_the_cause_and_the_fix(run, server):
     with run_services(run, Services(notify=(server.url,))):
         append_event(run, "attempt", attempt=1)

@@ -172,6 +172,23 @@ def test_a_full_disk_behind_stdout_ends_no_run_and_is_reported_with_the_place_of
     assert done.err.splitlines()[-1] == f"{note}runs/r/logs/1"
 
 
+def test_a_run_folder_that_is_renamed_while_a_script_runs_has_the_rest_of_the_run_and_its_end(bench):
+    bench.script("""
+        import os
+        print("before", flush=True)
+        os.rename(os.environ["PACELINE_RUN"], os.environ["PACELINE_RUN"] + "-lr3")
+        print("after")
+        raise SystemExit(7)
+    """)
+    done = bench.run("--nproc", 1, "train.py")
+    assert (done.returncode, done.out.split()) == (7, ["before", "after"])
+    assert "\nthe run folder was renamed: it is runs/r-lr3 now\n" in done.err
+    assert "\nlog: runs/r-lr3/logs/1/0.log\n" in done.err
+    assert not bench.run_dir.path.exists()
+    bench.run_dir = RunDir(bench.folder / "runs" / "r-lr3")
+    assert bench.events()[-1] == "failed" and run_status(bench.run_dir).state == "failed"
+
+
 def test_a_run_without_a_name_is_called_after_its_script_and_paceline_itself_writes_to_stderr_only(bench):
     bench.script("print('a result')", name="my exp.v2.py")
     done = bench.run("--nproc", 1, "--", "./my exp.v2.py", "--lr", "0.1", name=None)

@@ -118,7 +118,7 @@ def test_a_damaged_newest_is_skipped_with_one_line(tmp_path: Path):
     path, notes = newest_good(tmp_path, set_aside=False)
     assert path == tmp_path / "step_000040"
     damage = f"checkpoint step_000060 is damaged ({SHARD}: sha256 differs)"
-    assert notes == [f"{damage}: going on from step_000040, 20 steps are done again"]
+    assert notes == [f"{damage}: using step_000040 instead"]
     assert (tmp_path / "step_000060").is_dir()
 
 
@@ -126,7 +126,7 @@ def test_each_damaged_checkpoint_gets_a_line(tmp_path: Path):
     save_steps(tmp_path, 20, 40, 60)
     (tmp_path / "step_000060" / "manifest.json").write_text("")
     (tmp_path / "step_000040" / SHARD).unlink()
-    path, notes = newest_good(tmp_path, set_aside=False)
+    path, notes = newest_good(tmp_path, set_aside=True)
     assert path.name == "step_000020"
     assert [note.rpartition(", ")[2] for note in notes] == ["40 steps are done again", "20 steps are done again"]
 

@@ -93,10 +93,12 @@ def test_steps_that_a_resume_repeats_are_rows_only_for_trackers_that_accept_them
 def test_the_rows_of_a_script_come_from_its_output(run):
     run.metrics.unlink()
     run.rank_log(1, 0).parent.mkdir(parents=True)
-    run.rank_log(1, 0).write_text("loading\nstep 1/9 | loss 3.25\nstep 2/9 | loss 3.00\nval_loss 2.5\n")
+    run.rank_log(1, 0).write_text(
+        "loading\nstep 1/9 | loss 3.25\nstep 2/9 | loss 3.00\nval_loss 2.5\rstep 3/9 | loss 2.50"
+    )
     position = Position()
     steps = [(step, values) for step, _, values in rows_of(run, position) if step is not None]
-    assert steps == [(1, {"loss": 3.25}), (2, {"loss": 3.0, "val_loss": 2.5})]
+    assert steps == [(1, {"loss": 3.25}), (2, {"loss": 3.0, "val_loss": 2.5}), (3, {"loss": 2.5})]
     assert rows_of(run, position) == []
 
 

@@ -159,9 +159,21 @@ def test_a_run_folder_that_turns_read_only_stops_the_run_with_its_name(shop, dis
 
 
 @pytest.mark.soak
+def test_a_training_whose_run_folder_is_renamed_goes_on_there_from_its_last_checkpoint(shop, disk):
+    process, run = start(shop, disk, save_every=10)
+    wait_for((run / "checkpoints" / "step_000010").exists, process)
+    run.rename(renamed := disk / "elsewhere")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and f"the run folder was renamed: it is {renamed} now" in output, output
+    assert [line["step"] for line in metrics(renamed)] == list(range(1, STEPS + 1))
+    assert not run.exists()
+
+
+@pytest.mark.soak
 def test_a_run_folder_that_vanishes_stops_the_run_and_is_not_made_again(shop, disk):
     process, run = start(shop, disk)
     wait_for(lambda: num_steps(run) >= 5, process)
+    (run / ".lock").unlink()  # while it is open, it shows where the folder is
     run.rename(disk / "elsewhere")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 1, output

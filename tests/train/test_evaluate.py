@@ -166,4 +166,13 @@ def test_a_damaged_checkpoint_is_refused_by_step_and_otherwise_noted_beside_the_
     assert f"checkpoint {newest.name} is damaged" in capsys.readouterr().err
     assert run_command([*words, "--json"]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["samples"] and "going on from step_000030" in err
+    assert json.loads(out)["samples"] and "using step_000030 instead\n" in err
+
+
+@pytest.mark.parametrize("command", ["sample", "eval", "export"])
+def test_a_tokenizer_that_is_not_the_run_s_own_is_refused(command, unbroken, capsys, tmp_path):
+    run = Path(shutil.copytree(unbroken, tmp_path / "books"))
+    path = run / "tokenizer/tokenizer.json"
+    path.write_bytes(path.read_bytes() + b"\n")
+    assert run_command([command, str(run), "--device=cpu"][: 2 if command == "export" else 3]) == 1
+    assert f"{path} is not the tokenizer that the run was trained with\n  fix: cp " in capsys.readouterr().err

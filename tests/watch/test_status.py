@@ -229,6 +229,23 @@ def test_a_script_has_a_state_and_a_command_and_what_its_first_rank_printed(tmp_
     assert format_runs([run_status(run)]).splitlines()[1].split()[2:6] == ["30/30", "2.0000", "n/a", "n/a"]
 
 
+def test_progress_in_one_line_is_read_to_its_last_state_once_the_script_has_ended(tmp_path):
+    run = RunDir(tmp_path / "a")
+    run.logs(1).mkdir(parents=True)
+    run.config_toml.write_text('command = ["train.py"]\nnproc = 1\n')
+    append_event(run, "script", command=["train.py"], nproc=1, device="cpu")
+    append_event(run, "attempt", attempt=1)
+    run.rank_log(1, 0).write_text("".join(f"\rstep {n} loss {3 - n / 10:.3f}" for n in range(20)))
+    fd, reader = lock_run(run), open_reader(run.path)
+    assert run_status(run).step == reader.update().step == 18  # the last state may be half-written
+    os.close(fd)
+    append_event(run, "finished")
+    for _ in range(2):
+        snapshot = reader.update()
+        assert (snapshot.step, snapshot.loss, len(snapshot.series["loss"].values)) == (19, 1.1, 20)
+    assert (run_status(run).step, run_status(run).loss) == (19, 1.1)
+
+
 def test_a_loss_that_is_nan_is_shown_as_nan_and_is_null_in_json(tmp_path, capsys):
     run = make_run(tmp_path)
     append_event(run, "script", command=["my train.py", "--note", "a b", ""])

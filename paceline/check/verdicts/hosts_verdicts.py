@@ -11,15 +11,7 @@ from typing import Any
 
 from paceline.check.verdicts.host_verdicts import memory_limit
 from paceline.check.verdicts.network_verdicts import VIRTUAL, interface_absent, interfaces_up, network_of
-from paceline.check.verdicts.rules import (
-    Case,
-    Cases,
-    Host,
-    count_names,
-    fix_for_all,
-    short_name,
-    version_of,
-)
+from paceline.check.verdicts.rules import Case, Cases, Host, count_names, fix_for_all, short_name, version_of
 from paceline.check.verdicts.torch_verdicts import WHEELS
 from paceline.units import format_bytes, format_list
 

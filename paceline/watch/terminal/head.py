@@ -18,18 +18,7 @@ from paceline.watch.measures import METRICS, format_measure, format_percent, for
 from paceline.watch.panels import action_text, figures, goodput_panel, severity_level, why_panel
 from paceline.watch.snapshot import BROKEN, LIVE, EventView, Snapshot
 from paceline.watch.summary import LEVEL_SIGNS, STATE_SIGNS, attempt_outcome, goodput_share, ranks_and_hosts, summarize
-from paceline.watch.terminal.line import (
-    Line,
-    Piece,
-    bar,
-    clean,
-    facts_line,
-    fit,
-    heading,
-    paragraph,
-    section,
-    width_of,
-)
+from paceline.watch.terminal.line import Line, Piece, bar, clean, facts_line, fit, heading, paragraph, section, width_of
 
 MAX_RANKS_NAMED = 16
 MAX_EVIDENCE_LINES = 8

@@ -137,9 +137,8 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     """
     started, services = time.monotonic(), checked_services(options)
     adopt_copy(run)
-    if (holder := holder_of(run)) is not None and not os.access(
-        run.lock, os.W_OK
-    ):  # another user's: no checks are needed
+    holder = holder_of(run)
+    if holder is not None and not os.access(run.lock, os.W_OK):  # another user's
         raise RunInUse(run, holder)
     place = check_free(run)
     check_options(options, has_place=place is not None)

@@ -61,6 +61,7 @@ NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
 SERVED, MIN_SERVED = re.compile(r'HTTP/\d(?:\.\d)?" 20\d\b'), 3  # a request that was answered, in a log's last lines
 WENT_ON, BEFORE_DONE, MIN_REPEATS = 40, 8, 5  # lines; such about an item that was left out
+RETRIES = re.compile(r"(?i)\bretry(?:ing)? \(?(?:attempt )?\d+ ?(?:/|of) ?\d")
 HANDLED = re.compile(r"(?i)\bfail\w*, (?:re)?(?:trying|installing|falling back)\b")
 MAX_QUOTED = 16  # lines below it that quote the error
 WARNED = re.compile(r"\bWARN(?:ING)?\b")
@@ -247,6 +248,8 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     last_line = log.last_lines[-1][0] if log.last_lines else 0
     if NOT_SET_UP.search(record.text):
         return last_line - record.line > MAX_ADVICE
+    if RETRIES.search(record.text) and last_line - record.line > MAX_QUOTED:
+        return True  # what fails in the end says so
     if FATAL.search(record.text) and last_line - record.line <= BUFFERED_LINES:
         return False  # the process ends; the steps behind it are other processes' or were in a buffer
     if record.kind == "signal" and any(0 < r.line - record.line < WENT_ON and DIED.search(r.text) for r in log.records):

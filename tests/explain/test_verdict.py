@@ -1496,3 +1496,9 @@ def test_lines_of_a_critical_level_are_no_ordinary_output():
     line = "[2026-02-28 22:54:45] [workload] [critical] workload file: /data/all_reduce.16.et does not exist\n"
     assert verdict(line * 20).cause == "unknown"
     assert verdict("the cache folder does not exist\n" * 20).cause == "unknown"
+
+
+def test_a_download_that_is_tried_again_and_then_works_is_no_failure():
+    failed = "WARNING Download failure, retrying 1/3 https://github.com/x.pt... <urlopen error [Errno 110] Connection timed out>\n"
+    assert verdict(failed).cause == "hub-offline"
+    assert verdict(failed + "".join(f"sample {n} was written\n" for n in range(60))).cause == "healthy"

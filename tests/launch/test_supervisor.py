@@ -165,14 +165,13 @@ def test_an_error_written_by_torch_record_is_read(launch):
     assert ended.outcome["failures"][0]["message"] == "ValueError: boom"
 
 
-@pytest.mark.soak
-def test_ctrl_c_lets_every_rank_save_and_ends_as_interrupted(launch):
+def test_the_warning_of_a_batch_system_lets_every_rank_save_and_ends_as_interrupted(launch):
     running = launch(SAVES_ON_SIGTERM).wait_until_running()
-    running.signal(signal.SIGINT)
+    running.signal(signal.SIGUSR1)
     ended = running.end()
     assert (ended.exit_code, ended.outcome["state"], ended.outcome["failures"]) == (130, "interrupted", [])
     assert ended.log(0) == ended.log(1) == "ready\nsaved\n"
-    assert "stopping on SIGINT: saving a checkpoint; Ctrl-C again to end now\n" in ended.output
+    assert "stopping on SIGUSR1: saving a checkpoint; Ctrl-C again to end now\n" in ended.output
     assert ended.events() == ["attempt", "stopping", "attempt_ended"]
 
 

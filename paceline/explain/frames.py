@@ -57,7 +57,7 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ("killed-from-outside", 0.6, r"\S*UnpicklingError: pickle data was truncated", r"multiprocessing[/\\]spawn\.py.* in _main\b"),
     (
         "hub-offline", 0.85, r"(?:requests\.exceptions|httpx)\.\w*(?:Connect\w*|Timeout)\b",
-        r"(?:site|dist)-packages/(?:huggingface_hub|datasets|transformers)/",
+        r"(?:site|dist)-packages/(?:huggingface_hub/|datasets/|transformers/utils/hub\.py)",
     ),
     ("shm-too-small", 0.96, r"OSError: \[Errno 28\]", r"multiprocessing[/\\](?:synchronize|shared_memory|heap)\.py\""),
     ("disk-full", 0.85, r"RuntimeError: Unknown error -1$", r"\bserialization\.py\", line \d+, in (?:_save|save|__exit__)\b"),

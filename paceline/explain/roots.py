@@ -141,7 +141,11 @@ def can_follow(event: Event, other: Event) -> bool:
 def lacks_output(record: Record, other: Record) -> bool:
     """Whether a script's later program does not find a file behind the end of another one, which may have had to write it."""
     is_later = record.line > other.line and ended_program(record) and ended_program(other)
-    return is_later and record.text.startswith("FileNotFoundError") and record.frames[0] != other.frames[0]
+    return is_later and record.text.startswith("FileNotFoundError") and first_file(record) != first_file(other)
+
+
+def first_file(record: Record) -> str:
+    return record.frames[0].partition(", line ")[0]
 
 
 def is_root(event: Event, other: Event) -> bool:

@@ -13,6 +13,7 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
 from paceline.explain.explanation import Explanation, format_explanation
 from paceline.explain.line_measures import read_columns, read_step_and_loss
+from paceline.explain.log_curves import rise_since
 from paceline.explain.run_folder import explain
 from paceline.explain.series import GRADIENT, LOSS, MEMORY, RATE, REWARD, SCORE, STEP_TIME, THROUGHPUT, VALIDATION
 
@@ -944,3 +945,11 @@ def test_a_loss_that_stands_still_until_early_stopping_has_converged():
     )
     assert explain([epochs.encode()]).cause == "loss-stands-still"
     assert explain([f"{epochs}Epoch 00035: early stopping\n".encode()]).cause == "healthy"
+
+
+def test_the_first_points_of_a_loss_are_no_level_from_which_it_rises():
+    """A loss that begins high, falls within the first epoch, and rises within each later one."""
+    first = [1.118, 0.811, 0.6615, 0.5819, 0.5295, 0.4981, 0.4779, 0.4656, 0.4597]
+    later = [0.5 + 0.06 * n for n in range(9)] * 30
+    assert rise_since(series(LOSS, first + later), 0) is None
+    assert rise_since(series(LOSS, first + [2 * loss for loss in later]), 0) is not None

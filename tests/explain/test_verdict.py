@@ -1502,3 +1502,27 @@ def test_a_download_that_is_tried_again_and_then_works_is_no_failure():
     failed = "WARNING Download failure, retrying 1/3 https://github.com/x.pt... <urlopen error [Errno 110] Connection timed out>\n"
     assert verdict(failed).cause == "hub-offline"
     assert verdict(failed + "".join(f"sample {n} was written\n" for n in range(60))).cause == "healthy"
+
+
+def test_a_file_that_an_earlier_program_of_the_script_had_to_write_is_not_what_is_missing():
+    first = 'Traceback (most recent call last):\n  File "./translate.py", line 107, in <module>\n    main()\nAttributeError: {}\n'
+    later = (
+        'Traceback (most recent call last):\n  File "./{}.py", line 4, in <module>\n    read()\nFileNotFoundError: {}\n'
+    )
+    missing = "[Errno 2] No such file or directory: '/runs/en-es/hyp'"
+    text = first.format("'Model' object has no attribute 'length'")
+    assert verdict(text + later.format("score", missing)).summary.startswith("AttributeError")
+    assert "AttributeError" not in verdict(text + later.format("translate", missing)).summary
+
+
+def test_a_connection_that_fails_in_the_hub_s_library_is_the_hub_s():
+    frame = '  File "/venv/lib/site-packages/{}/_http.py", line 63, in send\n    return super().send(request)\n'
+    error = "requests.exceptions.ConnectionError: ('Connection aborted.', TimeoutError(110, 'Connection timed out'))\n"
+    text = f"Traceback (most recent call last):\n{frame}{error}"
+    assert verdict(text.format("huggingface_hub/utils")).cause == "hub-offline"
+    assert verdict(text.format("qdrant_client")).cause == "service-unreachable"
+
+
+def test_an_error_on_rank_0_is_no_count_of_errors():
+    output = "".join(f"sample {n} was written\n" for n in range(60))
+    assert verdict(f"{output}error on rank 0\n").cause == verdict(f"{output}failed rank: 0\n").cause == "unknown"

@@ -119,12 +119,11 @@ def run_attempt(
 
 def moved_run(run: RunDir, lock_fd: int | None) -> RunDir | None:
     """Returns the run where its folder was renamed, which its open lock shows; None where the folder is in its place or gone."""
-    if not run.path.exists():
-        with suppress(OSError):
-            lock = Path(f"/proc/self/fd/{lock_fd}").readlink()
-            path = run.path.with_name(lock.parent.name)  # relative, if the run's is
-            if lock.name == run.lock.name and lock.exists():
-                return RunDir(path if path.exists() and path.samefile(lock.parent) else lock.parent)
+    with suppress(OSError):  # a file system that does not answer
+        lock = Path(f"/proc/self/fd/{lock_fd}").readlink()
+        path = run.path.with_name(lock.parent.name)  # relative, if the run's is
+        if lock.name == run.lock.name and lock.exists() and not run.path.exists():
+            return RunDir(path if path.exists() and path.samefile(lock.parent) else lock.parent)
     return None
 
 

@@ -1,14 +1,16 @@
 """One attempt with real processes: a normal end, a rank that fails, Ctrl-C, odd paths and host names."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from paceline.launch.supervisor import ONE_CTRL_C_S, StopSignals, run_attempt
+from paceline.launch.supervisor import ONE_CTRL_C_S, StopSignals, moved_run, run_attempt
 from paceline.rundir import RunDir
 
 pytestmark = pytest.mark.dist
@@ -288,3 +290,18 @@ def test_a_signal_that_came_before_the_attempt_ends_it(tmp_path):
         stop_grace_s=2.0,
     )
     assert (outcome.state, outcome.exit_code) == ("interrupted", 130)
+
+
+def test_a_run_folder_that_does_not_answer_was_not_renamed(tmp_path, monkeypatch):
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    with run.lock.open("w") as lock:
+        assert moved_run(run, lock.fileno()) is None
+        moved = run.path.rename(tmp_path / "renamed")
+        assert moved_run(run, lock.fileno()) == RunDir(moved)
+
+        def fail(path):
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        monkeypatch.setattr(Path, "exists", fail)
+        assert moved_run(run, lock.fileno()) is None

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 
 import pytest
@@ -100,6 +101,15 @@ def test_the_rows_of_a_script_come_from_its_output(run):
     steps = [(step, values) for step, _, values in rows_of(run, position) if step is not None]
     assert steps == [(1, {"loss": 3.25}), (2, {"loss": 3.0, "val_loss": 2.5}), (3, {"loss": 2.5})]
     assert rows_of(run, position) == []
+
+
+@pytest.fixture(autouse=True)
+def first_files(monkeypatch):
+    """TensorBoard numbers the files of a process, and of one second it reads the tenth before the ninth."""
+    with suppress(ImportError):
+        from tensorboard.summary.writer import event_file_writer
+
+        monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def read_scalars(folder, tag):

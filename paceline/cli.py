@@ -348,8 +348,8 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
 
 def main() -> None:
     if "_ARGCOMPLETE" in os.environ:  # a shell that asks for completions
-        cards = import_module("paceline.plan.gpu_table").gpu_table()
-        complete({name: takes for name, (_, takes) in COMMANDS.items()}, gpus=[card.name for card in cards])
+        cards = lambda: [card.name for card in import_module("paceline.plan.gpu_table").gpu_table()]  # noqa: E731
+        complete({name: takes for name, (_, takes) in COMMANDS.items()}, gpus=cards)
     sys.exit(run_command(sys.argv[1:]))
 
 

@@ -20,7 +20,7 @@ from paceline.errors import UsageError, nearest, nearest_choice
 from paceline.units import format_list, whole_number
 
 T = TypeVar("T")
-
+Names = Callable[[], list[str]]
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 HELP_FLAGS = {"-h", "--help"}
 VALUE_NAMES = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
@@ -299,11 +299,11 @@ def make_parser(command: str, options: type) -> argparse.ArgumentParser:
     return parser
 
 
-def add_parameters(parser: argparse.ArgumentParser, options: type, *, gpus: Collection[str] | None = None) -> None:
-    """Adds each parameter as a list of what is given. gpus: for argcomplete, known cards; switches are as one types them."""
+def add_parameters(parser: argparse.ArgumentParser, options: type, *, gpus: Names | None = None) -> None:
+    """Adds each parameter as a list of what is given. gpus: for argcomplete, lists known cards; switches are as one types them."""
     groups: dict[str, Any] = {"options": parser}
     for parameter in parameters_of(options).values():
-        name, heading, completer = parameter.name, parameter.group, partial(offer, parameter, gpus=gpus or ())
+        name, heading, completer = parameter.name, parameter.group, partial(offer, parameter, gpus=gpus or list)
         group = groups.get(heading) or groups.setdefault(heading, parser.add_argument_group(heading))
         shown: dict[str, Any] = {"default": argparse.SUPPRESS, "help": parameter.help.replace("%", "%%")}
         if gpus is not None and parameter.is_switch:
@@ -319,14 +319,14 @@ def add_parameters(parser: argparse.ArgumentParser, options: type, *, gpus: Coll
             action.completer = completer
 
 
-def offer(parameter: Parameter, *, prefix: str, gpus: Collection[str], parsed_args: Any, **_: Any) -> Iterable[str]:
+def offer(parameter: Parameter, *, prefix: str, gpus: Names, parsed_args: Any, **_: Any) -> Iterable[str]:
     """What completes a value: choices, the last of several names, configs, GPUs or runs, else files where it may be one."""
     from argcomplete.completers import FilesCompleter
 
     if parameter.name == "config":
         configs = Path(__file__).with_name("configs").glob(f"{prefix}*.toml")
         return [*(path.stem for path in configs), *FilesCompleter()(prefix)]
-    known = gpus if parameter.name in ("gpu", "compare") else parameter.names
+    known = gpus() if parameter.name in ("gpu", "compare") else parameter.names
     names = ["".join(prefix.rpartition(",")[:2]) + name for name in known]
     folder = Path((getattr(parsed_args, "runs_dir", None) or ["runs"])[-1])
     runs = [path.parent.name for path in folder.glob(f"{prefix}*/config.toml")] if "RUN" in parameter.value_name else []
@@ -334,8 +334,8 @@ def offer(parameter: Parameter, *, prefix: str, gpus: Collection[str], parsed_ar
     return [*parameter.choices, *names, *runs] or (FilesCompleter()(prefix) if may_be_file else [])
 
 
-def complete(commands: Mapping[str, type], *, gpus: Collection[str]) -> None:
-    """Answers a shell that asks how a line can go on, and exits. commands: name -> options dataclass. gpus: known cards."""
+def complete(commands: Mapping[str, type], *, gpus: Names) -> None:
+    """Answers a shell that asks how a line can go on, and exits. commands: name -> options dataclass. gpus: lists known cards."""
     import argcomplete
 
     root = argparse.ArgumentParser()

@@ -104,8 +104,10 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *(() if any(map(may_fall, losses)) else find_same(points["scores"], points["held_out"])),
     ]
     if any(EARLY_STOP.search(text) for log in logs for _, text in log.last_lines):  # what the training has waited for
-        return add_findings(explanation, [item for item in findings if item.cause != STANDS_STILL][:1])
-    if not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None)):
+        findings = [item for item in findings if item.cause != STANDS_STILL]
+    elif (
+        not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None))
+    ):
         if len(flat.values) < MIN_STILL:
             return unproven(explanation, flat)
         findings = [CurveFinding(STANDS_STILL, flat, 0)]

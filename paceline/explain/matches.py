@@ -84,14 +84,13 @@ PYTHON_MESSAGE = re.compile(  # what Python itself says about a mistake in code,
 PROGRAM_ENDED = re.compile(
     r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"
 )
-CANCELLED_STEP = re.compile(
-    r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
-)
+CANCELLED = r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED"
+CANCELLED_STEP = re.compile(rf"{CANCELLED}|srun: (?:Force Terminated|forcing job termination)")
 ENDS = re.compile(rf"{CANCELLED_STEP.pattern}|(?i:ctrl ?[-+] ?c\b)")  # each time that it comes
 FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog, Slurm
     r"[Ss]top [Tt]raining$|terminating training|block: \[[\d,]+\], thread: \[[\d,]+\] Assertion "
     r"|Watchdog caught collective operation timeout|taking the entire process down"
-    r"|\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED"
+    rf"|{CANCELLED}"
 )
 # bitsandbytes says what to do, and what imports it goes on
 NOT_SET_UP, MAX_ADVICE = re.compile(r"^CUDA Setup failed despite (?:CUDA|GPU) being available"), 4

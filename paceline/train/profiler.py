@@ -124,10 +124,12 @@ def trace_steps(
                 loop.progress.beat(step, "ending")  # the profiler now collects what it has recorded
             profiler.step()
     plain = path.with_suffix("")
-    profiler.export_chrome_trace(str(plain))  # which compresses line by line, in seconds
-    content = plain.read_bytes()
-    path.write_bytes(gzip.compress(content, compresslevel=6))
-    plain.unlink()
+    try:
+        profiler.export_chrome_trace(str(plain))  # which compresses line by line, in seconds
+        content = plain.read_bytes()
+        path.write_bytes(gzip.compress(content, compresslevel=6))
+    finally:
+        plain.unlink(missing_ok=True)
     events: list[dict[str, Any]] = json.loads(content)["traceEvents"]
     return events, times[1:]
 

@@ -53,7 +53,8 @@ USUAL_PROGRESS = (b"step", b"loss", b"poch")  # found sooner
 MARKS = ((b"val", b"Val", b"VAL"), (b"poch", b"POCH"))  # words of evaluations, and of where another training begins
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
-    r"|^(?:.*: line \d+: +\d+ )?(?:Killed|Aborted|Terminated|Bus error|Illegal instruction)\b|Signals\.SIG"
+    r"|^(?:.*: line \d+: +\d+ )?(?:Killed|Aborted|Terminated|Bus error|Illegal instruction|User defined signal [12])\b"
+    r"|Signals\.SIG"
     r"|^fish: Job \d+, .* terminated by signal"
     r"|^(?:zsh: |\[\d+\] +[-+] +\d+ )(?:killed|segmentation fault|abort|bus error|terminated|illegal hardware instruction)\b"
 )
@@ -66,7 +67,7 @@ FORWARDED = re.compile(  # by a launcher to the other ranks
     r"Sending process \d+ closing signal|ended after it: |Sending signal .* to process"
 )
 AFTER_BAR = re.compile(  # the shell's message about a process, behind a progress bar without a newline
-    r"[\d\]%)s](?P<word>(?:Killed|Terminated|Aborted|Bus error|Segmentation fault)(?: \(core dumped\))?|fish: Job \d+, .*)$"
+    r"[\d\]%)s](?P<word>(?:Killed|Terminated|Aborted|Bus error|Segmentation fault|User defined signal [12])(?: \(core dumped\))?|fish: Job \d+, .*)$"
 )
 BANNER_RANK = re.compile(r"^\s*rank\s+: (?P<rank>\d+) \(local_rank: \d+\)")
 BANNER_HOST = re.compile(r"^\s*host\s+: (?P<host>\S+)")

@@ -27,7 +27,7 @@ from paceline.explain.run_bounds import failed_at_import, shape_of
 LAST_CHECKED = 3  # lines at the end of a log
 MAX_WORDS = 200  # characters in which a line tells of trouble; in a long one such a word can be in the data
 TROUBLE = re.compile(
-    r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
+    r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill(?!er)|denied|refused|cannot|can't|unable|invalid"
     r"|no such|not found|do(?:es)? ?n[o']t exist|not supported|timed? ?out|out of memory|\bpanic|crash|\bXid\b|\bNVRM: (?!loading)"
 )
 NAME = re.compile(  # of an argument or a test, with such a word in it
@@ -41,8 +41,13 @@ RESULT = re.compile(  # of work that ended
     r"|(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished|done)\b(?:\W*$|[!.])"
     # of a server that waits or has answered
     r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
-    r"|(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
+    r"|(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?(?:\[\w+\] )?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
     r"(?! (?:before|until|so far))"
+    r"|.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$|\[OK\] \w+:? |[A-Z ]{8,} COMPLETED?\W*$"
+    r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?saved\b"
+    # a score of an evaluation
+    r"|.*\b(?:\w+_)?(?:accuracy|acc|f1|bleu-?\d?|rouge-?[12l]|precision|recall|perplexity|ppl|r?auc|m?iou|mse|rmse|mae|psnr|ssim|[wc]er)"
+    r"\b.{0,12}[:=] ?\d+(?:\.\d+ ?%?|%)(?:\W|$)"
 )
 SUCCESS = re.compile(r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b|\b(?<!no )success\W*$")
 SUMMARY = re.compile(  # of all the work, with the errors in it that a program expects
@@ -65,7 +70,7 @@ NO_TROUBLE = re.compile(
     f"(?i){EXIT_ZERO}"
     r"|\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
     r"|\b(?:errors?|failed) (?:encountered|(?!rank|gpu|device|node|host|worker)\w+e?s): 0\b"
-    r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)|unable to register cu\w+ factory"
+    r"|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)|unable to register cu\w+ factory"
     r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk"
     r"|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\busing default\b"
     r"|error during autotuning|\berrors?:$|\bfailures?:(?: \d+)?$"
@@ -84,7 +89,7 @@ NO_TROUBLE = re.compile(
     r"|\bGLFWError\b|^GKS: cannot open display|are not found in the checkpoint"
     r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` secret"
     # what a model answers, a tally of items
-    r"|\bI (?:cannot|can't)\b|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bhas requirement .*, but you'll have "
+    r"|\bI (?:cannot|can't)\b|^(?:assistant|user|human): |\bnot found yet\b|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bhas requirement .*, but you'll have "
     r"|^(?:Installing collected packages|Successfully installed)\b"
     r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored|^fatal: not a git repository"
     # Debian's packages, the head of nccl-tests' table, logging's own report, what docker build quotes of a command

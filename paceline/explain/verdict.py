@@ -59,6 +59,7 @@ ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain
 
 DIGITS = str.maketrans("", "", "0123456789")
 TRAINING_BEGINS = re.compile(r"(?i)\b(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training\W*$")
+MAX_UNDECODED = 0.01  # of the characters at the end of a log: a model's answer may break one
 MIN_OUTPUT = 50  # lines: fewer whose end only announces work do not show that it was done
 ANNOUNCES = re.compile(
     r"(?i)(?<!exiting)(?:\.\.\.|…)\W*$|^\W*\{'\w+': (?!-?\d+\.\d)|\bNamespace\(|\bepoch\W*[01]\b(?!.*\d\.\d)"
@@ -274,7 +275,8 @@ def is_ordinary(log: Log) -> bool:
     begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
     if log.last_lines and log.last_lines[-1][0] - log.first_line < MIN_OUTPUT and not ends_well(log):
         begins = begins or any(ANNOUNCES.search(split_prefix(text).text) for _, text in log.last_lines[-LAST_CHECKED:])
-    is_decoded = not any("\ufffd" in text for _, text in log.last_lines)
+    end = "".join(text for _, text in log.last_lines)
+    is_decoded = end.count("\ufffd") < MAX_UNDECODED * len(end) + 1
     return (len(ordinary) >= MIN_LINES or ends_well(log)) and is_decoded and not begins
 
 

@@ -43,7 +43,7 @@ WARNING_LINE = re.compile(
     r"|\[(?:WARNING|INFO|DEBUG)\]|NCCL INFO|^\s*(?:warnings\.)?warn\(|(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b[ :|\]-]"
 )
 WRAPPED = re.compile(
-    r"(?:ChildFailed|CalledProcess|RayTask|WorkerCrashed)Error|ProcessRaised|ProcessExited|SystemExit: [1-9]"
+    r"(?:ChildFailed|CalledProcess|RayTask|WorkerCrashed)Error|WorkerGroupFailure|ProcessRaised|ProcessExited|SystemExit: [1-9]"
 )
 EXIT_ZERO = (
     r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)[ :=]*0\b|exit[ -]?code[ :=]+0\b"
@@ -59,7 +59,8 @@ TYPED = re.compile(r"(?:-?(?:ba)?sh: )?[\w./-]+: command not found|zsh: command 
 # a way back through NCCL's functions, also when its sockets are closed at the end
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
-SERVED, MIN_SERVED = re.compile(r'HTTP/\d(?:\.\d)?" 20\d\b'), 3  # a request that was answered, in a log's last lines
+# a request that was answered, in a log's last lines, or vLLM's report of such
+SERVED, MIN_SERVED = re.compile(r'HTTP/\d(?:\.\d)?" 20\d\b|\bAvg generation throughput: \d'), 3
 WENT_ON, BEFORE_DONE, MIN_REPEATS = 40, 8, 5  # lines; such about an item that was left out
 RETRIES = re.compile(r"(?i)\bretry(?:ing)? \(?(?:attempt )?\d+ ?(?:/|of) ?\d")
 HANDLED = re.compile(r"(?i)\bfail\w*, (?:re)?(?:trying|installing|falling back)\b")
@@ -260,7 +261,7 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     if last_line > record.line + BUFFERED_LINES and (did_nothing or is_handled(record, log)):
         return True
     if CANNOT_START.search(record.text):
-        return any(other.line > record.line and other.frames for other in log.records)  # of another program
+        return any(other.line > record.line and other.frames and other.kind != "banner" for other in log.records)
     if last_line > record.line + WENT_ON and (is_serving(log) or is_warned_of(record, log)):
         return True
     if TYPED.match(record.text) and log.progress.done_line and log.progress.done_line < record.line:

@@ -35,7 +35,7 @@ MIN_RUN, MIN_RUN_S = 40, 30.0
 MAX_RUNS = 32  # before the last one, stored of a log with more
 PROGRESS_LINES, FEW_PROGRESS_LINES = 60, 8  # searched for a step before a selected line; of a log in which many were
 MANY_PROGRESS_LINES = 20_000  # searched, of which each takes 0.1 to 0.3 ms
-SAMPLED_LINES, LATE_SAMPLES = 200, 3  # of those before them: where steps begin again, a new curve begins
+SAMPLED_LINES, LATE_SAMPLES = 800, 3  # of those before them: where steps begin again, a new curve begins
 LATE = 10_000  # lines into a log: it has enough samples, and later blocks give fewer
 
 FOREIGN_PROGRESS = (  # the same words in other languages
@@ -67,7 +67,8 @@ FORWARDED = re.compile(  # by a launcher to the other ranks
     r"Sending process \d+ closing signal|ended after it: |Sending signal .* to process"
 )
 AFTER_BAR = re.compile(  # the shell's message about a process, behind a progress bar without a newline
-    r"[\d\]%)s](?P<word>(?:Killed|Terminated|Aborted|Bus error|Segmentation fault|User defined signal [12])(?: \(core dumped\))?|fish: Job \d+, .*)$"
+    r"[\d\]%)s](?P<word>(?:Killed|Terminated|Aborted|Bus error|Segmentation fault|User defined signal [12])(?: \(core dumped\))?"
+    r"|fish: Job \d+, .*)$"
 )
 BANNER_RANK = re.compile(r"^\s*rank\s+: (?P<rank>\d+) \(local_rank: \d+\)")
 BANNER_HOST = re.compile(r"^\s*host\s+: (?P<host>\S+)")

@@ -37,7 +37,7 @@ NAME = re.compile(  # of an argument or a test, with such a word in it
 WEAK, MAX_WEAK = re.compile(r"(?i)cannot|can't|unable"), 80  # where a sentence begins so; further on it is prose
 MIN_REPEATED = 3  # suspicious lines that are alike, far from the end: the program went on each time
 RESULT = re.compile(  # of work that ended
-    r"(?i).*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)[!.。！]*$"
+    r"(?i).*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)\W*$"
     r"|(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished|done)\b(?:\W*$|[!.])"
     # of a server that waits or has answered
     r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
@@ -70,7 +70,8 @@ NO_TROUBLE = re.compile(
     f"(?i){EXIT_ZERO}"
     r"|\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
     r"|\b(?:errors?|failed) (?:encountered|(?!rank|gpu|device|node|host|worker)\w+e?s): 0\b"
-    r"|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)|unable to register cu\w+ factory"
+    r"|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)"
+    r"|unable to register cu\w+ factory"
     r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk"
     r"|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\busing default\b"
     r"|error during autotuning|\berrors?:$|\bfailures?:(?: \d+)?$"
@@ -89,7 +90,8 @@ NO_TROUBLE = re.compile(
     r"|\bGLFWError\b|^GKS: cannot open display|are not found in the checkpoint"
     r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` secret"
     # what a model answers, a tally of items
-    r"|\bI (?:cannot|can't)\b|^(?:assistant|user|human): |\bnot found yet\b|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bhas requirement .*, but you'll have "
+    r"|\bI (?:cannot|can't)\b|^(?:assistant|user|human): |\bnot found yet\b|\bno [\w-]+ information available\b"
+    r"|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bhas requirement .*, but you'll have "
     r"|^(?:Installing collected packages|Successfully installed)\b"
     r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored|^fatal: not a git repository"
     # Debian's packages, the head of nccl-tests' table, logging's own report, what docker build quotes of a command
@@ -104,8 +106,9 @@ def last_errors(log: Log) -> list[Record]:
     """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived twice."""
     if ends_in(SUCCESS, log) or ends_in(SUMMARY, log) or is_serving(log):
         return []
-    last_line = log.last_progress_line
-    above = announcing(log)
+    last_line, above = log.last_progress_line, announcing(log)
+    if ends_well(log):
+        last_line = max(last_line, log.last_lines[-1][0] - WENT_ON)
     lines = (record for record in log.records if record.kind == "line" and record.line not in above)
     records = [record for record in lines if ERROR_PREFIX.search(record.text)]
     survived = Counter(shape_of(record.text) for record in records if record.line <= last_line)

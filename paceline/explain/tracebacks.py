@@ -52,7 +52,7 @@ IGNORED = re.compile(
 SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 ENDED_PROCESS = re.compile(r"(?:\S*Exception: )process (?P<rank>\d{1,4}) terminated with (?:signal|exit code)")
 WRAPPER = re.compile(
-    r"ChildFailedError|ProcessRaisedException|ProcessExitedException|CalledProcessError|SpawnException"
+    r"ChildFailedError|WorkerGroupFailureException|ProcessRaisedException|ProcessExitedException|CalledProcessError|SpawnException"
     r"|^(?:\w+\.)*\w+: Caught \w+ in (?:DataLoader worker|replica|pin memory|\w+) |ray\.exceptions\.RayTaskError"
     r"|WorkerCrashedError$|^SystemExit: \d|^Exception:(?: *$| process \d+ terminated with exit code)"
     r"|^torch\.distributed\.elastic\S*SignalException"

@@ -436,6 +436,13 @@ def test_a_loss_that_ends_far_above_its_first_points_has_diverged_and_a_noisy_la
     assert explain(log_of(enumerate(fell), LINES[0])).cause == "healthy"
 
 
+def test_losses_among_many_lines_of_other_kinds_are_read():
+    losses = [*(0.01 + 0.001 * (n % 5) for n in range(120)), *(0.8 + 0.01 * (n % 5) for n in range(40))]
+    skipped = "".join(f"[warn] item {n} is unhealthy, it is left out\n" for n in range(75))
+    text = "".join(f"[step {n * 50:>5}] L={loss:.4f}\n{skipped if n >= 120 else ''}" for n, loss in enumerate(losses))
+    assert explain([text.encode()]).cause == "loss-diverged"
+
+
 def test_a_loss_that_hardly_moves_over_a_few_reports_proves_nothing():
     line = "Epoch {step} validation loss: {loss:.6f}\nSaved a checkpoint\n"
     flat = explain(log_of(enumerate([12.2471, 12.2451, 12.2431, 12.2415, 12.2395], 1), line))

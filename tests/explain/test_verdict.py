@@ -310,6 +310,10 @@ def test_a_line_that_reports_the_end_and_a_failed_part_is_no_health():
         "bash: cannot set terminal process group (-1): Inappropriate ioctl for device",
         "[h264 @ 0x55d0c8] error while decoding MB 12 34, bytestream -5",
         "Error while fetching `HF_TOKEN` secret value from your vault: 'Requesting secret HF_TOKEN timed out.'",
+        "assistant: in that novel the crash cannot be explained",
+        "trials=13 pool_size=11 not found yet",
+        "Mean Squared Error (MSE): 0.4633",
+        "    No GPU-related information available for this job.",
         "Error in callback <bound method _WandbInit._resume_backend of <wandb.sdk.wandb_init._WandbInit object at 0x7f>>",
     ],
 )
@@ -527,6 +531,36 @@ def test_few_lines_of_output_that_end_with_a_result_are_healthy():
 @pytest.mark.parametrize(
     "end",
     [
+        "HumanEval accuracy: 6.10%",
+        "Average PSNR/SSIM(RGB) - run 3 - PSNR: 28.70 dB; SSIM: 0.5805",
+        "{'exact': 79.47, 'f1': 82.48}",
+        "seed 0 done in 2.7 min",
+        "[OK] Wrote: out/scores.json",
+        "FEATURE EXTRACTION COMPLETE",
+        "======== 1 passed in 0.67s ========",
+        "[pipeline] Done.",
+        "---下载完成---",
+    ],
+)
+def test_a_score_of_an_evaluation_and_what_says_that_it_is_done_are_results(end):
+    assert verdict(f"2 items\n{end}\n").cause == "healthy"
+    assert verdict(f"2 items\n{end}\nERROR the policy has collapsed, halting\n").cause == "unknown"
+
+
+def test_an_answer_of_a_model_with_a_broken_character_is_decoded_output():
+    assert verdict("an answer of ordinary words\n" * 8 + "the next token: '\ufffd'\n").cause == "healthy"
+
+
+def test_pages_that_a_program_left_out_do_not_undo_what_it_says_at_its_end():
+    missing = "ERROR - no page at http://example.org/{}: 404 Client Error\n"
+    lines = "".join(missing.format(n) + "got 38 pages\n" * 3 for n in range(3))
+    assert verdict(lines + "got 60 pages\n" * 50 + "---下载完成---\n").cause == "healthy"
+    assert verdict(lines + "---下载完成---\n").cause == "unknown"
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
         "COMPLETE: 15 pictures drawn",
         "[STATUS]  SUCCESS - table.parquet is ready",
         "12 ok, 0 failed, 2 skipped",
@@ -595,6 +629,23 @@ def test_a_program_that_python_cannot_start_is_named():
     text = "\n".join(["Traceback (most recent call last):", '  File "run.py", line 3, in <module>', *frames, error, ""])
     explanation = verdict(text)
     assert explanation.cause == "system-tool-missing" and "/opt/env/bin/python" in explanation.summary
+
+
+def test_a_script_that_python_cannot_open_is_the_cause_of_what_its_launcher_raises():
+    ranks = "python: can't open file 'train.py': [Errno 2] No such file or directory\n" * 8
+    error = "torchelastic.agent.server.api.WorkerGroupFailureException: [default] exceeded max_restarts=3"
+    assert verdict(ranks + raised(None, error)).cause == "config-error"
+    assert verdict(ranks + raised(None, BUG)).cause == "user-code-exception"  # of another program
+
+
+def test_a_numpy_that_an_extension_was_not_built_for_is_no_cause_of_a_later_error():
+    warning = "RuntimeError: module compiled against API version 0xc but this version of numpy is 0xa\n"
+    assert verdict(warning + raised(None, "KeyError: 'v60109'")).cause == "user-code-exception"
+    assert verdict(warning).cause == "abi-mismatch"
+
+
+def test_a_program_that_a_signal_ended_behind_a_bar_was_ended_by_its_scheduler():
+    assert verdict("sampling: 97%|#########7| 97/100 [00:00<00:00]User defined signal 2\n").cause == "slurm-time-limit"
 
 
 def test_an_import_that_a_package_has_caught_and_logged_is_not_what_ended_the_program():
@@ -1289,6 +1340,13 @@ def test_errors_of_single_requests_end_no_server():
     trace = PACKAGE_FRAME.replace("<module>", "serve") + error
     assert verdict(ok + trace + ok).cause == "healthy"
     assert verdict(ok + trace).cause == "sequence-too-long"
+
+
+def test_a_server_that_reports_its_throughput_has_started_after_all():
+    report = "INFO metrics.py:455] Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 8.5 tokens/s, Running: 0 reqs\n"
+    failed = "ValueError: Cannot provide a placement group within 1800 seconds"
+    assert verdict(raised(None, failed) + report * 60).cause == "healthy"
+    assert verdict(raised(None, failed) + "INFO a line\n" * 60).cause != "healthy"
 
 
 def test_a_client_that_has_gone_away_ends_no_server():

@@ -35,7 +35,7 @@ MIN_RUN, MIN_RUN_S = 40, 30.0
 MAX_RUNS = 32  # before the last one, stored of a log with more
 PROGRESS_LINES, FEW_PROGRESS_LINES = 60, 8  # searched for a step before a selected line; of a log in which many were
 MANY_PROGRESS_LINES = 20_000  # searched, of which each takes 0.1 to 0.3 ms
-SAMPLED_LINES, LATE_SAMPLES = 800, 3  # of those before them: where steps begin again, a new curve begins
+SAMPLED_LINES, LATE_SAMPLES = 200, 3  # of those before them: where steps begin again, a new curve begins
 LATE = 10_000  # lines into a log: it has enough samples, and later blocks give fewer
 
 FOREIGN_PROGRESS = (  # the same words in other languages
@@ -50,7 +50,9 @@ PROGRESS_WORD = re.compile(
     + rb"|^(?:[\s|]|\xe2\x94[\x82\x83])*\d[\d./]*(?:[\s|,]|\xe2\x94[\x82\x83])+-?\d"
 )
 USUAL_PROGRESS = (b"step", b"loss", b"poch")  # found sooner
-MARKS = ((b"val", b"Val", b"VAL"), (b"poch", b"POCH"))  # words of evaluations, and of where another training begins
+# words of evaluations, of where another training begins, of losses that stand among many other lines: in a smaller share than this
+MARKS = ((b"val", b"Val", b"VAL"), (b"poch", b"POCH"), LOSSES := (b"oss", b" L="))
+RARE = 0.25
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
     r"|^(?:.*: line \d+: +\d+ )?(?:Killed|Aborted|Terminated|Bus error|Illegal instruction|User defined signal [12])\b"
@@ -235,7 +237,8 @@ class LogParser:
         between = {*range(first, start, 1 + max(0, start - first) // samples)}
         for words in marks:
             marked = [at for at in range(first, start) if has_word(lines[at], words)]
-            between |= {*marked[:: 1 + len(marked) // samples]}
+            if words is not LOSSES or len(marked) < RARE * (start - first):
+                between |= {*marked[:: 1 + len(marked) // samples]}
         for at in (*range(gap.start, min(first, start)), *sorted(between)):
             self._read_progress(numbers[at], lines[at])
         self._waiting.extend((numbers[at], lines[at]) for at in range(start, gap.stop))

@@ -44,9 +44,11 @@ RESULT = re.compile(  # of work that ended
     r"|(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?(?:\[\w+\] )?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
     r"(?! (?:before|until|so far))"
     r"|.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$|\[OK\] \w+:? |[A-Z ]{8,} COMPLETED?\W*$"
+    r"|\{\"(?:summary|results?|metrics)\": ?[\[{]"
     r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?saved\b"
     # a score of an evaluation
-    r"|.*\b(?:\w+_)?(?:accuracy|acc|f1|bleu-?\d?|rouge-?[12l]|precision|recall|perplexity|ppl|r?auc|m?iou|mse|rmse|mae|psnr|ssim|[wc]er)"
+    r"|.*\b(?:\w+_)?(?:accuracy|acc|f1|bleu-?\d?|rouge-?[12l]|precision|recall|perplexity|ppl|r?auc|m?iou|mse|rmse|mae|psnr|ssim|[wc]er|mrr|ndcg"
+    r"|p(?:recision|ass)?@\d+)"
     r"\b.{0,12}[:=] ?\d+(?:\.\d+ ?%?|%)(?:\W|$)"
 )
 SUCCESS = re.compile(r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b|\b(?<!no )success\W*$")
@@ -107,8 +109,8 @@ def last_errors(log: Log) -> list[Record]:
     if ends_in(SUCCESS, log) or ends_in(SUMMARY, log) or is_serving(log):
         return []
     last_line, above = log.last_progress_line, announcing(log)
-    if ends_well(log):
-        last_line = max(last_line, log.last_lines[-1][0] - WENT_ON)
+    if log.last_lines:  # so much output behind it shows that the program went on
+        last_line = max(last_line, log.last_lines[-1][0] - (WENT_ON if ends_well(log) else 2 * WENT_ON))
     lines = (record for record in log.records if record.kind == "line" and record.line not in above)
     records = [record for record in lines if ERROR_PREFIX.search(record.text)]
     survived = Counter(shape_of(record.text) for record in records if record.line <= last_line)

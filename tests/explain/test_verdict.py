@@ -534,6 +534,8 @@ def test_few_lines_of_output_that_end_with_a_result_are_healthy():
         "HumanEval accuracy: 6.10%",
         "Average PSNR/SSIM(RGB) - run 3 - PSNR: 28.70 dB; SSIM: 0.5805",
         "{'exact': 79.47, 'f1': 82.48}",
+        '{"summary": {"p50": 1.992, "p95": 2.157}}',
+        "For sizes 20000: P@1` = 0.3625, P@5 = 0.6306",
         "seed 0 done in 2.7 min",
         "[OK] Wrote: out/scores.json",
         "FEATURE EXTRACTION COMPLETE",
@@ -556,6 +558,8 @@ def test_pages_that_a_program_left_out_do_not_undo_what_it_says_at_its_end():
     lines = "".join(missing.format(n) + "got 38 pages\n" * 3 for n in range(3))
     assert verdict(lines + "got 60 pages\n" * 50 + "---下载完成---\n").cause == "healthy"
     assert verdict(lines + "---下载完成---\n").cause == "unknown"
+    assert verdict(STEPS + lines + "a line\n" * 50).cause == "unknown"
+    assert verdict(STEPS + lines + "a line\n" * 90).cause == "healthy"
 
 
 @pytest.mark.parametrize(

@@ -345,13 +345,15 @@ def read_line(raw: str) -> LineValues | None:
     line = split_prefix(strip_escapes(raw)).text
     if RUN_SUMMARY.search(line):
         return None
-    text, _ = strip_bars(line)
-    mark, values, bar = read_step_and_loss(text), measures_of(line), bar_of(line)
+    text, bar = strip_bars(line)[0], bar_of(line)
+    if bar is not None and not bar.step:  # a bar that was reset still shows the measures of before
+        line = text
+    mark, values = read_step_and_loss(text), measures_of(line)
     if mark is not None and mark.loss is not None and mark.name != "eval_loss" and "val_loss" not in values:
         values.setdefault("loss", mark.loss)
     step, num_steps = (mark.step if mark else None), None
     if bar is not None:
-        step, num_steps = bar.step, bar.num_steps
+        step, num_steps = step if bar.step is None else bar.step, bar.num_steps
         values = {**bar.values, **values}
     elif (total := STEPS_OF.search(text)) is not None:
         num_steps = parse_count(total["of"])
@@ -374,7 +376,8 @@ def bar_of(text: str) -> LineValues | None:
         rate = float(speed["value"])
         values["step_ms"] = 1000 * rate if speed["unit"] == "s/it" else 1000 / rate
     if (epoch := EPOCH_BAR.search(before)) is not None:  # restarts in each epoch
-        return LineValues(int(epoch["epoch"]) * total + at, None, values, True)
+        step = int(epoch["epoch"]) * total + at if at else None  # a bar that was reset may have the last epoch's title
+        return LineValues(step, None, values, True)
     return LineValues(at, total, values, True)
 
 

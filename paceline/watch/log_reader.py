@@ -64,6 +64,7 @@ STEPS_OF = re.compile(
 BAR_SPEED = re.compile(r"(?P<value>\d+(?:\.\d+)?)\s*(?P<unit>it/s|s/it|steps?/s)")
 TRAINING_BAR = re.compile(r"(?i)\b(?:epoch|train|step|iter)|^\W*$")
 EPOCH_BAR = re.compile(r"(?i)\bepoch:? (?P<epoch>\d+)(?:/\d+)?$")
+EPOCH = re.compile(r"['\"]epoch['\"]: ['\"]?(?P<value>\d+\.?\d*)")  # transformers' Trainer
 STEP_FIRST = re.compile(r"(?i)^\W*(?:global[_ ]?)?(?:step|iter(?:ation)?)\b")
 RUN_SUMMARY = re.compile(r"train_runtime")  # the loss on such a line is the mean of all steps
 LOG_MEASURES = (  # name, a text that such a line contains in lower case, the pattern
@@ -308,6 +309,8 @@ class LogCurves:
                 self.first_step = line.step if self.first_step is None else self.first_step
             elif not self.counts_steps and "loss" in line.values:
                 self.step = (self.step or 0) + 1  # each line is a point of the curves
+                if (epoch := EPOCH.search(text)) is not None:
+                    line.values["epoch"] = float(epoch["value"])
             for name, value in line.values.items():
                 self.latest[name] = value
                 steps, values = points.setdefault(name, ([], []))
@@ -375,9 +378,8 @@ def bar_of(text: str) -> LineValues | None:
     if (speed := BAR_SPEED.search(bars[-1][0])) is not None and float(speed["value"]) > 0:
         rate = float(speed["value"])
         values["step_ms"] = 1000 * rate if speed["unit"] == "s/it" else 1000 / rate
-    if (epoch := EPOCH_BAR.search(before)) is not None:  # restarts in each epoch
-        step = int(epoch["epoch"]) * total + at if at else None  # a bar that was reset may have the last epoch's title
-        return LineValues(step, None, values, True)
+    if (epoch := EPOCH_BAR.search(before)) is not None:  # restarts in each epoch, at 0 with the title of the last one
+        return LineValues(int(epoch["epoch"]) * total + at if at else None, None, values, True)
     return LineValues(at, total, values, True)
 
 

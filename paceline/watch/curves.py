@@ -302,15 +302,22 @@ class Curve:
         return self._series
 
 
-def join_series(attempts: Iterable[Mapping[str, Curve]]) -> dict[str, Series]:
-    """Returns curves of several attempts by name; each attempt replaces what an earlier one shows from its first step on."""
+def join_series(attempts: Iterable[Mapping[str, Curve]], *, by_line: bool) -> dict[str, Series]:
+    """Returns curves of several attempts by name; each attempt replaces what an earlier one shows from its first step on.
+
+    by_line: lines are counted in place of steps, in each attempt from 1; an attempt follows the lines of earlier epochs.
+    """
     joined: dict[str, Curve] = {}
     for curves in attempts:
+        shift = 0.0
+        if by_line and "epoch" in curves and "epoch" in joined:
+            earlier = joined["epoch"].values < curves["epoch"].values[0]
+            shift = joined["epoch"].x[earlier].max(initial=0.0)
         first = min((curve.x.min(initial=math.inf) for curve in curves.values()), default=math.inf)
         for curve in joined.values():
-            curve.cut(first)
+            curve.cut(first + shift)
         for name, curve in curves.items():
-            joined.setdefault(name, Curve()).extend(curve.x, curve.values, curve.times)
+            joined.setdefault(name, Curve()).extend(curve.x + shift, curve.values, curve.times)
     return {name: curve.series() for name, curve in joined.items()}
 
 

@@ -64,6 +64,7 @@ STEPS_OF = re.compile(
 BAR_SPEED = re.compile(r"(?P<value>\d+(?:\.\d+)?)\s*(?P<unit>it/s|s/it|steps?/s)")
 TRAINING_BAR = re.compile(r"(?i)\b(?:epoch|train|step|iter)|^\W*$")
 EPOCH_BAR = re.compile(r"(?i)\bepoch:? (?P<epoch>\d+)(?:/\d+)?$")
+EPOCH = re.compile(r"['\"]epoch['\"]: ['\"]?(?P<value>\d+\.?\d*)")  # transformers' Trainer
 STEP_FIRST = re.compile(r"(?i)^\W*(?:global[_ ]?)?(?:step|iter(?:ation)?)\b")
 RUN_SUMMARY = re.compile(r"train_runtime")  # the loss on such a line is the mean of all steps
 LOG_MEASURES = (  # name, a text that such a line contains in lower case, the pattern
@@ -308,6 +309,8 @@ class LogCurves:
                 self.first_step = line.step if self.first_step is None else self.first_step
             elif not self.counts_steps and "loss" in line.values:
                 self.step = (self.step or 0) + 1  # each line is a point of the curves
+                if (epoch := EPOCH.search(text)) is not None:
+                    line.values["epoch"] = float(epoch["value"])
             for name, value in line.values.items():
                 self.latest[name] = value
                 steps, values = points.setdefault(name, ([], []))
@@ -345,13 +348,15 @@ def read_line(raw: str) -> LineValues | None:
     line = split_prefix(strip_escapes(raw)).text
     if RUN_SUMMARY.search(line):
         return None
-    text, _ = strip_bars(line)
-    mark, values, bar = read_step_and_loss(text), measures_of(line), bar_of(line)
+    text, bar = strip_bars(line)[0], bar_of(line)
+    if bar is not None and not bar.step:  # a bar that was reset still shows the measures of before
+        line = text
+    mark, values = read_step_and_loss(text), measures_of(line)
     if mark is not None and mark.loss is not None and mark.name != "eval_loss" and "val_loss" not in values:
         values.setdefault("loss", mark.loss)
     step, num_steps = (mark.step if mark else None), None
     if bar is not None:
-        step, num_steps = bar.step, bar.num_steps
+        step, num_steps = step if bar.step is None else bar.step, bar.num_steps
         values = {**bar.values, **values}
     elif (total := STEPS_OF.search(text)) is not None:
         num_steps = parse_count(total["of"])
@@ -373,8 +378,8 @@ def bar_of(text: str) -> LineValues | None:
     if (speed := BAR_SPEED.search(bars[-1][0])) is not None and float(speed["value"]) > 0:
         rate = float(speed["value"])
         values["step_ms"] = 1000 * rate if speed["unit"] == "s/it" else 1000 / rate
-    if (epoch := EPOCH_BAR.search(before)) is not None:  # restarts in each epoch
-        return LineValues(int(epoch["epoch"]) * total + at, None, values, True)
+    if (epoch := EPOCH_BAR.search(before)) is not None:  # restarts in each epoch, at 0 with the title of the last one
+        return LineValues(int(epoch["epoch"]) * total + at if at else None, None, values, True)
     return LineValues(at, total, values, True)
 
 

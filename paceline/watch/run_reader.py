@@ -203,12 +203,12 @@ class RunReader:
         start, best = unix_time(self.attempts[-1]["time"]) if self.attempts else None, rank_logs.get(rank)
         fields |= best.fields(since=start) if best else {}
         fields["ranks"] = fields["ranks"] or [RankView(log.rank) for log in last if log.rank is not None]
-        logs_read = [self._script_log(log) for log in self.logs if log.rank == rank]
-        if best and best.counts_lines:
-            note = f"no line of attempt {last[0].attempt} shows a step: the curves count its lines"
-            fields["notes"] = [*fields["notes"], note]
-        elif attempts := [curves.curves for curves in logs_read if curves.counts_steps]:
-            fields["series"] = join_series(attempts)
+        logs_read = (self._script_log(log) for log in self.logs if log.rank == rank)
+        shown = [curves for curves in logs_read if curves.step is not None]
+        if by_line := bool(shown) and shown[-1].counts_lines:
+            fields["notes"] = [*fields["notes"], "no line shows a step: the curves count lines"]
+        if attempts := [curves.curves for curves in shown if curves.counts_lines == by_line]:
+            fields["series"] = join_series(attempts, by_line=by_line)
         fields |= {} if fields["state"] == "running" else {"eta_s": None}
         if best and best.num_lines and fields["silence_s"] is None and fields["updated"] and start is not None:
             fields["silence_s"] = max(0.0, fields["updated"] - start) / best.num_lines

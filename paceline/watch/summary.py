@@ -175,7 +175,7 @@ def format_recoveries(snapshot: Snapshot) -> str:
 def troubles(snapshot: Snapshot) -> Iterator[str]:
     """Yields what went wrong in a run that has ended, and what slowed it down over its whole time."""
     if snapshot.loss is not None and (fell_to_zero(snapshot) or not math.isfinite(snapshot.loss)):
-        yield f"the last loss is {'NaN or infinite' if snapshot.loss else 'exactly 0'}"
+        yield f"the last loss is {'NaN or infinite' if snapshot.loss else '0'}"
     yield from turns_up(snapshot)
     for rank in snapshot.ranks:
         if (share := rank.slow_share or 0) >= MIN_SHARE:
@@ -233,7 +233,7 @@ def loss_warnings(snapshot: Snapshot) -> Iterator[str]:
     if snapshot.loss is not None and not math.isfinite(snapshot.loss):
         yield "the loss is NaN or infinite"
     elif fell_to_zero(snapshot):
-        yield "the loss is exactly 0"
+        yield "the loss is 0"
     elif rise := rise_of(snapshot.series.get("loss", Series())):
         yield f"the loss is {100 * rise[0]:.0f} % higher{f' since step {rise[1]:,}' if snapshot.step else ''} than before"
     yield from turns_up(snapshot)

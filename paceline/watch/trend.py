@@ -82,7 +82,9 @@ def fell_to_zero(snapshot: Snapshot) -> bool:
     if snapshot.loss != 0:
         return False
     before = next(filter(None, reversed(snapshot.series.get("loss", Series()).values)), None)
-    return before is None or before > ABRUPT
+    if before is None:  # other programs print a small loss as 0.000
+        return snapshot.kind == "training" or snapshot.framework == "Hugging Face Trainer"
+    return before > ABRUPT
 
 
 def turns_up(snapshot: Snapshot) -> Iterator[str]:

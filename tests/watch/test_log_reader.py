@@ -66,6 +66,7 @@ def test_a_line_of_each_trainer_is_understood(line, expected):
         "loss function: cross entropy",
         "loss information: none",
         "time: 12:04:05",
+        "Epoch 1:   0%|          | 0/50 [00:00<?, ?it/s, train_loss=0.395, val_loss=0.487]",
         "{'train_runtime': 83.1, 'train_samples_per_second': 12.0, 'train_loss': 2.1, 'epoch': 1.0}",
     ],
 )
@@ -109,6 +110,25 @@ def test_a_bar_of_many_megabytes_is_sampled(tmp_path):
     loss = snapshot.series["loss"]
     assert (snapshot.step, loss.steps[0], loss.steps[-1]) == (20_000, 1, 20_000)
     assert max(following - step for step, following in zip(loss.steps, loss.steps[1:], strict=False)) < 500
+
+
+def test_a_bar_that_is_reset_under_the_title_of_the_last_epoch_is_no_restart(tmp_path):
+    """Lightning resets its bar after a validation, before it gives it the title of the next epoch."""
+    epochs = "".join(
+        f"\rEpoch {epoch}:  50%|██   | 1/2 [00:01<00:01,  1.00it/s, train_loss={5 - epoch}.5]"
+        f"\rEpoch {epoch}: 100%|█████| 2/2 [00:02<00:00,  1.00it/s, train_loss={5 - epoch}.0, val_loss={6 - epoch}.0]"
+        f"\rEpoch {epoch}:   0%|     | 0/2 [00:00<?, ?it/s, train_loss={5 - epoch}.0, val_loss={6 - epoch}.0]"
+        for epoch in range(3)
+    )
+    snapshot = write(tmp_path / "out.log", epochs + "\r").update()
+    assert (snapshot.step, snapshot.series["loss"].steps) == (6, [1, 2, 3, 4, 5, 6])
+    assert snapshot.series["loss"].values == [5.5, 5.0, 4.5, 4.0, 3.5, 3.0]
+    assert (snapshot.series["val_loss"].steps, snapshot.series["val_loss"].values) == ([2, 4, 6], [6.0, 5.0, 4.0])
+
+
+def test_what_is_printed_behind_a_bar_that_was_reset_is_read():
+    line = read_line("Epoch 1:   0%|          | 0/50 [00:00<?, ?it/s, loss=9.000]step 50 loss 2.5")
+    assert (line.step, line.values) == (50, {"loss": 2.5})
 
 
 def test_lines_without_a_step_are_points_of_the_curves_and_no_steps(tmp_path):

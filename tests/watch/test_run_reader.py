@@ -253,9 +253,29 @@ def test_a_script_without_a_step_on_its_lines_has_none_anywhere(script):
         script.print("{'loss': 3.0, 'epoch': 0.1}\n{'loss': 2.5, 'epoch': 0.2}\n", attempt=attempt)
     snapshot, status = script.look(), run_status(script.run)
     assert (snapshot.step, snapshot.loss, snapshot.series["loss"].values) == (None, 2.5, [3.0, 2.5])
-    assert snapshot.notes == ["no line of attempt 2 shows a step: the curves count its lines"]
+    assert snapshot.notes == ["no line shows a step: the curves count lines"]
     assert format_run(snapshot).startswith("r: running, step n/a, loss 2.5000\n")
     assert (status.step, format_steps(status), run_row(asdict(status))["steps"]) == (None, "n/a", "n/a")
+
+
+@pytest.mark.parametrize(
+    ("epochs", "losses"),
+    [
+        ([0.4, 0.5], [1.1, 1.2, 1.3, 2.1, 2.2]),
+        ([0.3, 0.4], [1.1, 1.2, 2.1, 2.2]),  # its checkpoint is older than the last line
+        ([0.1, 0.2], [2.1, 2.2]),
+    ],
+)
+def test_the_curves_of_a_script_without_steps_go_on_at_the_epoch_of_the_next_attempt(script, epochs, losses):
+    for attempt, values in ((1, [0.1, 0.2, 0.3]), (2, epochs)):
+        script.begin_script(attempt=attempt)
+        if attempt == 2:
+            assert script.look().series["loss"].values == [1.1, 1.2, 1.3]
+        for number, epoch in enumerate(values, 1):
+            script.print(f"{{'loss': '{attempt}.{number}', 'epoch': '{epoch}'}}\n", attempt=attempt)
+    series = script.look().series
+    assert (series["loss"].steps, series["loss"].values) == (list(range(1, len(losses) + 1)), losses)
+    assert series["epoch"].values[-2:] == epochs
 
 
 UNJUDGED = Summary("info", "Nothing unusual so far, and too little is reported to say more.")

@@ -14,6 +14,7 @@ from paceline.errors import PacelineError, expand_home
 from paceline.units import parse_duration
 
 MIN_VOCAB_SIZE = 257  # of a tokenizer that is trained: every byte and the separator, so that any text can be encoded
+MAX_NAME_BYTES = 255  # of a folder's name, on nearly every file system
 VOCAB_MULTIPLE = 64  # embedding and lm_head rows are padded to this: tensor cores want it, no token maps there
 
 
@@ -224,9 +225,13 @@ def check_config(config: Config) -> None:
         raise PacelineError(
             f"window_pattern {config.window_pattern!r} has letters other than S and L", fix="for example SSSL, or L"
         )
-    if config.name is not None and (not config.name.strip(". ") or "/" in config.name or "\0" in config.name):
+    folder = config.name
+    if folder is not None and (
+        not folder.strip(". ") or {"/", "\0"} & set(folder) or len(os.fsencode(folder)) > MAX_NAME_BYTES
+    ):
         raise PacelineError(
-            f"name {config.name!r} cannot be a folder", fix="letters, digits, - and _; runs_dir sets the place"
+            f"name {folder!r} cannot be a folder",
+            fix=f"at most {MAX_NAME_BYTES} bytes of letters, digits, - and _; runs_dir sets the place",
         )
 
 

@@ -30,7 +30,8 @@ def try_lock(
     """
     how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     for attempt in range(ATTEMPTS if patient else 1):
-        time.sleep(RETRY_S if attempt else 0.0)
+        if attempt:
+            time.sleep(RETRY_S)
         try:
             fcntl.flock(file, how)
         except BlockingIOError:

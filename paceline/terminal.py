@@ -7,6 +7,7 @@ Every command prints through a PlainStream, so no run's name, log or exception c
 Rich is imported when a bar is drawn.
 """
 
+import errno
 import os
 import re
 import sys
@@ -179,6 +180,8 @@ def problem_of(error: OSError) -> PacelineError:
     """Returns the user's problem behind an error: a file that cannot be read, a full disk behind stdout. Raises any other."""
     if isinstance(error, PermissionError) and error.filename is not None:
         return unreadable_file(error)
+    if error.errno == errno.ENAMETOOLONG:
+        return PacelineError(f"{error.filename} cannot be a path: {error.strerror}", fix="check the name and the path")
     if error.errno not in NO_SPACE or error.filename is not None:
         raise error
     silence(sys.stdout)

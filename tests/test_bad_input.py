@@ -10,6 +10,7 @@ from paceline.cli import run_command
 from paceline.errors import PacelineError
 
 BROKEN_GZIP = gzip.compress(b'{"text": "a"}\n' * 999)[:-9]
+LONG = "长" * 86  # 258 bytes
 TINY = ["--vocab-size", "300", "--sequence-len", "32", "--total-batch-size", "64", "--num-steps", "1"]
 
 
@@ -115,6 +116,10 @@ CASES = [
     ("a cache of nobody's", lambda d: ["plan", "--cache-dir", "~no-such-user/c"], 1, "~no-such-user is not known", "whole path"),
     ("an address at nobody's", lambda d: ["run", "--notify", "@~no-such-user/a", "--", "a.py"], 1, "~no-such-user", "path"),
     ("a name with a slash", lambda d: ["train", "--name", "a/b"], 1, "a/b", "runs_dir"),
+    ("a name that no folder can have", lambda d: ["run", "--name", LONG, "--", put(d, "a.py", "")], 1, "cannot be a folder", "255"),
+    ("a run that no folder can be", lambda d: ["watch", LONG], 1, LONG, ""),
+    ("a config that no file can be", lambda d: ["train", LONG], 1, LONG, ""),
+    ("logs that no file can be", lambda d: ["explain", LONG], 1, LONG, ""),
     ("no GPU", lambda d: ["train", "--device", "cuda"], 1, "no GPU", "--device cpu"),
     ("more processes than cores", lambda d: ["train", "--nproc", "1000"], 1, "1000", "--nproc"),
     ("a batch that does not divide", lambda d: ["train", "--total-batch-size", "1000"], 1, "not a multiple", "total_batch_size to"),

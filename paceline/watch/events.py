@@ -221,7 +221,9 @@ def live_state(events: Sequence[Record], mark: Heartbeat | None, line: Record) -
             return "starting"  # with more hosts
         if any(event.get("action") == "stop" for event in attempt):
             return "failed"
-        return "recovering" if attempt_state == "failed" else end_state(events)
+        state = end_state(events)
+        # "broken": the end is not recorded yet, as a slow terminal still gets the output
+        return "recovering" if attempt_state == "failed" else "running" if state == "broken" else state
     if "script" in kinds:
         return "running" if start >= 0 else "starting"
     first_step = next((event["step"] for event in attempt if event.get("event") == "resumed"), 0)

@@ -136,7 +136,7 @@ def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
 
 def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[str, Any]:
     """Returns the last value of each field near the end of a script's log. to_end: nothing follows a last line without an end."""
-    from paceline.watch.log_reader import read_line
+    from paceline.watch.log_reader import PATTERNS, read_line
 
     file = GrowingFile(path, ends=STATE_ENDS)
     with suppress(OSError):
@@ -144,9 +144,11 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
     is_cut = file.offset > 0
     lines = b"".join(file.blocks(to_end=to_end)).decode("utf-8", "replace").splitlines()[is_cut:]
     values: dict[str, Any] = {}
-    for shown in filter(None, map(read_line, lines)):
-        steps = {"step": shown.step, "num_steps": shown.num_steps} if shown.step is not None else {}
-        values |= {**shown.values, **steps}
+    needles = {name: needle for name, needle, _ in PATTERNS if name != "loss"}  # a loss may have another name
+    for line in reversed(lines):
+        if any(needles.get(name, "") in line.lower() for name in {*names} - {*values}) and (shown := read_line(line)):
+            steps = {"step": shown.step, "num_steps": shown.num_steps} if shown.step is not None else {}
+            values = {**shown.values, **steps, **values}
     return {name: values[name] for name in (*names, "num_steps") if values.get(name) is not None}
 
 

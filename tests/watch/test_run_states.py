@@ -6,6 +6,7 @@ import pytest
 
 from paceline.rundir import utc_now
 from paceline.watch.panels import run_panels
+from paceline.watch.status import run_status
 from paceline.watch.summary import Summary, summarize
 
 
@@ -67,6 +68,15 @@ def test_while_a_run_recovers_the_attempt_that_ended_is_explained_and_needs_no_f
     text = "The next attempt is starting by itself. Attempt 1 ended: rank 0 ran out of memory."
     assert summarize(snapshot, now=time.time()) == Summary("warning", text)
     assert run_panels(snapshot, now=time.time())["head"]["summary"]["text"] == text
+
+
+def test_a_script_whose_last_output_is_still_printed_is_running_until_its_end_is_recorded(held):
+    held.event("script", command=["train.py"])
+    held.begin()
+    held.event("attempt_ended", attempt=1, state="finished")
+    assert (held.look().state, run_status(held.run).state) == ("running", "running")
+    held.event("finished")
+    assert (held.look().state, run_status(held.run).state) == ("finished", "finished")
 
 
 def test_a_failure_that_left_no_word_is_not_explained_as_healthy(held):

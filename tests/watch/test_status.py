@@ -19,6 +19,7 @@ from paceline.explain.lines import strip_escapes
 from paceline.run_options import RunsNoteOptions, RunsTagOptions
 from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
 from paceline.terminal import cells
+from paceline.watch import log_reader
 from paceline.watch.about import edit_note, edit_tags, read_about, read_notes, write_notes
 from paceline.watch.events import event_text
 from paceline.watch.log_reader import LogAndMachine
@@ -31,6 +32,7 @@ from paceline.watch.status import (
     format_runs,
     last_values,
     open_reader,
+    printed_values,
     run_json,
     run_status,
 )
@@ -227,6 +229,16 @@ def test_a_script_has_a_state_and_a_command_and_what_its_first_rank_printed(tmp_
     run.logs(1).mkdir(parents=True)
     run.rank_log(1, 0).write_text("".join(f"step {n}/30 loss {3 - n / 30:.3f}\n" for n in range(1, 31)))
     assert format_runs([run_status(run)]).splitlines()[1].split()[2:6] == ["30/30", "2.0000", "n/a", "n/a"]
+
+
+def test_a_script_s_log_is_read_from_its_end_back_to_the_last_value_of_each_field(tmp_path, monkeypatch):
+    read, read_line = [], log_reader.read_line
+    monkeypatch.setattr(log_reader, "read_line", lambda line: (read.append(line), read_line(line))[1])
+    lines = ["step 0/9 loss 4.0 val_bpb 1.5", *(f"step {step} loss 2.0" for step in range(1, 200)), "saved"]
+    (tmp_path / "0.log").write_text("\n".join([*lines, ""]))
+    values = printed_values(tmp_path / "0.log", ("step", "loss", "val_bpb", "tok_per_sec"), to_end=True)
+    assert values == {"step": 199, "loss": 2.0, "val_bpb": 1.5}
+    assert read == [lines[-1], lines[-2], lines[0]]
 
 
 def test_progress_in_one_line_is_read_to_its_last_state_once_the_script_has_ended(tmp_path):

@@ -11,6 +11,7 @@ carried to other sizes by powers of batch, width and length.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from paceline.config import ModelConfig
 from paceline.plan.shapes import FP32, HEAD, MATRIX, REFERENCE_BATCH, REFERENCE_WIDTH, reference_params
@@ -126,6 +127,7 @@ def algorithm_of(optimizer: str, group: str, *, optimizer_states: str = "fp32") 
     return with_states(optimizer if group == MATRIX else OTHERS, optimizer_states)
 
 
+@cache
 def with_states(name: str, optimizer_states: str) -> Algorithm:
     """Returns the algorithm of a name as the config's `optimizer_states` has it: in fp32 no state has codes."""
     row = ALGORITHMS[name]

@@ -44,6 +44,7 @@ def mfu(tok_per_sec: float, flops_per_token: int, peak_flops: float | None) -> f
     return tok_per_sec * flops_per_token / peak_flops if peak_flops else None
 
 
+@lru_cache(maxsize=256)
 def attention_pairs(num_tokens: int, window: int, *, device: str) -> int:
     """Returns the pairs of query and key of one head in one row that a kernel computes, whole blocks of queries at a time."""
     total = 0

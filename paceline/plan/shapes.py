@@ -102,6 +102,7 @@ def layer_matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+@lru_cache(maxsize=64)
 def layer_weights(model: ModelConfig) -> int:
     """Returns the elements of layer_matrices."""
     return sum(rows * columns for rows, columns in layer_matrices(model).values())
@@ -112,11 +113,13 @@ def value_table(model: ModelConfig) -> int:
     return model.padded_vocab_size * model.n_kv_head * model.head_dim
 
 
+@lru_cache(maxsize=64)
 def num_params(model: ModelConfig) -> int:
     """Counts all parameters."""
     return sum(shape.numel for shape in param_shapes(model))
 
 
+@lru_cache(maxsize=64)
 def matmul_params(model: ModelConfig) -> int:
     """Counts the parameters that multiply every token: block matrices and lm_head; embedding lookups are free."""
     return sum(shape.numel for shape in param_shapes(model) if shape.group in (MATRIX, HEAD))

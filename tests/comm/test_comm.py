@@ -148,10 +148,21 @@ def test_a_rank_stopped_from_outside_is_named_and_every_process_ends_by_itself(t
     assert workers_left(tmp_path) == []
 
 
+# a rank without torch: tests/launch/test_supervisor.py has one that dies among others in a process group
+DIES = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('boom')\ntime.sleep(600)"
+
+
 @pytest.mark.dist
-def test_a_rank_that_dies_is_named_with_its_error(tmp_path):
+@pytest.mark.parametrize(
+    "worker",
+    [
+        pytest.param([sys.executable, "-c", DIES], id="at once"),
+        pytest.param(faulty("fail", "1"), id="in a collective", marks=pytest.mark.soak),
+    ],
+)
+def test_a_rank_that_dies_is_named_with_its_error(worker, tmp_path):
     with pytest.raises(CommFailed) as error:
-        measure_comm(cpu(2), cache_dir=tmp_path, worker=faulty("fail", "1"), **SMALL)
+        measure_comm(cpu(2), cache_dir=tmp_path, worker=worker, **SMALL)
     assert (error.value.message, error.value.exit_code) == ("rank 1 failed: ValueError: boom", 3)
     assert error.value.fix == f"read the logs: {next(tmp_path.glob('comm/*/logs/1'))}"
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
@@ -120,7 +121,7 @@ def test_a_recorded_error_is_shown_with_its_traceback_and_explained_last(bench):
 @pytest.mark.parametrize("script, package, output", [
     pytest.param("lightning_fit.py", "lightning", "4 steps", marks=pytest.mark.soak),
     pytest.param("hf_trainer.py", "transformers", "3 steps", marks=pytest.mark.soak),
-    ("accelerated.py", "accelerate", "sum 2.0, 4 steps"),
+    pytest.param("accelerated.py", "accelerate", "sum 2.0, 4 steps", marks=pytest.mark.soak),
 ])  # fmt: skip
 def test_a_script_of_another_trainer_runs_as_it_is_on_two_processes(bench, script, package, output):
     pytest.importorskip(package, reason=f"{package} is not installed")
@@ -319,7 +320,15 @@ def test_a_folder_that_cannot_be_written_is_reported(bench, here):
     assert err.splitlines()[0] == "error: run folder file/r cannot be written: Not a directory"
 
 
-def test_a_failed_check_stops_the_run_before_it_has_a_folder(tmp_path, monkeypatch):
+@pytest.fixture
+def facts_at_once(monkeypatch):
+    """No probe is started: for tests of what is made of the findings; the commands of the README have both."""
+    facts: Future = Future()
+    facts.set_result(([{}], None))
+    monkeypatch.setattr("paceline.launch.script.script_facts", lambda *_: facts)
+
+
+def test_a_failed_check_stops_the_run_before_it_has_a_folder(tmp_path, monkeypatch, facts_at_once):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("print('started')")
     calls = []
@@ -335,7 +344,7 @@ def test_a_failed_check_stops_the_run_before_it_has_a_folder(tmp_path, monkeypat
     assert not Path("runs").exists()
 
 
-def test_the_findings_of_the_checks_are_in_the_run_folder(tmp_path, monkeypatch, capfd):
+def test_the_findings_of_the_checks_are_in_the_run_folder(tmp_path, monkeypatch, capfd, facts_at_once):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import os; print(os.environ['USE_LIBUV'])")
     checked = CheckResult([{"host": {"name": "ada"}, "torch": {"libuv": False}}], [])

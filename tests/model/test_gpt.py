@@ -270,12 +270,8 @@ WITH_KERNELS = (pytest.mark.compiler, pytest.mark.soak)  # every layer is up to 
 @pytest.mark.parametrize(
     "backend, compute_dtype, n_layer, sequence_len",
     [
-        (
-            "aot_eager",
-            torch.float32,
-            1,
-            140,
-        ),  # the graphs that inductor makes kernels of; test_send_order.py has ten layers
+        # the graphs that inductor makes kernels of; test_send_order.py has those of ten layers, test_walk.py counts them
+        pytest.param("aot_eager", torch.float32, 1, 140, marks=pytest.mark.soak),
         pytest.param("inductor", torch.float32, 1, 140, marks=WITH_KERNELS),  # attention in two blocks
         pytest.param("inductor", torch.float32, 2, 300, marks=WITH_KERNELS),
         pytest.param("inductor", torch.bfloat16, 2, 300, marks=WITH_KERNELS),

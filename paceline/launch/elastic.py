@@ -21,12 +21,10 @@ import socket
 import sys
 import time
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 gc.disable()  # while torch is imported: collections would add a sixth to its time
-# shapes of every op for tensors without values, a quarter of the import: this process makes no tensor
-sys.modules["torch._meta_registrations"] = ModuleType("torch._meta_registrations")
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState

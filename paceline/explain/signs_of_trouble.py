@@ -43,11 +43,11 @@ RESULT = re.compile(  # of work that ended
     r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
     r"|(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?(?:\[\w+\] )?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
     r"(?! (?:before|until|so far))"
-    r"|.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$|\[OK\] \w+:? |[A-Z ]{8,} COMPLETED?\W*$"
-    r"|\{\"(?:summary|results?|metrics)\": ?[\[{]"
-    r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?saved\b"
-    # a score of an evaluation
-    r"|.*\b(?:\w+_)?(?:accuracy|acc|f1|bleu-?\d?|rouge-?[12l]|precision|recall|perplexity|ppl|r?auc|m?iou|mse|rmse|mae|psnr|ssim|[wc]er|mrr|ndcg"
+    r"|.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$|\[OK\] \w+:? "
+    r"|(?-i:[A-Z ]{8,} COMPLETED?)\W*$|\{\"(?:summary|results?|metrics)\": ?[\[{]"
+    r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?<!\bno )(?<!\b0 )(?:files?|results?|outputs?|predictions?) (?:was |were )?saved\b"
+    # a score of an evaluation, not a limit among settings
+    r"|(?!.*Namespace\().*\b(?:\w+_)?(?:accuracy|acc|f1|bleu-?\d?|rouge-?[12l]|precision|recall|perplexity|ppl|r?auc|m?iou|mse|rmse|mae|psnr|ssim|[wc]er|mrr|ndcg"
     r"|p(?:recision|ass)?@\d+)"
     r"\b.{0,12}[:=] ?\d+(?:\.\d+ ?%?|%)(?:\W|$)"
 )

@@ -549,6 +549,13 @@ def test_a_score_of_an_evaluation_and_what_says_that_it_is_done_are_results(end)
     assert verdict(f"2 items\n{end}\nERROR the policy has collapsed, halting\n").cause == "unknown"
 
 
+@pytest.mark.parametrize(
+    "end", ["the run did not complete", "no results saved", "Namespace(lr=0.1, target_acc=0.9)", "precision=16"]
+)
+def test_what_only_looks_like_a_result_is_none(end):
+    assert verdict(f"2 items\n{end}\n").cause == "unknown"
+
+
 def test_an_answer_of_a_model_with_a_broken_character_is_decoded_output():
     assert verdict("an answer of ordinary words\n" * 8 + "the next token: '\ufffd'\n").cause == "healthy"
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from paceline.explain.explanation import Record
 from paceline.explain.frames import left_program_running
+from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.lines import IGNORABLE, split_prefix
 from paceline.explain.log import PROMPT, Log
 from paceline.explain.matches import (
@@ -36,6 +37,10 @@ NAME = re.compile(  # of an argument or a test, with such a word in it
 )
 WEAK, MAX_WEAK = re.compile(r"(?i)cannot|can't|unable"), 80  # where a sentence begins so; further on it is prose
 MIN_REPEATED = 3  # suspicious lines that are alike, far from the end: the program went on each time
+SCORE_NAME = (
+    rf"{ERROR_NAME}|accuracy|acc|f1|bleu-?\d?|rouge-?[12l]|precision|recall|r?auc|m?iou|psnr|ssim|[wc]er|mrr|ndcg"
+    r"|p(?:recision|ass)?@\d+"
+)
 RESULT = re.compile(  # of work that ended
     r"(?i).*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)\W*$"
     r"|(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished|done)\b(?:\W*$|[!.])"
@@ -47,9 +52,7 @@ RESULT = re.compile(  # of work that ended
     r"|(?-i:[A-Z ]{8,} COMPLETED?)\W*$|\{\"(?:summary|results?|metrics)\": ?[\[{]"
     r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?<!\bno )(?<!\b0 )(?:files?|results?|outputs?|predictions?) (?:was |were )?saved\b"
     # a score of an evaluation, not a limit among settings
-    r"|(?!.*Namespace\().*\b(?:\w+_)?(?:accuracy|acc|f1|bleu-?\d?|rouge-?[12l]|precision|recall|perplexity|ppl|r?auc|m?iou|mse|rmse|mae|psnr|ssim|[wc]er|mrr|ndcg"
-    r"|p(?:recision|ass)?@\d+)"
-    r"\b.{0,12}[:=] ?\d+(?:\.\d+ ?%?|%)(?:\W|$)"
+    rf"|(?!.*Namespace\().*\b(?:\w+_)?(?:{SCORE_NAME})\b.{{0,12}}[:=] ?\d+(?:\.\d+ ?%?|%)(?:\W|$)"
 )
 SUCCESS = re.compile(r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b|\b(?<!no )success\W*$")
 SUMMARY = re.compile(  # of all the work, with the errors in it that a program expects

@@ -655,6 +655,15 @@ def test_a_numpy_that_an_extension_was_not_built_for_is_no_cause_of_a_later_erro
     assert verdict(warning).cause == "abi-mismatch"
 
 
+def test_a_closed_input_is_only_told_to_a_program_that_asks():
+    fixes = []
+    for name in ("confirm", "read"):
+        where = f'  File "/opt/site-packages/click/termui.py", line 233, in {name}\n    value = wait()\n'
+        text = raised(None, "OSError: [Errno 9] Bad file descriptor").replace("OSError", f"{where}OSError")
+        fixes.append(verdict(text).fix)
+    assert ["`yes | COMMAND`" in fix for fix in fixes] == [True, False]
+
+
 def test_a_program_that_a_signal_ended_behind_a_bar_was_ended_by_its_scheduler():
     assert verdict("sampling: 97%|#########7| 97/100 [00:00<00:00]User defined signal 2\n").cause == "slurm-time-limit"
 

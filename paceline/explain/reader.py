@@ -50,9 +50,9 @@ PROGRESS_WORD = re.compile(
     + rb"|^(?:[\s|]|\xe2\x94[\x82\x83])*\d[\d./]*(?:[\s|,]|\xe2\x94[\x82\x83])+-?\d"
 )
 USUAL_PROGRESS = (b"step", b"loss", b"poch")  # found sooner
-# words of evaluations, of where another training begins, of losses that stand among many other lines: in a smaller share than this
-MARKS = ((b"val", b"Val", b"VAL"), (b"poch", b"POCH"), LOSSES := (b"oss", b" L="))
-RARE = 0.25
+LOSSES = (b"oss", b"OSS", b" L=")
+MARKS = ((b"val", b"Val", b"VAL"), (b"poch", b"POCH"), LOSSES)  # words of evaluations, of where another training begins
+RARE = 0.25  # losses are sampled on their own where they stand in a smaller share of the lines
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
     r"|^(?:.*: line \d+: +\d+ )?(?:Killed|Aborted|Terminated|Bus error|Illegal instruction|User defined signal [12])\b"

@@ -28,7 +28,7 @@ from paceline.explain.run_bounds import failed_at_import, shape_of
 LAST_CHECKED = 3  # lines at the end of a log
 MAX_WORDS = 200  # characters in which a line tells of trouble; in a long one such a word can be in the data
 TROUBLE = re.compile(
-    r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill(?!er)|denied|refused|cannot|can't|unable|invalid"
+    r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
     r"|no such|not found|do(?:es)? ?n[o']t exist|not supported|timed? ?out|out of memory|\bpanic|crash|\bXid\b|\bNVRM: (?!loading)"
 )
 NAME = re.compile(  # of an argument or a test, with such a word in it
@@ -37,22 +37,24 @@ NAME = re.compile(  # of an argument or a test, with such a word in it
 )
 WEAK, MAX_WEAK = re.compile(r"(?i)cannot|can't|unable"), 80  # where a sentence begins so; further on it is prose
 MIN_REPEATED = 3  # suspicious lines that are alike, far from the end: the program went on each time
-SCORE_NAME = (
-    rf"{ERROR_NAME}|accuracy|acc|f1|bleu-?\d?|rouge-?[12l]|precision|recall|r?auc|m?iou|psnr|ssim|[wc]er|mrr|ndcg"
-    r"|p(?:recision|ass)?@\d+"
-)
+NOT_DONE = r"(?!.*(?:\b(?:not|never|no)\b|n't\b|\b0 (?:files|results)))"
+PREPARED = r"(?!.*\b(?:load|captur|compil|prepar|initiali|warm))"  # before the work
 RESULT = re.compile(  # of work that ended
-    r"(?i).*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)\W*$"
+    rf"(?i){NOT_DONE}(?:.*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)\W*$"
     r"|(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished|done)\b(?:\W*$|[!.])"
     # of a server that waits or has answered
     r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
-    r"|(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?(?:\[\w+\] )?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
+    r"|(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?(?:\[(?:\w+)\] )?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
     r"(?! (?:before|until|so far))"
-    r"|.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$|\[OK\] \w+:? "
-    r"|(?-i:[A-Z ]{8,} COMPLETED?)\W*$|\{\"(?:summary|results?|metrics)\": ?[\[{]"
-    r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?<!\bno )(?<!\b0 )(?:files?|results?|outputs?|predictions?) (?:was |were )?saved\b"
-    # a score of an evaluation, not a limit among settings
-    rf"|(?!.*Namespace\().*\b(?:\w+_)?(?:{SCORE_NAME})\b.{{0,12}}[:=] ?\d+(?:\.\d+ ?%?|%)(?:\W|$)"
+    rf"|{PREPARED}.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$"
+    rf"|{PREPARED}(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$|\{{\"(?:summary|results?|metrics)\": ?[\[{{][\"\d{{]"
+    r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?saved\b)"
+)
+SCORE = re.compile(  # of an evaluation, not a limit or a weight among settings
+    r"(?i)(?!.*(?:Namespace\(|\b(?:\w+_)?(?:target|min|max|limit|thres\w*|weights?|lambda|conf|mixed|stop\w*)(?:_\w+)?\b"
+    r"|precision[:=] ?(?:16|32)))"
+    rf".*\b(?:\w+_)?(?:{ERROR_NAME}|accuracy|acc|f1|bleu-?\d?|rouge-?[12l]|precision|recall|r?auc|m?iou|psnr|ssim|[wc]er|mrr|ndcg"
+    r"|p(?:recision|ass)?@\d+)\b.{0,12}[:=] ?\d+(?:\.\d+ ?%?|%)(?:\W|$)"
 )
 SUCCESS = re.compile(r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b|\b(?<!no )success\W*$")
 SUMMARY = re.compile(  # of all the work, with the errors in it that a program expects
@@ -95,7 +97,7 @@ NO_TROUBLE = re.compile(
     r"|\bGLFWError\b|^GKS: cannot open display|are not found in the checkpoint"
     r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` secret"
     # what a model answers, a tally of items
-    r"|\bI (?:cannot|can't)\b|^(?:assistant|user|human): |\bnot found yet\b|\bno [\w-]+ information available\b"
+    r"|\bI (?:cannot|can't)\b|^assistant: |\bnot found yet\b|\bno [\w-]+ information available\b"
     r"|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bhas requirement .*, but you'll have "
     r"|^(?:Installing collected packages|Successfully installed)\b"
     r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored|^fatal: not a git repository"
@@ -112,8 +114,8 @@ def last_errors(log: Log) -> list[Record]:
     if ends_in(SUCCESS, log) or ends_in(SUMMARY, log) or is_serving(log):
         return []
     last_line, above = log.last_progress_line, announcing(log)
-    if log.last_lines:  # so much output behind it shows that the program went on
-        last_line = max(last_line, log.last_lines[-1][0] - (WENT_ON if ends_well(log) else 2 * WENT_ON))
+    if ends_well(log):
+        last_line = max(last_line, log.last_lines[-1][0] - WENT_ON)
     lines = (record for record in log.records if record.kind == "line" and record.line not in above)
     records = [record for record in lines if ERROR_PREFIX.search(record.text)]
     survived = Counter(shape_of(record.text) for record in records if record.line <= last_line)
@@ -143,7 +145,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         lines = log.last_lines[-LAST_CHECKED:]
         if log.last_ignored is not None and lines and lines[0][0] - log.last_ignored <= WENT_ON:  # its traceback
             threads.append(log.last_ignored)
-        results = [number for number, text in lines if is_result(text)]
+        results = [number for number, text in lines if is_result(text) or is_score(text, log)]
         last_good = max([log.last_progress_line, *results])
         was_shut_down = any(SHUT_DOWN.search(text) for _, text in log.last_lines)
         trouble += [
@@ -205,6 +207,12 @@ def is_result(text: str) -> bool:
     return any((RESULT.match(text), SUCCESS.search(text), SUMMARY.search(text)))
 
 
+def is_score(text: str, log: Log) -> bool:
+    """Whether a line reports a score of an evaluation that is all of the work: a log with steps has scores along its way."""
+    return not log.progress.steps and SCORE.match(split_prefix(text).text) is not None
+
+
 def ends_well(log: Log) -> bool:
     """Whether the end tells that work is done or requests are answered, or cells of a notebook worked after those that failed."""
-    return bool(log.note) or any(is_result(text) for _, text in log.last_lines[-LAST_CHECKED:]) or is_serving(log)
+    lines = log.last_lines[-LAST_CHECKED:]
+    return bool(log.note) or any(is_result(text) or is_score(text, log) for _, text in lines) or is_serving(log)

@@ -221,9 +221,10 @@ def live_state(events: Sequence[Record], mark: Heartbeat | None, line: Record) -
             return "starting"  # with more hosts
         if any(event.get("action") == "stop" for event in attempt):
             return "failed"
+        if attempt_state == "failed":
+            return "recovering"
         state = end_state(events)
-        # "broken": the end is not recorded yet, as a slow terminal still gets the output
-        return "recovering" if attempt_state == "failed" else "running" if state == "broken" else state
+        return "running" if state == "broken" else state  # the end is recorded when a slow terminal has all output
     if "script" in kinds:
         return "running" if start >= 0 else "starting"
     first_step = next((event["step"] for event in attempt if event.get("event") == "resumed"), 0)

@@ -349,7 +349,7 @@ def read_line(raw: str) -> LineValues | None:
     if RUN_SUMMARY.search(line):
         return None
     text, bar = strip_bars(line)[0], bar_of(line)
-    if bar is not None and not bar.step:  # a bar that was reset still shows the measures of before
+    if bar is not None and bar.step is None:  # a bar that was reset still shows the measures of before
         line = text
     mark, values = read_step_and_loss(text), measures_of(line)
     if mark is not None and mark.loss is not None and mark.name != "eval_loss" and "val_loss" not in values:

@@ -141,12 +141,12 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
     file = GrowingFile(path, ends=STATE_ENDS)
     with suppress(OSError):
         file.skip_to(max(0, path.stat().st_size - END_BYTES), before=b"")
-    is_cut = file.offset > 0
+    is_cut, values = file.offset > 0, dict[str, Any]()
     lines = b"".join(file.blocks(to_end=to_end)).decode("utf-8", "replace").splitlines()[is_cut:]
-    values: dict[str, Any] = {}
-    needles = {name: needle for name, needle, _ in PATTERNS if name != "loss"}  # a loss may have another name
+    needles = [("step", ""), ("loss", ""), *((name, needle) for name, needle, _ in PATTERNS if name != "loss")]
     for line in reversed(lines):
-        if any(needles.get(name, "") in line.lower() for name in {*names} - {*values}) and (shown := read_line(line)):
+        missing = [needle for name, needle in needles if name in names and name not in values]
+        if any(needle in line.lower() for needle in missing) and (shown := read_line(line)):
             steps = {"step": shown.step, "num_steps": shown.num_steps} if shown.step is not None else {}
             values = {**shown.values, **steps, **values}
     return {name: values[name] for name in (*names, "num_steps") if values.get(name) is not None}

@@ -550,7 +550,23 @@ def test_a_score_of_an_evaluation_and_what_says_that_it_is_done_are_results(end)
 
 
 @pytest.mark.parametrize(
-    "end", ["the run did not complete", "no results saved", "Namespace(lr=0.1, target_acc=0.9)", "precision=16"]
+    "end",
+    [
+        "the run did not complete",
+        "rank 3 has not completed in 600 seconds",
+        "TRAINING NOT COMPLETE",
+        "no results saved",
+        "Graph capturing finished in 18 secs.",
+        "DATA LOADING COMPLETE",
+        "[OK] GPU: found",
+        '{"results": []}',
+        "Namespace(lr=0.1, target_acc=0.9)",
+        "mixed precision: 16.0",
+        "target_acc: 0.9",
+        "conf=0.25, iou=0.7, max_det=300",
+        "loss weights: {'mae': 0.5, 'mse': 0.5}",
+        "precision=16",
+    ],
 )
 def test_what_only_looks_like_a_result_is_none(end):
     assert verdict(f"2 items\n{end}\n").cause == "unknown"
@@ -565,8 +581,8 @@ def test_pages_that_a_program_left_out_do_not_undo_what_it_says_at_its_end():
     lines = "".join(missing.format(n) + "got 38 pages\n" * 3 for n in range(3))
     assert verdict(lines + "got 60 pages\n" * 50 + "---下载完成---\n").cause == "healthy"
     assert verdict(lines + "---下载完成---\n").cause == "unknown"
-    assert verdict(STEPS + lines + "a line\n" * 50).cause == "unknown"
-    assert verdict(STEPS + lines + "a line\n" * 90).cause == "healthy"
+    assert verdict(STEPS + lines + "a line\n" * 90).cause == "unknown"
+    assert verdict(STEPS + lines + "a line\n" * 50 + "best acc: 0.5\n").cause == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -653,6 +669,20 @@ def test_a_numpy_that_an_extension_was_not_built_for_is_no_cause_of_a_later_erro
     warning = "RuntimeError: module compiled against API version 0xc but this version of numpy is 0xa\n"
     assert verdict(warning + raised(None, "KeyError: 'v60109'")).cause == "user-code-exception"
     assert verdict(warning).cause == "abi-mismatch"
+
+
+def test_a_job_of_htcondor_that_was_submitted_again_and_ended_well_is_not_cancelled():
+    removed = "009 (041.000.000) 12/10 09:35:20 Job was aborted by the user.\n\tvia condor_rm (by user ana)\n...\n"
+    again = (
+        "001 (042.000.000) 12/10 09:36:00 Job executing on host\n...\n\t(1) Normal termination (return value 0)\n...\n"
+    )
+    assert verdict(removed).cause == "slurm-cancelled"
+    assert verdict(removed + again).cause == "healthy"
+
+
+def test_an_invalid_path_is_that_of_data_unless_it_says_otherwise():
+    assert verdict("ERROR Invalid data path: /data/train\n").cause == "dataset-missing"
+    assert verdict("ERROR Invalid config file path: conf/train.yaml\n").cause == "config-error"
 
 
 def test_a_closed_input_is_only_told_to_a_program_that_asks():
@@ -1367,6 +1397,8 @@ def test_a_server_that_reports_its_throughput_has_started_after_all():
     failed = "ValueError: Cannot provide a placement group within 1800 seconds"
     assert verdict(raised(None, failed) + report * 60).cause == "healthy"
     assert verdict(raised(None, failed) + "INFO a line\n" * 60).cause != "healthy"
+    stuck = report.replace("8.5 tokens/s, Running: 0", "0.0 tokens/s, Running: 12")
+    assert verdict("ERROR engine core died of something\n" + stuck * 60).cause == "serving-engine-failed"
 
 
 def test_a_client_that_has_gone_away_ends_no_server():

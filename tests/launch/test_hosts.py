@@ -174,7 +174,7 @@ def test_hosts_are_checked_together_and_the_code_is_sent_once(hosts):
     [code] = (hosts.folder / "h2" / "cache" / "paceline" / "code").iterdir()
     assert code.name == code_archive()[0] and (code / "paceline" / "cli.py").is_file()
     assert facts["h2"]["env"]["PYTHONPATH"] == str(code)
-    assert not (hosts.folder / "h1" / "cache").exists()  # h1 is this host: it needs no ssh
+    assert not (hosts.folder / "h1" / "cache" / "paceline" / "code").exists()  # h1 is this host: it needs no ssh
     [link] = facts["h1"]["links"]
     assert (link["to"], link["address"], link["error"]) == ("h2", "10.77.0.2", None)
     assert link["rtt_us"] > 0 and min(link["bits_per_s"], link["back_bits_per_s"]) > 1e6 and link["mtu"] == 1500

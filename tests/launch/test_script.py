@@ -322,7 +322,7 @@ def test_a_folder_that_cannot_be_written_is_reported(bench, here):
 
 @pytest.fixture
 def facts_at_once(monkeypatch):
-    """No probe is started: for tests of what is made of the findings; the commands of the README have both."""
+    """The checks start no probe. README's commands test the checks with their probes."""
     facts: Future = Future()
     facts.set_result(([{}], None))
     monkeypatch.setattr("paceline.launch.script.script_facts", lambda *_: facts)

@@ -234,11 +234,16 @@ def test_a_script_has_a_state_and_a_command_and_what_its_first_rank_printed(tmp_
 def test_a_script_s_log_is_read_from_its_end_back_to_the_last_value_of_each_field(tmp_path, monkeypatch):
     read, read_line = [], log_reader.read_line
     monkeypatch.setattr(log_reader, "read_line", lambda line: (read.append(line), read_line(line))[1])
-    lines = ["step 0/9 loss 4.0 val_bpb 1.5", *(f"step {step} loss 2.0" for step in range(1, 200)), "saved"]
+    lines = [
+        "step 0/9 loss 4.0 val_bpb 1.5",
+        "tok/s: 850",
+        *(f"step {step} loss 2.0" for step in range(1, 200)),
+        "saved",
+    ]
     (tmp_path / "0.log").write_text("\n".join([*lines, ""]))
     values = printed_values(tmp_path / "0.log", ("step", "loss", "val_bpb", "tok_per_sec"), to_end=True)
-    assert values == {"step": 199, "loss": 2.0, "val_bpb": 1.5}
-    assert read == [lines[-1], lines[-2], lines[0]]
+    assert values == {"step": 199, "loss": 2.0, "val_bpb": 1.5, "tok_per_sec": 850}
+    assert read == [lines[-1], lines[-2], lines[1], lines[0]]
 
 
 def test_progress_in_one_line_is_read_to_its_last_state_once_the_script_has_ended(tmp_path):

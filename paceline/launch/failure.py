@@ -59,6 +59,7 @@ ERROR_START = ("Traceback (most recent call last):", "Fatal Python error: ")
 # causes that no log shows
 KILLED = "killed-from-outside"
 HANG = "hang"
+BUILD_LOCK = b"torch/utils/file_baton.py"  # in the stack of a rank that waits until an extension is built
 REFUSED = "refused"  # the rank itself reported what is wrong and how to fix it
 HOST_LOST = "host-lost"
 LINK_LOST = "link-lost"  # the host answers again
@@ -292,6 +293,12 @@ def explain_hang(
     summary = hang.get("text") or f"{subject} made no step for {hang.get('silent_s', 0):.0f} s"
     files = f"{shlex.quote(str(run.hang(hang['attempt'])))}/*.txt"
     fix = f"read what every rank was doing: `less {files}`; --hang-after SECONDS allows a longer silence"
+    with suppress(OSError):
+        if any(BUILD_LOCK in path.read_bytes() for path in run.hang(hang["attempt"]).glob("*.txt")):
+            fix = (
+                "torch waits for another process that builds an extension, or for the lock of a build that was killed: where none"
+                " runs (`pgrep -a ninja`), run `find ~/.cache/torch_extensions -name lock -delete` (or in TORCH_EXTENSIONS_DIR)"
+            )
     step = hang.get("step", explanation.step)
     return replace(explanation, cause=HANG, rank=rank, step=step, summary=summary, fix=fix, confidence=1.0)
 

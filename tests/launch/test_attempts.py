@@ -7,6 +7,8 @@ import signal
 import threading
 from dataclasses import replace
 
+import pytest
+
 from paceline.explain.explanation import Explanation
 from paceline.explain.run_folder import explain_run
 from paceline.launch.attempts import format_explained, run_attempts
@@ -143,6 +145,23 @@ def test_a_hang_is_the_cause_whatever_the_log_shows(tmp_path):
     assert (verdict["cause"], verdict["rank"], verdict["step"]) == ("hang", 1, 9)
     assert f"`less {tmp_path}/hangs/{verdict['attempt']}/*.txt`" in verdict["fix"]
     assert job.lines[0] == "attempt 1 failed: rank 1 made no step for 61 s (step 9)"
+
+
+@pytest.mark.parametrize(
+    "file, names_lock", [("torch/utils/file_baton.py", True), ("torch/utils/data/worker.py", False)]
+)
+def test_a_rank_that_waits_for_the_build_of_an_extension_is_told_of_its_lock(file, names_lock, tmp_path):
+    def hang(number):
+        append_event(RunDir(tmp_path), "hang", attempt=number, rank=1, silent_s=601.0, text="the only rank is waiting")
+        stack = f'py-spy\nThread 77 (idle): "MainThread"\n    wait (/env/site-packages/{file}:50)\n    main (/w/train.py:2)\n'
+        path = RunDir(tmp_path).hang(number) / "1.txt"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"State:\tS (sleeping)\n\n{stack}")
+
+    job = FakeJob(tmp_path, KILLED, "interrupted", on_attempt=hang)
+    run_attempts(job, Recovery())
+    [verdict] = job.events("verdict")
+    assert (verdict["cause"], "-name lock -delete" in verdict["fix"]) == ("hang", names_lock)
 
 
 def test_a_hang_without_a_rank_gets_the_rank_that_the_flight_recorders_show(tmp_path):

@@ -126,6 +126,11 @@ def test_a_bar_that_is_reset_under_the_title_of_the_last_epoch_is_no_restart(tmp
     assert (snapshot.series["val_loss"].steps, snapshot.series["val_loss"].values) == ([2, 4, 6], [6.0, 5.0, 4.0])
 
 
+def test_a_bar_at_0_of_the_whole_training_shows_its_first_loss():
+    line = read_line("train:   0%|          | 0/100 [00:00<?, ?it/s, loss=9.1]")
+    assert (line.step, line.num_steps, line.values["loss"]) == (0, 100, 9.1)
+
+
 def test_what_is_printed_behind_a_bar_that_was_reset_is_read():
     line = read_line("Epoch 1:   0%|          | 0/50 [00:00<?, ?it/s, loss=9.000]step 50 loss 2.5")
     assert (line.step, line.values) == (50, {"loss": 2.5})

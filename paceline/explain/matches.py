@@ -261,7 +261,8 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     if last_line > record.line + BUFFERED_LINES and (did_nothing or is_handled(record, log)):
         return True
     if CANNOT_START.search(record.text):
-        return any(other.line > record.line and other.frames and other.kind != "banner" for other in log.records)
+        behind = (other for other in log.records if other.line > record.line and other.frames)
+        return any(other.kind != "banner" for other in behind)  # of another program
     if last_line > record.line + WENT_ON and (is_serving(log) or is_warned_of(record, log)):
         return True
     if TYPED.match(record.text) and log.progress.done_line and log.progress.done_line < record.line:

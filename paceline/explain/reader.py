@@ -53,10 +53,10 @@ USUAL_PROGRESS = (b"step", b"loss", b"poch")  # found sooner
 LOSSES = (b"oss", b"OSS", b" L=")
 MARKS = ((b"val", b"Val", b"VAL"), (b"poch", b"POCH"), LOSSES)  # words of evaluations, of where another training begins
 RARE = 0.25  # losses are sampled on their own where they stand in a smaller share of the lines
+SHELL_WORD = r"Killed|Aborted|Terminated|Bus error|User defined signal [12]"  # of a process that a signal ended
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
-    r"|^(?:.*: line \d+: +\d+ )?(?:Killed|Aborted|Terminated|Bus error|Illegal instruction|User defined signal [12])\b"
-    r"|Signals\.SIG"
+    rf"|^(?:.*: line \d+: +\d+ )?(?:{SHELL_WORD}|Illegal instruction)\b|Signals\.SIG"
     r"|^fish: Job \d+, .* terminated by signal"
     r"|^(?:zsh: |\[\d+\] +[-+] +\d+ )(?:killed|segmentation fault|abort|bus error|terminated|illegal hardware instruction)\b"
 )
@@ -69,8 +69,7 @@ FORWARDED = re.compile(  # by a launcher to the other ranks
     r"Sending process \d+ closing signal|ended after it: |Sending signal .* to process"
 )
 AFTER_BAR = re.compile(  # the shell's message about a process, behind a progress bar without a newline
-    r"[\d\]%)s](?P<word>(?:Killed|Terminated|Aborted|Bus error|Segmentation fault|User defined signal [12])(?: \(core dumped\))?"
-    r"|fish: Job \d+, .*)$"
+    rf"[\d\]%)s](?P<word>(?:{SHELL_WORD}|Segmentation fault)(?: \(core dumped\))?|fish: Job \d+, .*)$"
 )
 BANNER_RANK = re.compile(r"^\s*rank\s+: (?P<rank>\d+) \(local_rank: \d+\)")
 BANNER_HOST = re.compile(r"^\s*host\s+: (?P<host>\S+)")

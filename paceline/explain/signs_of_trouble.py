@@ -44,7 +44,7 @@ RESULT = re.compile(  # of work that ended
     r"|(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished|done)\b(?:\W*$|[!.])"
     # of a server that waits or has answered
     r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
-    r"|(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?(?:\[(?:\w+)\] )?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
+    r"|(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?(?:\[\w+\] )?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
     r"(?! (?:before|until|so far))"
     rf"|{PREPARED}.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$"
     rf"|{PREPARED}(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$|\{{\"(?:summary|results?|metrics)\": ?[\[{{][\"\d{{]"
@@ -145,7 +145,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         lines = log.last_lines[-LAST_CHECKED:]
         if log.last_ignored is not None and lines and lines[0][0] - log.last_ignored <= WENT_ON:  # its traceback
             threads.append(log.last_ignored)
-        results = [number for number, text in lines if is_result(text) or is_score(text, log)]
+        results = [number for number, text in lines if is_result(text, log)]
         last_good = max([log.last_progress_line, *results])
         was_shut_down = any(SHUT_DOWN.search(text) for _, text in log.last_lines)
         trouble += [
@@ -201,18 +201,13 @@ def is_harmless(text: str) -> bool:
     return bool(NO_TROUBLE.search(text) or IGNORABLE.search(text))
 
 
-def is_result(text: str) -> bool:
-    """Whether a line tells that the work is done: saved, done, completed successfully."""
+def is_result(text: str, log: Log) -> bool:
+    """Whether a line tells that the work is done: saved, done, a score of an evaluation in a log that has no steps."""
     text = split_prefix(text).text
-    return any((RESULT.match(text), SUCCESS.search(text), SUMMARY.search(text)))
-
-
-def is_score(text: str, log: Log) -> bool:
-    """Whether a line reports a score of an evaluation that is all of the work: a log with steps has scores along its way."""
-    return not log.progress.steps and SCORE.match(split_prefix(text).text) is not None
+    is_score = not log.progress.steps and SCORE.match(text)
+    return any((RESULT.match(text), SUCCESS.search(text), SUMMARY.search(text), is_score))
 
 
 def ends_well(log: Log) -> bool:
     """Whether the end tells that work is done or requests are answered, or cells of a notebook worked after those that failed."""
-    lines = log.last_lines[-LAST_CHECKED:]
-    return bool(log.note) or any(is_result(text) or is_score(text, log) for _, text in lines) or is_serving(log)
+    return bool(log.note) or any(is_result(text, log) for _, text in log.last_lines[-LAST_CHECKED:]) or is_serving(log)

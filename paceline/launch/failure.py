@@ -55,11 +55,11 @@ NO_PRIMITIVE = re.compile(r"could not (create|execute) a primitive( descriptor)?
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP", "SIGUSR1"}
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of a traceback once there is a process group
 ERROR_START = ("Traceback (most recent call last):", "Fatal Python error: ")
+BUILD_LOCK = b"torch/utils/file_baton.py"  # in the stack of a rank that waits until an extension is built
 
 # causes that no log shows
 KILLED = "killed-from-outside"
 HANG = "hang"
-BUILD_LOCK = b"torch/utils/file_baton.py"  # in the stack of a rank that waits until an extension is built
 REFUSED = "refused"  # the rank itself reported what is wrong and how to fix it
 HOST_LOST = "host-lost"
 LINK_LOST = "link-lost"  # the host answers again

@@ -39,13 +39,16 @@ WEAK, MAX_WEAK = re.compile(r"(?i)cannot|can't|unable"), 80  # where a sentence 
 MIN_REPEATED = 3  # suspicious lines that are alike, far from the end: the program went on each time
 NOT_DONE = r"(?!.*(?:\b(?:not|never|no)\b|n't\b|\b0 (?:files|results)))"
 PREPARED = r"(?!.*\b(?:load|captur|compil|prepar|initiali|warm))"  # before the work
+LOGGER = (  # what it writes before a message
+    r"(?:[\w./-]+\.py:\d+\W+)?(?:[\w.]+ - )?(?:\W?(?:INFO|SUCCESS)\b[\]:>\s-]*(?:\w[\w.]*: ?)?)?(?:\[\w+\] )?\W{0,3}"
+)
 RESULT = re.compile(  # of work that ended
-    rf"(?i){NOT_DONE}(?:.*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)\W*$"
+    rf"(?i){NOT_DONE}{LOGGER}(?:.*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)\W*$"
     r"|(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished|done)\b(?:\W*$|[!.])"
     # of a server that waits or has answered
     r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
-    r"|(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?(?:\[\w+\] )?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
-    r"(?! (?:before|until|so far))"
+    r"|(?:\w+ ){0,3}(?:suite|pipeline|experiment|benchmark|simulation|workflow|campaign)s?(?: \S+)? (?:completed?|finished|done)\W*$"
+    r"|(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far))|finished \w+ on \d"
     rf"|{PREPARED}.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$"
     rf"|{PREPARED}(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$|\{{\"(?:summary|results?|metrics)\": ?[\[{{][\"\d{{]"
     r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?saved\b)"
@@ -134,7 +137,12 @@ def announcing(log: Log) -> set[int]:
 
 
 def ends_in(pattern: re.Pattern[str], log: Log) -> bool:
-    return any(pattern.search(split_prefix(text).text) for _, text in log.last_lines[-LAST_CHECKED:])
+    return any(pattern.search(split_prefix(text).text) for text in last_words(log))
+
+
+def last_words(log: Log) -> list[str]:
+    """The last lines that are more than a rule."""
+    return [text for _, text in log.last_lines if any(map(str.isalnum, split_prefix(text).text))][-LAST_CHECKED:]
 
 
 def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
@@ -210,4 +218,4 @@ def is_result(text: str, log: Log) -> bool:
 
 def ends_well(log: Log) -> bool:
     """Whether the end tells that work is done or requests are answered, or cells of a notebook worked after those that failed."""
-    return bool(log.note) or any(is_result(text, log) for _, text in log.last_lines[-LAST_CHECKED:]) or is_serving(log)
+    return bool(log.note) or any(is_result(text, log) for text in last_words(log)) or is_serving(log)

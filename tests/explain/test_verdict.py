@@ -315,6 +315,9 @@ def test_a_line_that_reports_the_end_and_a_failed_part_is_no_health():
         "Mean Squared Error (MSE): 0.4633",
         "    No GPU-related information available for this job.",
         "Error in callback <bound method _WandbInit._resume_backend of <wandb.sdk.wandb_init._WandbInit object at 0x7f>>",
+        "09:12:13,864 ERROR   HandlerThread:48 [gpu.py:is_available():351] Error initializing NVML: Driver Not Loaded",
+        "Images sizes do not match. This will causes images to be display incorrectly in the UI.",
+        "training takes about 6 minutes for a `curie` model, and less for `ada` and `babbage`",
     ],
 )
 def test_output_that_is_usual_in_healthy_runs_is_no_trouble(line):
@@ -542,6 +545,9 @@ def test_few_lines_of_output_that_end_with_a_result_are_healthy():
         "======== 1 passed in 0.67s ========",
         "[pipeline] Done.",
         "---下载完成---",
+        "[2018-07-19 02:59:03,796 tune.py:159]: >> experiment BIGRAM_2 finished!",
+        "2025-08-11 18:18:29,905 - __main__ - INFO - the whole test suite completed\n=========\n---------\n=========",
+        "21:38:48 <INFO> Finished REINVENT on 2026-07-27",
     ],
 )
 def test_a_score_of_an_evaluation_and_what_says_that_it_is_done_are_results(end):

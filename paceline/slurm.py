@@ -34,6 +34,8 @@ ENDED = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT",
 )  # fmt: skip
 UNKNOWN_JOB = "Invalid job id"
+# 13_3 for the task of an array that starts last: its number, 13, means the whole array to every command of Slurm
+JobId = int | str
 # of a node that takes no new job until somebody does something about it; man sinfo, NODE STATE CODES
 UNUSABLE = (
     "down", "drained", "draining", "drng", "fail", "failing", "futr", "future", "inval", "maint", "unk", "unknown",
@@ -44,7 +46,7 @@ UNUSABLE = (
 class Allocation:
     """The nodes that a job of Slurm gives this process, which is its batch script, its shell, or the only task of a step."""
 
-    job_id: int
+    job_id: JobId
     nodes: tuple[str, ...]
     node: str | None  # where this process runs; None: on none of them, as salloc's shell may
     restarts: int  # how often Slurm has requeued the job
@@ -54,7 +56,7 @@ class Allocation:
 class SlurmJob:
     """One job as scontrol shows it."""
 
-    job_id: int
+    job_id: JobId
     state: str
     reason: str | None = None  # why it waits or has ended
     can_requeue: bool = False
@@ -111,7 +113,20 @@ def allocation(env: Mapping[str, str] | None = None) -> Allocation | None:
     names = expand_nodes(nodes)
     node = env.get("SLURMD_NODENAME")
     restarts = int(env.get("SLURM_RESTART_COUNT", "0") or 0)
-    return Allocation(int(env["SLURM_JOB_ID"]), names, node if node in names else None, restarts) if names else None
+    job_id = name_job(env["SLURM_JOB_ID"], env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID"))
+    return Allocation(job_id, names, node if node in names else None, restarts) if names else None
+
+
+def name_job(number: str, array: str | None, task: str | None) -> JobId:
+    """Returns what names one job alone. A job that a task of an array has submitted may have the variables of that array."""
+    return f"{array}_{task}" if number == array and task is not None and task.isdigit() else int(number)
+
+
+def parse_job_id(value: object) -> JobId | None:
+    """Returns the job of slurm.json; None where the file is broken."""
+    if isinstance(value, str):
+        return value if re.fullmatch(r"\d+_\d+", value) else None
+    return value if isinstance(value, int) else None
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
@@ -180,7 +195,7 @@ def parse_job(text: str) -> SlurmJob:
     fields = read_record(text)
     reason = fields.get("Reason")
     return SlurmJob(
-        int(fields["JobId"]),
+        name_job(fields["JobId"], fields.get("ArrayJobId"), fields.get("ArrayTaskId")),
         fields["JobState"],
         reason if reason not in (None, "", "None") else None,
         can_requeue=fields.get("Requeue") == "1",
@@ -279,7 +294,7 @@ def submit_script(script: Path) -> int:
     return int(number)
 
 
-def read_job(job_id: int, *, timeout_s: float = ANSWER_S) -> SlurmJob | None:
+def read_job(job_id: JobId, *, timeout_s: float = ANSWER_S) -> SlurmJob | None:
     """Returns a job; None where Slurm does not know it any more."""
     try:
         return parse_job(ask("scontrol", "show", "job", "--oneliner", str(job_id), timeout_s=timeout_s))
@@ -297,7 +312,7 @@ class JobReader:
         self._thread: threading.Thread | None = None
         self._asked_at = -math.inf
 
-    def read(self, job_id: int | None) -> SlurmJob | None:
+    def read(self, job_id: JobId | None) -> SlurmJob | None:
         """Returns the job as it was some seconds ago; None where Slurm or the job is not known here."""
         if job_id is None or not is_installed():
             return None
@@ -310,7 +325,7 @@ class JobReader:
                 self._thread.join(FIRST_S)
         return self.job
 
-    def _ask(self, job_id: int) -> None:
+    def _ask(self, job_id: JobId) -> None:
         with suppress(PacelineError):  # Slurm is busy, or restarts
             self.job = read_job(job_id)
 

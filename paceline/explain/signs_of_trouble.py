@@ -47,7 +47,7 @@ RESULT = re.compile(  # of work that ended
     r"|(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished|done)\b(?:\W*$|[!.])"
     # of a server that waits or has answered
     r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
-    r"|(?:\w+ ){0,3}(?:suite|pipeline|experiment|benchmark|simulation|workflow|campaign)s?(?: \S+)? (?:completed?|finished|done)\W*$"
+    r"|(?:\w+ ){0,3}(?:suite|pipeline|experiment|benchmark|simulation|workflow)s?(?: \S+)? (?:completed?|finished|done)\W*$"
     r"|(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far))|finished \w+ on \d"
     rf"|{PREPARED}.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$"
     rf"|{PREPARED}(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$|\{{\"(?:summary|results?|metrics)\": ?[\[{{][\"\d{{]"

@@ -15,7 +15,7 @@ from pathlib import Path
 from paceline.errors import Interrupted, PacelineError, TrainingFailed
 from paceline.launch.requeue import job_of
 from paceline.rundir import RunDir, append_event, read_json_lines
-from paceline.slurm import ENDED, SlurmError, SlurmJob, ask, format_job, read_job
+from paceline.slurm import ENDED, JobId, SlurmError, SlurmJob, ask, format_job, read_job
 from paceline.watch.status import run_status
 
 POLL_S = 2.0  # squeue is not asked faster
@@ -39,7 +39,7 @@ class LogFollower:
             sys.stdout.flush()
 
 
-def follow_job(run: RunDir, job_id: int) -> int:
+def follow_job(run: RunDir, job_id: JobId) -> int:
     """Prints the state of a job in the queue and the log of its run until it has ended; returns the exit code of the run."""
     log = LogFollower(run.path / f"slurm-{job_id}.log")
     shown, asked_at, job = "", 0.0, None
@@ -80,7 +80,7 @@ def active_job(run: RunDir) -> SlurmJob | None:
     return None if has_ended else job
 
 
-def poll_job(job_id: int) -> tuple[SlurmJob | None, bool]:
+def poll_job(job_id: JobId) -> tuple[SlurmJob | None, bool]:
     """Returns a job, and whether it has ended; None and False where Slurm does not answer, as while slurmctld restarts."""
     with suppress(SlurmError):
         job = read_job(job_id)
@@ -140,7 +140,7 @@ def record_job_ends(names: Sequence[str], *, runs_dir: str) -> None:
                     record_job_end(run)
 
 
-def accounted_state(job_id: int) -> str | None:
+def accounted_state(job_id: JobId) -> str | None:
     """Returns how a job ended, as sacct knows it for months; None where the cluster keeps no accounts."""
     with suppress(SlurmError):
         options = ("--allocations", "--noheader", "--parsable2", "--format=State")

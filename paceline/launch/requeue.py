@@ -29,7 +29,17 @@ from paceline.rundir import (
     utc_now,
     write_atomic,
 )
-from paceline.slurm import Allocation, SlurmError, SlurmJob, allocation, ask, format_allocation, read_job
+from paceline.slurm import (
+    Allocation,
+    JobId,
+    SlurmError,
+    SlurmJob,
+    allocation,
+    ask,
+    format_allocation,
+    parse_job_id,
+    read_job,
+)
 from paceline.watch.events import end_state
 
 POLL_S = 10.0
@@ -55,7 +65,7 @@ def job_watch(signals: StopSignals) -> Iterator[None]:
         is_over.set()
 
 
-def watch_job(job_id: int, is_over: threading.Event) -> None:
+def watch_job(job_id: JobId, is_over: threading.Event) -> None:
     """Asks for the job every POLL_S until `is_over`, or until this process was warned."""
     while not is_over.wait(POLL_S):
         with suppress(PacelineError):  # Slurm is busy, or restarts
@@ -145,7 +155,7 @@ def not_requeued(run: RunDir, place: Allocation, why: str, fix: str) -> list[str
     return [text, f"  fix: {fix}"]
 
 
-def record_job(run: RunDir, job_id: int, **facts: Any) -> None:
+def record_job(run: RunDir, job_id: JobId, **facts: Any) -> None:
     """Writes which Slurm job has the run; facts that were written before stay: the submitter and the job both write."""
     write_atomic(run.slurm_json, json.dumps({**job_facts(run), "job_id": job_id, "time": utc_now(), **facts}) + "\n")
 
@@ -158,11 +168,9 @@ def job_facts(run: RunDir) -> dict[str, Any]:
     return {}
 
 
-def job_of(run: RunDir) -> int | None:
+def job_of(run: RunDir) -> JobId | None:
     """Returns the Slurm job that had the run last."""
-    with suppress(ValueError, KeyError, TypeError):
-        return int(job_facts(run)["job_id"])
-    return None
+    return parse_job_id(job_facts(run).get("job_id"))
 
 
 def find_start(run: RunDir) -> Literal["new", "submitted", "continues"]:
@@ -201,7 +209,7 @@ def has_ended(run: RunDir) -> bool:
     return not is_locked(run) and end_state(read_json_lines(run.events)) in ("finished", "stopped", "failed")
 
 
-def announce_job(place: Allocation | None, *, last_job: int | None = None) -> None:
+def announce_job(place: Allocation | None, *, last_job: JobId | None = None) -> None:
     """Prints which job of Slurm the run is in. A warning that comes before the first attempt ends this process with a reason.
 
     last_job: the one that had the run before. Outside of Slurm a line says that the run continues there.

@@ -22,7 +22,7 @@ from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import Heartbeat, read_heartbeat
 from paceline.noise import seconds_per_step
 from paceline.rundir import RunDir, check_readable, is_locked, is_queued, read_text
-from paceline.slurm import JobReader, format_job
+from paceline.slurm import JobId, JobReader, format_job, parse_job_id
 from paceline.typed_fields import typed_content, well_typed
 from paceline.units import unix_time
 from paceline.watch.about import expected
@@ -300,10 +300,9 @@ class RunReader:
                 times.append(Path(log.path).stat().st_mtime if log.bytes else math.nan)
         return max((value for value in times if value > 0), default=None)
 
-    def _job_id(self) -> int | None:
+    def _job_id(self) -> JobId | None:
         """The Slurm job that has the run."""
-        job_id = self._content(self.run.slurm_json, json.loads, {}).get("job_id")
-        return job_id if isinstance(job_id, int) else None
+        return parse_job_id(self._content(self.run.slurm_json, json.loads, {}).get("job_id"))
 
     def _state(self) -> State:
         if not self.running:

@@ -104,7 +104,7 @@ def noon(clock: str) -> float:
 @pytest.fixture
 def inside(monkeypatch):
     """Makes this process the batch script of job 4711 on n1 to n4."""
-    for name in ("SLURM_STEP_ID", "SLURM_RESTART_COUNT"):
+    for name in ("SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-4]")
@@ -152,6 +152,20 @@ def test_a_process_knows_its_allocation_and_one_of_several_tasks_has_none():
     assert allocation({**task, "SLURM_STEP_NUM_TASKS": "4"}) is None
     assert allocation({**task, "SLURM_STEP_NUM_TASKS": "1"}) == Allocation(4711, ("n2",), "n2", 2)
     assert allocation({}) is None
+
+
+def test_the_task_of_an_array_that_has_its_number_is_named_as_a_task_so_that_a_command_means_it_alone(inside):
+    def of_array(number: int, task: str) -> str:
+        return WAITING.replace("JobId=4711", f"JobId={number} ArrayJobId=4711 ArrayTaskId={task}")
+
+    assert parse_job(of_array(4711, "3")).job_id == "4711_3"
+    assert parse_job(of_array(4712, "1")).job_id == 4712
+    assert parse_job(of_array(4711, "1-3%2")).job_id == 4711  # none has started
+    inside.setenv("SLURM_ARRAY_JOB_ID", "4711")
+    inside.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert (place := allocation()) and place.job_id == "4711_3"
+    inside.setenv("SLURM_JOB_ID", "4720")  # a job that the task has submitted
+    assert (place := allocation()) and place.job_id == 4720
 
 
 def test_a_job_is_read_with_its_state_its_times_and_a_name_with_spaces():

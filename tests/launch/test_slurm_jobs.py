@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import shlex
 import signal
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ from slurm_cluster import LOGIN, SlurmCluster, events_of
 from paceline.launch.sbatch import WARN_S
 from paceline.model.manifest import newest_good, read_manifest
 from paceline.rundir import RunDir, read_json_lines
+from paceline.slurm import JobId
 
 pytestmark = [
     pytest.mark.dist,
@@ -59,7 +61,7 @@ def submit(cluster: SlurmCluster, name: str, num_steps: int, *arguments: str, sl
     return RunDir(cluster.runs / name)
 
 
-def job_id(run: RunDir) -> int:
+def job_id(run: RunDir) -> JobId:
     return json.loads(run.slurm_json.read_text())["job_id"]
 
 
@@ -202,6 +204,27 @@ def test_ctrl_c_ends_the_following_alone_and_stop_ends_the_run_with_a_checkpoint
     assert f"error: stopped is in Slurm's job {job_id(run)}, " in refused.stderr
     assert cluster.paceline("stop", "stopped").returncode == 0
     assert [event["job_id"] for event in events_of(run, "submitted")] == [job_id(run)]
+
+
+@pytest.mark.soak
+def test_a_task_of_an_array_is_stopped_and_requeued_alone(cluster):
+    """Slurm gives the task that starts last the number of the array."""
+    command = (sys.executable, "-m", "paceline.cli", "train", *SIZES, "--num-steps=3000")
+    script = cluster.hosts.folder / "array.sh"
+    script.write_text(
+        f"#!/bin/bash\nexec {shlex.join(command)} --seed=$SLURM_ARRAY_TASK_ID --name=task$SLURM_ARRAY_TASK_ID\n"
+    )
+    options = ("--array=1-2", "--nodes=1", "--exclusive", "--time=30", "--requeue", "--open-mode=append")
+    array = int(cluster.slurm("sbatch", "--parsable", *options, "--output=array-%a.log", str(script)).strip())
+    first, last = (RunDir(cluster.runs / f"task{number}") for number in (1, 2))
+    cluster.wait_for(lambda: step_of(first) > 0 and step_of(last) > 0)
+    assert job_id(last) == f"{array}_2" and isinstance(job_id(first), int)
+    cluster.slurm("scancel", "--signal=USR1", "--batch", job_id(last))
+    cluster.wait_for(lambda: len(events_of(last, "attempt")) == 2)
+    stopped = cluster.paceline("stop", "task2")
+    assert stopped.stdout.startswith("stopped: runs/task2, checkpoint at step "), stopped
+    assert cluster.state(job_id(first)) == "RUNNING" and len(events_of(first, "attempt")) == 1
+    assert cluster.paceline("stop", "task1").returncode == 0
 
 
 @pytest.mark.soak

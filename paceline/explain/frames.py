@@ -55,6 +55,11 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ("checkpoint-corrupt", 0.9, "OSError", r"torch/serialization\.py\", line \d+, in __init__\b"),
     # the parent that had to send it is gone
     ("killed-from-outside", 0.6, r"\S*UnpicklingError: pickle data was truncated", r"multiprocessing[/\\]spawn\.py.* in _main\b"),
+    # the worker that holds the tensor of a batch is gone, and its socket with it
+    (
+        "dataloader-worker-killed", 0.85, r"(?:FileNotFoundError|ConnectionRefusedError|ConnectionResetError|EOFError)\b",
+        r"multiprocessing[/\\]resource_sharer\.py\", line \d+, in (?:get_connection|detach)\b",
+    ),
     (
         "hub-offline", 0.85, r"(?:requests\.exceptions|httpx)\.\w*(?:Connect\w*|Timeout)\b",
         r"(?:site|dist)-packages/(?:huggingface_hub/|datasets/|transformers/utils/hub\.py)",

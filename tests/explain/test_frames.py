@@ -36,6 +36,25 @@ def test_a_file_that_cannot_be_read_is_missing():
     assert verdict(log).cause == "checkpoint-missing-or-perm"
 
 
+def test_a_batch_whose_worker_is_gone_is_a_worker_that_died():
+    sharer = "/usr/lib/python3.11/multiprocessing/resource_sharer.py"
+    error = "FileNotFoundError: [Errno 2] No such file or directory"
+    log = traceback(error, (sharer, "get_connection"), ("/usr/lib/python3.11/multiprocessing/connection.py", "Client"))
+    assert verdict(log).cause == "dataloader-worker-killed"
+
+
+def test_an_error_of_tensorflow_that_only_says_that_a_graph_failed_is_not_the_cause():
+    error = "tensorflow.python.framework.errors_impl.UnknownError: Graph execution error:"
+    reason = (
+        "Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to allreduce"
+    )
+    log = (
+        traceback(error, ("train.py", "main"))
+        + f"\nDetected at node 'x' defined at (most recent call last):\n{reason}\n"
+    )
+    assert verdict(log).cause == "peer-died"
+
+
 def test_the_name_of_a_model_that_only_the_users_own_table_lacks_is_no_mismatch_of_versions():
     own = traceback("KeyError: 'gemma-7-9b'", ("main.py", "batch_size"))
     package = traceback(

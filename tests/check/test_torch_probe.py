@@ -106,6 +106,7 @@ def test_a_loaded_libuv_reports_its_own_version(tmp_path):
     assert {each["name"]: each["expected"] for each in section["libraries"]}["libuv.so.1"] is False
 
 
+@pytest.mark.soak
 @pytest.mark.dist
 @pytest.mark.skipif(shutil.which("nm") is None or os.uname().machine != "x86_64", reason="needs nm and x86-64")
 def test_a_torch_without_libuv_is_reported_with_its_own_error(without_libuv):

@@ -54,6 +54,7 @@ def test_a_detached_run_goes_on_without_its_terminal_until_it_is_stopped(tmp_pat
     assert "far is not running" in paceline(tmp_path, "stop", "far", code=1)
 
 
+@pytest.mark.soak
 @pytest.mark.dist
 def test_stop_now_ends_a_run_without_a_checkpoint(tmp_path):
     paceline(tmp_path, *TRAIN)

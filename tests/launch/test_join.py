@@ -251,6 +251,7 @@ def test_the_loss_of_node_0_ends_what_the_others_have_started(job):
     assert not left(job.hosts, "h2") and not left(job.hosts, "h1")
 
 
+@pytest.mark.soak
 def test_the_loss_of_a_node_is_named_and_the_others_end(job):
     job.start_all(*SCRIPT[:1], "--no-recover", *SCRIPT[1:])
     job.wait_for_ranks()

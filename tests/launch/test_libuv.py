@@ -88,6 +88,7 @@ def test_the_workers_of_the_trainer_join_on_it(tmp_path, env):
     assert logs == ["rank 0 of 2 sum 2.0\n", "rank 1 of 2 sum 2.0\n"]
 
 
+@pytest.mark.soak
 def test_the_patch_makes_torch_one_without_libuv_and_a_launch_that_does_not_know_it_fails_with_its_error(tmp_path, env):
     (tmp_path / "train.py").write_text("print('started')")
     done = run(RUN, "yes", "--nproc", "2", "--", "train.py", cwd=tmp_path, env=env)

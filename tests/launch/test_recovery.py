@@ -172,6 +172,7 @@ def test_an_allocator_without_memory_gets_a_smaller_micro_batch(shop):
     assert metrics(run)[-1]["step"] == 2
 
 
+@pytest.mark.soak
 def test_ctrl_c_between_two_attempts_ends_at_once_and_shows_how_to_resume(shop):
     process = start(shop.train_command("waiting", nproc=1, num_steps=100_000, compile="false"))
     run = shop.folder / "runs" / "waiting"

@@ -164,6 +164,7 @@ def test_the_run_folder_has_what_happened_and_repeats_the_run(bench):
     assert (bench.folder / "more" / "r2" / "config.toml").read_text() == bench.run_dir.config_toml.read_text()
 
 
+@pytest.mark.soak
 def test_a_full_disk_behind_stdout_ends_no_run_and_is_reported_with_the_place_of_the_logs(bench):
     bench.script("print('a result'); raise SystemExit(7)")
     with open("/dev/full", "w") as full:
@@ -173,6 +174,7 @@ def test_a_full_disk_behind_stdout_ends_no_run_and_is_reported_with_the_place_of
     assert done.err.splitlines()[-1] == f"{note}runs/r/logs/1"
 
 
+@pytest.mark.soak
 def test_a_run_folder_that_is_renamed_while_a_script_runs_has_the_rest_of_the_run_and_its_end(bench):
     bench.script("""
         import os
@@ -190,6 +192,7 @@ def test_a_run_folder_that_is_renamed_while_a_script_runs_has_the_rest_of_the_ru
     assert bench.events()[-1] == "failed" and run_status(bench.run_dir).state == "failed"
 
 
+@pytest.mark.soak
 def test_a_run_without_a_name_is_called_after_its_script_and_paceline_itself_writes_to_stderr_only(bench):
     bench.script("print('a result')", name="my exp.v2.py")
     done = bench.run("--nproc", 1, "--", "./my exp.v2.py", "--lr", "0.1", name=None)
@@ -268,6 +271,7 @@ def test_a_reader_that_has_seen_enough_does_not_end_the_run(bench):
     assert ((bench.folder / "ended").exists(), run_status(bench.run_dir).state) == (True, "finished")
 
 
+@pytest.mark.soak
 def test_one_rank_shown_alone_is_the_first_and_a_flood_of_lines_is_shown_whole(bench):
     bench.script("import os; print(f\"rank {os.environ['RANK']}{'x' * 50}\\n\" * 100_000, end='')")
     done = bench.run("--nproc", 2, "--quiet-ranks", "--", "train.py")
@@ -344,6 +348,7 @@ def test_a_failed_check_stops_the_run_before_it_has_a_folder(tmp_path, monkeypat
     assert not Path("runs").exists()
 
 
+@pytest.mark.soak
 def test_the_findings_of_the_checks_are_in_the_run_folder(tmp_path, monkeypatch, capfd, facts_at_once):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import os; print(os.environ['USE_LIBUV'])")

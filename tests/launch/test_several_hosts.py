@@ -117,6 +117,7 @@ def test_three_hosts_end_with_the_bits_of_three_ranks(hosts):
     assert last_files(RunDir(hosts.on("h1", hosts.private) / "runs" / "a")) == expected
 
 
+@pytest.mark.soak
 def test_hosts_are_listed_by_their_ipv6_addresses(hosts):
     runs = ["--runs-dir", str(hosts.private / "runs"), "--name", "a"]
     done = hosts.paceline("h1", "train", *SIZES, "3", "--nproc", "1", "--hosts", "[fd77::1],[fd77::2]", *runs)

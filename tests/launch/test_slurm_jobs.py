@@ -115,6 +115,14 @@ def test_a_job_for_more_nodes_than_are_up_is_submitted_and_told_what_it_waits_fo
         cluster.slurm("scontrol", "update", "nodename=n2", "state=resume")
 
 
+def test_a_run_on_two_nodes_is_submitted_and_done(cluster):
+    run = submit(cluster, "short", 5)
+    assert wait_for_end(cluster, run) == "COMPLETED", cluster.logs()
+    [attempt] = events_of(run, "attempt")
+    assert (attempt["job_restarts"], attempt["hosts"]) == (0, {"n1": [0], "n2": [1]}) and step_of(run) == 5
+
+
+@pytest.mark.soak
 def test_a_run_is_submitted_followed_warned_requeued_and_done(cluster):
     """The name has a space and a letter that is not ASCII; the config is edited after the submission."""
     (cluster.hosts.folder / "mine.toml").write_text("num_steps = 150\nsave_every = 1000\nlog_every = 1\n")

@@ -44,6 +44,7 @@ def test_a_plan_without_flags_is_for_every_card(host, count):
     )
 
 
+@pytest.mark.soak
 @CPU_TORCH
 def test_a_torch_without_cuda_is_the_one_thing_that_a_good_host_lacks(host):
     computer = host(RTX_5090, RTX_5090)
@@ -166,6 +167,7 @@ def test_a_driver_that_is_not_loaded_on_a_host_without_a_card_is_no_fault(host):
     assert "CPU process" in device_line(computer.paceline("plan"))
 
 
+@pytest.mark.soak
 @CPU_TORCH
 def test_an_old_driver_is_to_be_updated_before_any_wheel_is_installed(host):
     old = {

@@ -166,6 +166,7 @@ def paceline(*args, before=(), **env):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.dist
 def test_trackio_has_every_step_once_however_often_it_is_sent(run, tmp_path):
     pytest.importorskip("trackio")

@@ -13,11 +13,15 @@ from paceline.plan import offloading
 from paceline.plan.planner import Plan
 from paceline.train.process import shutdown
 
-WAYS = {
+WAYS = {  # each value of a setting beside each of the others once
     f"{optimizer} {precision} {shard}": {"optimizer": optimizer, "precision": precision, "shard": shard}
-    for optimizer in ("muon", "adamw")
-    for precision in ("bf16", "fp32")
-    for shard in ("optimizer", "full")
+    for optimizer, precision, shard in (
+        ("muon", "bf16", "optimizer"),
+        ("muon", "bf16", "full"),
+        ("muon", "fp32", "full"),
+        ("adamw", "fp32", "optimizer"),
+        ("adamw", "bf16", "full"),
+    )
 }
 OFFLOADS = ("none", "optimizer")
 STEPS = 3

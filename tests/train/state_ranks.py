@@ -20,8 +20,7 @@ WAYS = {
     "muon bf16": {"optimizer": "muon", "precision": "bf16"},
     "muon bf16 offloaded": {"optimizer": "muon", "precision": "bf16", "offload": "optimizer"},
     "muon fp16 full offloaded": {"optimizer": "muon", "precision": "fp16", "shard": "full", "offload": "optimizer"},
-    "muon fp32 full": {"optimizer": "muon", "precision": "fp32", "shard": "full"},
-    "adamw bf16": {"optimizer": "adamw", "precision": "bf16"},
+    "adamw fp32": {"optimizer": "adamw", "precision": "fp32"},
     "adamw fp32 none": {"optimizer": "adamw", "precision": "fp32", "shard": "none"},
 }
 STEPS, SAVED_AT = 3, 2

@@ -42,6 +42,7 @@ def test_a_measurement_is_enough_for_the_time_of_a_step(tmp_path, program, proce
     assert step_time(setup).seconds is not None
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_bf16_is_measured_on_a_cpu_that_multiplies_it_natively(tmp_path):
     out = tmp_path / "speeds.json"

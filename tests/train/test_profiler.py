@@ -53,6 +53,7 @@ def test_two_ranks_of_a_run_are_profiled_and_the_run_stays_as_it_was(unbroken, t
         assert {event["ph"] for event in events if event.get("cat") == "cpu_op"} == {"X"}
 
 
+@pytest.mark.soak
 @pytest.mark.dist
 def test_one_rank_of_a_config_is_profiled_in_the_cache_folder(tmp_path):
     keys = {**SMALL, "cache-dir": tmp_path / "cache", "data": tmp_path / "text", "nproc": 1}

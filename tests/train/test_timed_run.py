@@ -15,6 +15,7 @@ pytestmark = pytest.mark.dist
 SHORT_STEPS = {"nproc": 1, "total_batch_size": 128}
 
 
+@pytest.mark.soak
 def test_a_time_becomes_a_number_of_steps_that_a_resume_keeps(tmp_path):
     shop = Workshop(tmp_path)
     printed = shop.finish(shop.train_command("timed", num_steps="auto", time="1s", eval_tokens="auto", **SHORT_STEPS))

@@ -36,6 +36,7 @@ def test_every_state_is_drawn_in_both_themes_and_nothing_goes_wrong(page, port):
         assert overflow(page) == 0, name
 
 
+@pytest.mark.soak
 def test_the_token_does_not_stay_in_the_address_and_a_reload_still_works(page, port):
     go(page, port, "/run/training")
     assert page.url == f"http://127.0.0.1:{port}{FOLDER}#/run/training"
@@ -43,6 +44,7 @@ def test_the_token_does_not_stay_in_the_address_and_a_reload_still_works(page, p
     page.wait_for_selector("main:not(.waiting) h1")
 
 
+@pytest.mark.soak
 def test_open_tells_the_token_to_the_browser_alone(page, tmp_path):
     """A browser of the terminal returns only when it is left; the list of processes shows its words to every user."""
     write_run(tmp_path / "runs", "a")
@@ -89,6 +91,7 @@ def test_a_run_shows_its_curves_ranks_devices_events_and_log(page, port):
     picture(page, "two-hosts")
 
 
+@pytest.mark.soak
 def test_the_straggler_is_orange_in_the_map_and_the_others_are_not(page, port):
     go(page, port, "/run/two_hosts")
     pixels = page.evaluate("""() => {
@@ -139,6 +142,7 @@ def test_the_list_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
     picture(page, "compare")
 
 
+@pytest.mark.soak
 def test_five_runs_are_compared_and_seventeen_are_not(page, tmp_path):
     for number in range(17):
         write_run(tmp_path, f"r{number}", matrix_lr=0.01 * number, steps=100 if number < 5 else 2)
@@ -184,6 +188,7 @@ def test_the_place_in_the_list_stays_while_a_run_in_it_goes_on(page, tmp_path):
         assert page.evaluate(focused) == f"INPUT {first}"
 
 
+@pytest.mark.soak
 def test_keys_move_zoom_and_smooth_the_curves_and_a_drag_zooms(page, port):
     go(page, port, "/run/training")
     shown = "app.page.board.view.range"
@@ -219,6 +224,7 @@ def test_a_phone_sees_all_without_a_sideways_scroll(page, port):
     picture(page, "phone")
 
 
+@pytest.mark.soak
 def test_a_long_name_of_a_run_hides_no_column_and_no_state(page, tmp_path):
     write_run(tmp_path, "very-long-name-" * 12)
     with serving(Shelf(tmp_path)) as port:
@@ -279,6 +285,7 @@ def test_a_log_that_grows_is_read_again_in_sight_alone_and_not_searched_again(pa
         page.wait_for_selector(".log div:has-text('step 4')")
 
 
+@pytest.mark.soak
 def test_a_log_is_asked_for_once_at_a_time(page, tmp_path):
     write_run(tmp_path, "live", log="one\ntwo\nthree\n")
     held: list[Any] = []
@@ -310,6 +317,7 @@ def test_a_log_is_asked_for_once_at_a_time(page, tmp_path):
         page.unroute("**/log?*")
 
 
+@pytest.mark.soak
 def test_a_search_says_which_of_many_lines_it_shows(page, tmp_path):
     write_run(tmp_path, "long", log="".join(f"line {number}\n" for number in range(1, 301)))
     with serving(Shelf(tmp_path)) as port:
@@ -321,6 +329,7 @@ def test_a_search_says_which_of_many_lines_it_shows(page, tmp_path):
         assert page.inner_text("#logs .tools .faint") == "the last 200 lines with this text"
 
 
+@pytest.mark.soak
 def test_a_report_opens_from_a_file_and_asks_for_nothing(page, tmp_path):
     run = write_run(tmp_path, "kept")
     file = tmp_path / "kept.html"

@@ -55,6 +55,7 @@ def test_the_list_is_sorted_by_a_column_and_filtered_by_text_tag_and_setting(pag
         run_names(page, ["d4-s2"])
 
 
+@pytest.mark.soak
 def test_runs_that_differ_only_in_their_seed_form_a_group_with_mean_and_spread(page, tmp_path):
     write_seeds(tmp_path)
     with serving(Shelf(tmp_path)) as port:
@@ -75,6 +76,7 @@ def test_runs_that_differ_only_in_their_seed_form_a_group_with_mean_and_spread(p
         picture(page, "groups")
 
 
+@pytest.mark.soak
 def test_a_comparison_names_the_best_at_a_common_step_and_what_the_runs_ran_on(page, tmp_path):
     write_seeds(tmp_path)
     for name, gpu, world_size in (("d12-s1", "RTX 5090", 2), ("d12-s2", "RTX 4090", 1)):
@@ -98,6 +100,7 @@ def test_a_comparison_names_the_best_at_a_common_step_and_what_the_runs_ran_on(p
         assert (differences["ranks"], differences["GPUs"][-2:]) == (["2", "1"], ["RTX", "4090"])
 
 
+@pytest.mark.soak
 def test_runs_that_were_evaluated_at_other_steps_are_compared_at_one_that_both_have(page, tmp_path):
     for name, every, steps in (("short", 10, 31), ("long", 25, 101)):
         run = write_run(tmp_path, name, steps=0)
@@ -111,6 +114,7 @@ def test_runs_that_were_evaluated_at_other_steps_are_compared_at_one_that_both_h
         )
 
 
+@pytest.mark.soak
 def test_twelve_runs_are_compared_the_one_at_the_pointer_stands_out_and_seeds_are_a_band(page, tmp_path):
     for number in range(12):
         run = write_run(tmp_path, f"r{number:02}", steps=0, depth=4 + number // 4, seed=number)
@@ -157,6 +161,7 @@ def test_a_link_keeps_axis_zoom_smoothing_scale_and_width(page, port):
     page.wait_for_selector(".chart[data-field=loss] .chart-now:has-text(', smoothed ')")
 
 
+@pytest.mark.soak
 def test_a_run_without_tokens_shows_steps_and_says_so(page, port):
     go(page, port, "/run/training?x=tokens")
     page.wait_for_function(f"() => {LOSS}?.frame")
@@ -167,6 +172,7 @@ def test_a_run_without_tokens_shows_steps_and_says_so(page, port):
     assert len(page.evaluate(f"{LOSS}.lines[0].x")) > 10
 
 
+@pytest.mark.soak
 def test_axes_have_round_values_and_one_of_them_below_the_curve(page, port):
     go(page, port, "/run/training")
     page.wait_for_function(f"() => {LOSS}?.frame")
@@ -181,6 +187,7 @@ def test_axes_have_round_values_and_one_of_them_below_the_curve(page, port):
     ]
 
 
+@pytest.mark.soak
 def test_times_are_utc_wherever_the_reader_is(browser, port):
     context = browser.new_context(timezone_id="America/New_York")
     context.set_default_timeout(SOON_MS)
@@ -193,6 +200,7 @@ def test_times_are_utc_wherever_the_reader_is(browser, port):
     context.close()
 
 
+@pytest.mark.soak
 def test_devices_are_lines_with_axes_that_zoom_or_a_map(page, port):
     go(page, port, "/run/training")
     page.locator("#devices .charts").scroll_into_view_if_needed()
@@ -247,6 +255,7 @@ def test_a_log_is_opened_at_a_hit_or_at_evidence_and_read_part_by_part(page, tmp
         page.wait_for_selector(".log div:has-text('line 9000 ')")
 
 
+@pytest.mark.soak
 def test_an_address_that_is_not_one_says_so(page, port):
     go(page, port, "/run/%")
     assert "This page has nothing at #/run/%" in page.inner_text("main")

@@ -59,6 +59,7 @@ def test_the_line_is_painted_through_its_points_and_nowhere_else(page, port):
     assert page.evaluate(DISTANCE, [600, 8.0, BLUE]) > 100
 
 
+@pytest.mark.soak
 def test_charts_in_sight_are_painted_first_and_all_others_once_the_browser_is_idle(page, port):
     page.add_init_script("window.idle = []; window.requestIdleCallback = (act) => window.idle.push(act);")
     open_run(page, port)
@@ -95,6 +96,7 @@ def test_a_drag_zooms_all_charts_alike_and_a_double_click_shows_the_whole_run(pa
     assert page.evaluate("app.page.board.view.range") is None, "a click is no zoom"
 
 
+@pytest.mark.soak
 def test_the_cursor_shows_the_values_at_its_place_in_all_charts(page, port):
     open_run(page, port)
     series = training(NOW).series
@@ -121,6 +123,7 @@ def test_a_value_under_the_cursor_is_written_as_the_server_writes_it(page, port)
         assert texts and all(cursor == last for cursor, last in texts), name
 
 
+@pytest.mark.soak
 def test_the_logarithmic_axis_gives_each_factor_the_same_height(page, port):
     open_run(page, port)
     page.keyboard.press("l")
@@ -142,6 +145,7 @@ def smoothed(values: list[float], weight: float) -> list[float]:
     return means
 
 
+@pytest.mark.soak
 def test_smoothing_paints_the_exponential_mean_before_the_raw_values(page, port):
     open_run(page, port)
     page.keyboard.press("s")
@@ -154,6 +158,7 @@ def test_smoothing_paints_the_exponential_mean_before_the_raw_values(page, port)
     assert len(page.evaluate("app.page.board.charts.get('val_bpb').curves")) == 1, "four points are not smoothed"
 
 
+@pytest.mark.soak
 def test_clipping_takes_outliers_off_the_axis(page, port):
     open_run(page, port)
     whole = page.evaluate(f"{LOSS}.y.range")
@@ -161,6 +166,7 @@ def test_clipping_takes_outliers_off_the_axis(page, port):
     assert page.evaluate(f"{LOSS}.y.range[1]") < whole[1]
 
 
+@pytest.mark.soak
 def test_what_broke_and_what_went_on_is_marked_and_the_lost_steps_are_a_band(page, port):
     open_run(page, port, "recovered")
     view = page.evaluate("app.page.board.view")
@@ -189,6 +195,7 @@ def test_a_chart_is_saved_as_a_table_of_what_is_shown(page, port):
     assert text == "steps,loss\n" + "".join(f"{step},{values[step]}\n" for step in range(100, 301, 10))
 
 
+@pytest.mark.soak
 def test_a_run_that_comes_later_is_painted_in_every_chart_once_in_sight(page, port):
     go(page, port, "/compare/training/finished")
     page.wait_for_function(f"() => {LOSS}?.lines.length === 2")
@@ -197,6 +204,7 @@ def test_a_run_that_comes_later_is_painted_in_every_chart_once_in_sight(page, po
         page.wait_for_function(f"name => JSON.parse({CHART_OF}.frame?.settings ?? '[[]]').at(-1)[2] === 2", arg=name)
 
 
+@pytest.mark.soak
 def test_a_comparison_is_saved_with_a_column_for_each_run(page, port):
     go(page, port, "/compare/training/finished")
     page.wait_for_function(f"() => {LOSS}?.lines.length === 2")
@@ -208,6 +216,7 @@ def test_a_comparison_is_saved_with_a_column_for_each_run(page, port):
     assert re.fullmatch(r"10,[\d.]+,[\d.]+", lines[1]) and re.fullmatch(r"2500,,[\d.]+", lines[-1])
 
 
+@pytest.mark.soak
 def test_a_chart_is_saved_as_a_picture_of_twice_its_size(page, port):
     open_run(page, port)
     page.hover(".chart[data-field=loss]")
@@ -219,6 +228,7 @@ def test_a_chart_is_saved_as_a_picture_of_twice_its_size(page, port):
     assert (width, height) == tuple(page.evaluate(f"[2 * {LOSS}.width, 2 * ({LOSS}.height + 34)].map(Math.trunc)"))
 
 
+@pytest.mark.soak
 def test_a_chart_follows_the_width_of_the_page_and_the_theme(page, port):
     open_run(page, port)
     before = page.evaluate(f"{LOSS}.base.width")
@@ -229,6 +239,7 @@ def test_a_chart_follows_the_width_of_the_page_and_the_theme(page, port):
     assert page.evaluate(DISTANCE, [loss.steps[60], loss.values[60], (0x58, 0xAE, 0xEA)]) < 40
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("width", "field"), [(1280, "use"), (390, "val_bpb")])
 def test_the_heading_of_a_chart_and_its_value_take_one_line(page, port, width, field):
     open_run(page, port)
@@ -256,6 +267,7 @@ def test_only_what_changed_is_painted(page, tmp_path):
         assert page.evaluate("window.paints") > 0
 
 
+@pytest.mark.soak
 def test_a_report_has_charts_that_zoom_and_save_too(page, tmp_path):
     run = write_run(tmp_path, "kept")
     file = tmp_path / "kept.html"

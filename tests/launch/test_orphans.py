@@ -49,7 +49,9 @@ def test_workers_that_ignore_sigterm_outlive_a_killed_supervisor_by_their_grace_
     os.close(lock_run(running.run))
 
 
-@pytest.mark.parametrize("part", ["paceline.launch.agent", "paceline.launch.elastic"])
+@pytest.mark.parametrize(
+    "part", ["paceline.launch.agent", pytest.param("paceline.launch.elastic", marks=pytest.mark.soak)]
+)
 def test_nothing_is_left_when_a_process_between_is_killed(launch, part):
     running = launch(IGNORES_SIGTERM + "import os" + WORKER.replace("\n    ", "\n")).wait_until_running()
     os.kill(running.pid_of(part), signal.SIGKILL)

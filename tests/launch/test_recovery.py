@@ -209,6 +209,7 @@ def test_a_script_learns_its_attempt_and_resumes_from_its_own_checkpoint(tmp_pat
     assert "attempt 2 in 1 s: this is usually transient" in done.stderr
 
 
+@pytest.mark.soak
 def test_a_script_whose_port_is_in_use_runs_on_another(tmp_path):
     done = run_script(tmp_path, """
         import os

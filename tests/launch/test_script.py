@@ -121,7 +121,7 @@ def test_a_recorded_error_is_shown_with_its_traceback_and_explained_last(bench):
 @pytest.mark.parametrize("script, package, output", [
     pytest.param("lightning_fit.py", "lightning", "4 steps", marks=pytest.mark.soak),
     pytest.param("hf_trainer.py", "transformers", "3 steps", marks=pytest.mark.soak),
-    ("accelerated.py", "accelerate", "sum 2.0, 4 steps"),
+    pytest.param("accelerated.py", "accelerate", "sum 2.0, 4 steps", marks=pytest.mark.soak),
 ])  # fmt: skip
 def test_a_script_of_another_trainer_runs_as_it_is_on_two_processes(bench, script, package, output):
     pytest.importorskip(package, reason=f"{package} is not installed")

@@ -84,6 +84,7 @@ def test_a_crash_while_importing_is_shown_with_its_traceback(launch):
     assert "    import a_module_that_is_not_there\n" in ended.output
 
 
+@pytest.mark.soak
 def test_a_command_that_cannot_start_is_reported(launch):
     ended = launch("import os; os.execvp('no-such-program', ['no-such-program'])", nproc=1).end()
     assert "FileNotFoundError" in ended.outcome["failures"][0]["message"]
@@ -200,6 +201,7 @@ def test_sigterm_saves_too_and_a_rank_that_dies_of_it_does_not_cut_the_others_sh
     assert "rank_failed" not in ended.events()
 
 
+@pytest.mark.soak
 def test_ctrl_c_twice_ends_at_once(launch):
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
     running = launch(script, stop_grace_s=1000.0).wait_until_running()

@@ -29,7 +29,7 @@ ROWS_OF_A_BATCH = 64 * 64 * 4 * 5  # bytes: tables are cut into several batches
 
 def ways_of(world_size: int) -> dict[str, dict[str, object]]:
     """`train` passes DDP by, so that several ranks with replicated states would not be one run."""
-    return {name: keys for name, keys in WAYS.items() if world_size == 1 or (world_size == 2 and "none" not in name)}
+    return {name: keys for name, keys in WAYS.items() if world_size == 1 or "none" not in name}
 
 
 def plan_with(world_size: int, states: str, *, offload: str = "none", **keys: object) -> Plan:
@@ -77,10 +77,16 @@ def exact_steps(rank: int, world_size: int) -> dict[str, list]:
     return found
 
 
-def run_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
-    """Each way with both kinds of states; then, with up to two ranks, the last steps from each checkpoint."""
+def run_exact(rank: int, world_size: int, port: int, folder: Path) -> None:
     join_group(rank, world_size, port)
-    facts: dict[object, object] = {"exact": exact_steps(rank, world_size)}
+    torch.save(exact_steps(rank, world_size), folder / f"all-{world_size}-{rank}.pt")
+    shutdown()
+
+
+def run_ways(rank: int, world_size: int, port: int, folder: Path) -> None:
+    """Each way with both kinds of states; then the last steps from each checkpoint."""
+    join_group(rank, world_size, port)
+    facts: dict[object, object] = {}
     offloading.ROW_BATCH_BYTES = ROWS_OF_A_BATCH
     ways = ways_of(world_size)
     facts |= {

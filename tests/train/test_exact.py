@@ -43,7 +43,7 @@ SOAK_PROFILED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("setup", PROFILED.values(), ids=PROFILED)
 def test_traced_bytes_are_those_that_the_profiler_counts(setup: MemorySetup):
     check_against_profiler(setup, profiled_peaks(setup))

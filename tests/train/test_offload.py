@@ -40,6 +40,7 @@ def whole_of(ranks: list[dict], key: tuple) -> dict[str, torch.Tensor]:
     return whole([rank[key]["rows"] for rank in ranks])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", WAYS)
 def test_three_steps_end_in_the_bits_of_steps_without_offloading(found, name, world_size):
@@ -47,6 +48,7 @@ def test_three_steps_end_in_the_bits_of_steps_without_offloading(found, name, wo
     assert not any(tensor.isnan().any() for tensor in whole_of(found[world_size], (name, "none")).values())
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("world_size, saved_by", [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("name", ["muon bf16 optimizer", "muon bf16 full"])
 def test_either_resumes_the_others_checkpoint_to_the_same_bits(found, name, world_size, saved_by):
@@ -57,6 +59,7 @@ def test_either_resumes_the_others_checkpoint_to_the_same_bits(found, name, worl
         assert same_bits(whole_of(found[world_size], resumed[0]), whole_of(found[world_size], (name, "none")))
 
 
+@pytest.mark.soak
 def test_a_checkpoint_has_the_same_tensors(found):
     for name in WAYS:
         one, other = (whole([found[1][0][name, offload]["checkpoint"]]) for offload in OFFLOADS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from real_steps import setup_of
 from runs import Workshop, events, final_bits, metrics
-from state_ranks import run_rank, ways_of, whole
+from state_ranks import run_exact, run_ways, ways_of, whole
 from test_memory_of_states import CONFIG, live_bytes, ready_for_an_update
 from test_optim_dist import facts_of_ranks, same_bits
 
@@ -21,9 +21,15 @@ dist = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
+def exact(tmp_path_factory) -> dict[int, list[dict]]:
+    """What each rank of each world size has after steps without rounding."""
+    return facts_of_ranks(tmp_path_factory.mktemp("exact"), WORLD_SIZES, run_exact)
+
+
+@pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[int, list[dict]]:
-    """What each rank of each world size found."""
-    return facts_of_ranks(tmp_path_factory.mktemp("ranks"), WORLD_SIZES, run_rank)
+    """What each rank of one and of two found in steps of a model."""
+    return facts_of_ranks(tmp_path_factory.mktemp("ranks"), WORLD_SIZES[:2], run_ways)
 
 
 def whole_of(ranks: list[dict], key: tuple, fact: str = "rows") -> dict[str, torch.Tensor]:
@@ -33,10 +39,9 @@ def whole_of(ranks: list[dict], key: tuple, fact: str = "rows") -> dict[str, tor
 @dist
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
 @pytest.mark.parametrize("name", ["muon", "muon full", "adamw", "adamw full"])
-def test_codes_and_weights_are_those_of_one_rank_to_the_last_bit(found, name, world_size):
-    ranks = [whole([rank["exact"][name] for rank in found[n]]) for n in (world_size,)]
-    alone = whole([found[1][0]["exact"][name.removesuffix(" full")]])
-    assert same_bits(ranks[0], alone)
+def test_codes_and_weights_are_those_of_one_rank_to_the_last_bit(exact, name, world_size):
+    alone = whole([exact[1][0][name.removesuffix(" full")]])
+    assert same_bits(whole([rank[name] for rank in exact[world_size]]), alone)
     coded = {key for key, tensor in alone.items() if not tensor.is_floating_point()}
     states = {"momentum_buffer"} if name.startswith("muon") else set()
     small = {"scale", "layer.1.gate"}
@@ -46,11 +51,11 @@ def test_codes_and_weights_are_those_of_one_rank_to_the_last_bit(found, name, wo
 
 @dist
 @pytest.mark.parametrize("world_size", WORLD_SIZES[:2])  # a mean over three ranks rounds
-def test_replicated_states_have_the_codes_of_sharded_ones(found, world_size):
-    sharded = whole([found[1][0]["exact"]["adamw"]])
-    assert same_bits(whole([found[world_size][0]["exact"]["adamw none"]]), sharded)
+def test_replicated_states_have_the_codes_of_sharded_ones(exact, world_size):
+    assert same_bits(whole([exact[world_size][0]["adamw none"]]), whole([exact[1][0]["adamw"]]))
 
 
+@pytest.mark.soak
 @dist
 @pytest.mark.parametrize("name, world_size", CASES)
 def test_a_broken_run_ends_in_the_bits_of_an_unbroken_one(found, name, world_size):
@@ -59,6 +64,7 @@ def test_a_broken_run_ends_in_the_bits_of_an_unbroken_one(found, name, world_siz
     assert ranks[0][name, "8bit", "8bit"]["losses"] == ranks[0][name, "8bit"]["losses"][2:]
 
 
+@pytest.mark.soak
 @dist
 @pytest.mark.parametrize("name, world_size", CASES)
 def test_a_run_goes_on_from_the_others_checkpoint(found, name, world_size):
@@ -79,6 +85,7 @@ def test_a_run_goes_on_from_the_others_checkpoint(found, name, world_size):
         assert converted == pytest.approx(straight, rel=0.02)
 
 
+@pytest.mark.soak
 @dist
 def test_offloading_keeps_the_bits(found):
     for world_size in WORLD_SIZES[:2]:
@@ -125,7 +132,7 @@ SETUPS = {
         depth=4, device="cuda", precision="bf16", optimizer="adamw", vocab_size=32_768, offload="optimizer"
     ),
 }
-SHORT = ("two ranks, bf16", "a GPU, offloaded")  # outside of make soak
+SHORT = ("muon", "a GPU, offloaded")  # outside of make soak
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,7 @@ def test_keys_move_zoom_and_smooth_the_curves_and_a_drag_zooms(page, port):
     page.wait_for_selector(".log mark:text-is('loss x')")
 
 
+@pytest.mark.soak
 def test_a_phone_sees_all_without_a_sideways_scroll(page, port):
     page.set_viewport_size(PHONE)
     for where in ("/", "/run/failed", "/run/two_hosts", "/compare/training/finished"):

@@ -137,6 +137,7 @@ def test_twelve_runs_are_compared_the_one_at_the_pointer_stands_out_and_seeds_ar
         picture(page, "seeds")
 
 
+@pytest.mark.soak
 def test_a_link_keeps_axis_zoom_smoothing_scale_and_width(page, port):
     go(page, port, "/run/training")
     page.wait_for_function(f"() => {LOSS}?.frame")
@@ -261,6 +262,7 @@ def test_an_address_that_is_not_one_says_so(page, port):
     assert "This page has nothing at #/run/%" in page.inner_text("main")
 
 
+@pytest.mark.soak
 @pytest.mark.server_ends
 def test_a_server_that_is_gone_is_reported_and_one_with_another_token_too(page, tmp_path):
     write_run(tmp_path, "a")

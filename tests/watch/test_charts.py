@@ -74,6 +74,7 @@ def test_charts_in_sight_are_painted_first_and_all_others_once_the_browser_is_id
     page.wait_for_function(f"size => ({painted})().length === size", arg=size)
 
 
+@pytest.mark.soak
 def test_a_drag_zooms_all_charts_alike_and_a_double_click_shows_the_whole_run(page, port):
     open_run(page, port)
     begin, end = page.evaluate(f"[{LOSS}.xAt(150), {LOSS}.xAt(350)]")

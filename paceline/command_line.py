@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import UsageError, nearest, nearest_choice
-from paceline.units import format_list, whole_number
+from paceline.units import format_list, likely_number, whole_number
 
 T = TypeVar("T")
 Names = Callable[[], list[str]]
@@ -131,13 +131,14 @@ class Parameter:
         shown = f"{self.default:g}" if isinstance(self.default, float) else self.default
         return self.about if shown is None else f"{self.about} [{shown}]"
 
-    @property
-    def example(self) -> Any:
-        """A value that would do, for a fix: the default, where there is one that does something."""
-        if self.default is not None and self.default not in ((), "", ..., 0):
-            return self.default
+    def example(self, text: str = "") -> Any:
+        """A value for a fix: the number that a refused text probably means, or a default that does something."""
+        number = likely_number(text, self.kinds[0], is_time=self.name.endswith("_s"))
+        if number is not None and not self.problem(number):
+            return number
         examples = {bool: True, int: max(8, self.low), float: max(0.5, self.low)}
-        return self.usual or (self.choices[0] if self.choices else examples.get(self.kinds[0]) or self.value_name)
+        usual = self.usual or (self.choices[0] if self.choices else examples.get(self.kinds[0]) or self.value_name)
+        return usual if self.default in (None, (), "", ..., 0) else self.default
 
     @property
     def expected(self) -> str:
@@ -160,7 +161,7 @@ class Parameter:
             kind: Any = str if text in self.choices else self.kinds[0]
             value = BOOLEANS[text.lower()] if kind is bool else whole_number(text) if kind is int else kind(text)
         except (ValueError, KeyError):
-            fix = self.usage if self.is_switch else f"{self.title} {self.example}"
+            fix = self.usage if self.is_switch else f"{self.title} {self.example(text)}"
             raise UsageError(f"{self.title} {text} is not {self.expected}", fix=fix) from None
         if (value := self.also.get(value, value)) is not None and (problem := self.problem(value)):
             raise UsageError(f"{self.title} {text} is {problem}", fix=nearest_choice(text, self.choices, self.expected))
@@ -254,7 +255,7 @@ def normalize(args: Sequence[str], *, command: str, options: type) -> list[str]:
             text = remaining.pop(0) if remaining and remaining[0].lower() in values else "true"
         elif not equals:
             if not remaining or (NOT_A_VALUE.match(remaining[0]) and not parameter.takes_options):
-                raise UsageError(f"{flag} has no value", fix=f"{flag} {parameter.example}")
+                raise UsageError(f"{flag} has no value", fix=f"{flag} {parameter.example()}")
             text = remaining.pop(0)
         if not parameter.many and any(word.startswith(f"{parameter.option}=") for word in words):
             raise UsageError(f"{parameter.option} is given twice", fix="give it once")
@@ -315,8 +316,7 @@ def add_parameters(parser: argparse.ArgumentParser, options: type, *, gpus: Name
             group.add_argument(name, nargs=nargs, action="extend", **shown).completer = completer
             shown["help"] = argparse.SUPPRESS
         if parameter.has_flag or not parameter.positional:
-            action = group.add_argument(parameter.option, dest=name, action="append", **shown)
-            action.completer = completer
+            group.add_argument(parameter.option, dest=name, action="append", **shown).completer = completer
 
 
 def offer(parameter: Parameter, *, prefix: str, gpus: Names, parsed_args: Any, **_: Any) -> Iterable[str]:

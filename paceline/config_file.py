@@ -148,7 +148,7 @@ def checked_value(name: str, value: Any, *, where: str) -> Any:
         if value is None:
             return None
     if not isinstance(value, key.kinds) or (isinstance(value, bool) and not key.is_switch):
-        meant = key.example
+        meant = key.example(str(value))
         with suppress(PacelineError):  # a number in quotes is probably the right one
             meant = key.parse(value) if isinstance(value, str) else meant
         fix = f"leave {name} out" if meant is None else f"{name} = {format_toml_value(meant)}"

@@ -117,6 +117,18 @@ def whole_number(text: str) -> int:
         return int(number)
 
 
+def likely_number(text: str, kind: type, *, is_time: bool) -> float | None:
+    """What a text that is refused as a number of this kind probably means: 5k 5000, 65% 0.65, 30.5 30, 10m of a time 600."""
+    units = {"": 1.0} | ({"s": 1, "m": 60, "h": 3600} if is_time else {"k": 1e3, "m": 1e6, "b": 1e9})
+    units |= {"%": 0.01} if kind is float else {}
+    number = r"((?:\d{1,3}(?:,\d{3})+|\d{1,15})(?:\.\d+)?)"
+    match = re.fullmatch(rf"{number} ?([a-z%]?)", text.strip().lower(), re.ASCII)
+    if not match or match[2] not in units or kind not in (int, float):
+        return None
+    value = round(float(match[1].replace(",", "")) * units[match[2]], 9)
+    return round(value) if kind is int or value.is_integer() else value
+
+
 def signal_name(number: int) -> str:
     """9 -> 'SIGKILL', 40 -> 'SIGRTMIN+6'."""
     try:

@@ -99,7 +99,7 @@ CASES = [
     ("emulation of 16 bits", lambda d: ["train", "--emulate"], 1, "emulate is set, but precision is auto", "--precision fp8"),
     ("emulation with a value", lambda d: ["train", "--precision", "fp8", "--emulate=maybe"], 2, "maybe", "--emulate"),
     ("a finish of 16 bits", lambda d: ["train", "--bf16-finish", "0.1"], 1, "bf16_finish is set", "or --bf16-finish 0"),
-    ("a finish as a percentage", lambda d: ["train", "--bf16-finish", "10%"], 2, "not a number", "--bf16-finish 0.5"),
+    ("a finish as a percentage", lambda d: ["train", "--bf16-finish", "10%"], 2, "not a number", "--bf16-finish 0.1"),
     ("a finish that is the whole run", lambda d: ["train", "--bf16-finish", "1"], 2, "out of range", "from 0 to 0.99"),
     ("too few blocks for four bits", lambda d: ["train", "--precision", "nvfp4", "--emulate", "--depth", "2"], 1, "last 2 blocks",
      "--depth 3"),

@@ -70,7 +70,7 @@ def test_every_option_stands_in_the_help_with_its_meaning_and_its_default(name, 
 def test_the_value_that_a_fix_suggests_for_an_option_is_one_that_it_takes(name):
     for parameter in parameters_of(TAKES[name]).values():
         if set(parameter.kinds) & {int, float}:
-            parameter.parse(str(parameter.example))
+            parameter.parse(str(parameter.example()))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -81,7 +81,8 @@ def test_a_whole_number_of_a_file_may_have_an_exponent(tmp_path):
     ("line", "fix"),
     [
         ("time = 120", 'time = "8h"'),
-        ('total_batch_size = "500k"', "total_batch_size = 524288"),
+        ('total_batch_size = "500k"', "total_batch_size = 500000"),
+        ("num_steps = 30.5", "num_steps = 30"),
         ("matrix_lr = 'high'", "matrix_lr = 0.02"),
     ],
 )
@@ -169,6 +170,25 @@ def test_nanochat_s_switch_for_fp8_is_a_precision(tmp_path):
     ("args", "message", "fix"),
     [
         (["--depth", "many"], "--depth many is not an integer from 1 to 512", "--depth 4"),
+        (["--depth", "6.0x"], "--depth 6.0x is not an integer from 1 to 512", "--depth 4"),
+        (["--depth", "5k"], "--depth 5k is not an integer from 1 to 512", "--depth 4"),
+        (["--depth", "10%"], "--depth 10% is not an integer from 1 to 512", "--depth 4"),
+        (["--depth", "30.5"], "--depth 30.5 is not an integer from 1 to 512", "--depth 30"),
+        (
+            ["--num-steps", "5k"],
+            "--num-steps 5k is not an integer from 1 to 1,000,000,000, or auto",
+            "--num-steps 5000",
+        ),
+        (
+            ["--num-steps", "1.5 M"],
+            "--num-steps 1.5 M is not an integer from 1 to 1,000,000,000, or auto",
+            "--num-steps 1500000",
+        ),
+        (
+            ["--memory-share", "65%"],
+            "--memory-share 65% is not a number from 0.01 to 1, or auto",
+            "--memory-share 0.65",
+        ),
         (["--depth="], "--depth is empty", "give it a value, or leave it out"),
         (["--data", ""], "--data is empty", "give it a value, or leave it out"),
         (["--depth", "0"], "--depth 0 is out of range", "an integer from 1 to 512"),

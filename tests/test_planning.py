@@ -275,6 +275,7 @@ REFUSALS = [
     ([*TWO, "--time", "12h", "--depth", "9"], "depth is set", "leave depth at auto"),
     ([*TWO, "--sweep", "colour"], "unknown key colour", "train --help"),
     ([*TWO, "--sweep", "vocab_size"], "which values?", "--sweep vocab_size=A,B,C"),
+    ([*TWO, "--sweep", "depth=4,many"], "--depth many is not", "--sweep depth=A,B,C, each an integer from 1 to 512"),
     ([*TWO, "--compare", ","], "names no GPU", "--compare"),
     ([*TWO, "--epochs", "2"], "given in epochs", "--num-steps N"),
     ([*TWO, "--compare", "H100"], "--compare makes a table, which takes no --gpu", "leave --gpu out"),

@@ -7,6 +7,7 @@ from paceline.units import (
     format_ms,
     format_number_of,
     format_ranks,
+    likely_number,
     parse_duration,
     parse_time,
     signal_name,
@@ -63,3 +64,15 @@ def test_times_of_records_become_unix_seconds_and_damaged_ones_nan():
 @pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (34, "SIGRTMIN"), (40, "SIGRTMIN+6")])
 def test_a_signal_has_a_name_even_where_python_knows_none(number: int, name: str):
     assert (signal_name(number), signal_number(name)) == (name, number)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "is_time", "number"),
+    [
+        ("5k", int, False, 5000), ("1.5 M", int, False, 1_500_000), ("2,000.4", int, False, 2000), ("65%", float, False, 0.65),
+        ("7%", float, False, 0.07), ("10m", float, True, 600), ("1.5h", float, True, 5400), ("5k", float, True, None),
+        ("65%", int, False, None), ("many", int, False, None), ("0,65", float, False, None), ("5k", str, False, None),
+    ],
+)  # fmt: skip
+def test_a_number_with_a_unit_or_a_fraction_has_one_likely_value(text, kind, is_time, number):
+    assert likely_number(text, kind, is_time=is_time) == number

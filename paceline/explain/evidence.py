@@ -11,11 +11,13 @@ clocks. The kernel log has kills and Xid errors too, but few users may read it: 
 
 import io
 import json
+import math
 import os
 import pickle
 import re
 import time
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +28,29 @@ from paceline.explain.curve_verdict import CurveFinding, judge_curves
 from paceline.explain.explanation import Record
 from paceline.explain.log import Log
 from paceline.explain.reader import read_log
-from paceline.explain.series import read_run_series
+from paceline.explain.series import (
+    GRADIENT,
+    LOSS,
+    MEMORY,
+    RATE,
+    STEP_TIME,
+    THROUGHPUT,
+    VALIDATION,
+    MetricSeries,
+    SeriesTable,
+    json_records,
+)
 from paceline.rundir import RECORDER_DUMP, RunDir, open_file, read_end
-from paceline.units import format_bytes, format_ranks
+from paceline.units import format_bytes, format_ranks, unix_time
 
 MAX_DUMP_BYTES = 1 << 26
 MAX_APART_S = 24 * 3600.0  # between the last writes of a log and of a dump beside it; torch's folder for dumps is /tmp
 SAMPLE_BYTES = 256 << 10  # from the end of a file: some minutes of samples
+WHOLE_BYTES = 1 << 20  # a health file up to this size is read whole
+NUM_SAMPLES = 200  # of a longer one
+MAX_LINE_BYTES = 16 << 10
+WHOLE_METRICS, FIRST_METRICS, LAST_METRICS = 2 << 20, 128 << 10, 256 << 10  # bytes that are read whole
+NUM_BLOCKS, BLOCK_LINES = 1000, 8  # between them; lines, and evaluations, of a block
 KERNEL_LOG_BYTES = 1 << 20  # from the end of a file
 XID_TEXTS = {79: ", GPU has fallen off the bus"}  # what the kernel's line says too, and a fix depends on
 NEARLY_ALL = 0.95  # of memory, or of a disk
@@ -58,8 +76,11 @@ BROKEN_DUMP = (OSError, EOFError, LookupError, TypeError, ValueError, AttributeE
 
 Sample = dict[str, Any]
 # a field of samples, that with its limit, and what they are about
-MEMORY = (("ram_used", "ram_total", "memory of {host}"), ("cgroup_used", "cgroup_limit", "memory of the control group"))
-DISK = (("disk_free", "disk_total", "disk of the run folder on {host}"),)
+MEMORY_FIELDS = (
+    ("ram_used", "ram_total", "memory of {host}"),
+    ("cgroup_used", "cgroup_limit", "memory of the control group"),
+)
+DISK_FIELDS = (("disk_free", "disk_total", "disk of the run folder on {host}"),)
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -238,6 +259,75 @@ def clock_texts(host: str, samples: Sequence[Sample]) -> list[str]:
 def judge_run(run: RunDir, *, since: float, until: float) -> list[CurveFinding]:
     """What is wrong with the curves of a run up to a time; with memory and speed since another."""
     return judge_curves(read_run_series(run, since=since, until=until))
+
+
+def read_run_series(run: RunDir, *, since: float = math.nan, until: float = math.nan) -> list[MetricSeries]:
+    """The curves of a run of paceline up to a time, memory and speed only since a time. NaN: no such limit is known."""
+    table, attempt = SeriesTable(run.metrics.name), SeriesTable(run.metrics.name)
+    steps, times = [0], [-math.inf]
+    for number, record in enumerate(json_records(metric_lines(run.metrics))):
+        time = unix_time(record.get("time"))
+        if not time >= until:
+            steps.append(table.add_record(record, number=number, time=time))
+            times.append(time)
+            if not time < since:
+                attempt.add_record(record, number=number, time=time)
+    series = [item for item in table.series() if item.kind in (LOSS, VALIDATION, GRADIENT, RATE)]
+    series += [item for item in attempt.series() if item.kind in (MEMORY, THROUGHPUT, STEP_TIME)]
+    for path in sorted(run.health_dir.glob("*.jsonl")):
+        table = SeriesTable(f"health/{path.name}", prefix=f"{path.stem} ")
+        last: dict[int, tuple[float, dict[str, Any]]] = {}  # by step
+        for sample in json_records(lines_of(path)):
+            time = unix_time(sample.get("time"))
+            if not (time < since or time >= until):
+                last[steps[bisect_right(times, time) - 1]] = time, memory_of(sample)
+        for step, (time, memory) in last.items():
+            table.add_record(memory, number=step, time=time, step=step)
+        series += table.series()
+    return series
+
+
+def metric_lines(path: Path) -> Iterator[bytes]:
+    """The lines of metrics; of a long file the first and last ones, evaluations, and others at even distances."""
+    with suppress(FileNotFoundError, NotADirectoryError), open_file(path) as file:
+        size = path.stat().st_size
+        if size <= WHOLE_METRICS:
+            yield from file
+            return
+        yield from file.readlines(FIRST_METRICS)
+        while (remaining := size - LAST_METRICS - file.tell()) > 0:
+            lines = file.readlines(min(remaining, 1 + size // NUM_BLOCKS))
+            evaluations = [at for at, line in enumerate(lines) if b'"val_bpb"' in line]
+            places = {
+                at for group in (range(len(lines)), evaluations) for at in group[:: 1 + len(group) // (BLOCK_LINES + 1)]
+            }
+            yield from (lines[at] for at in sorted(places))
+        yield from file
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """The lines of a file, or of a long one those at even distances."""
+    with suppress(OSError), open_file(path) as file:
+        if (size := path.stat().st_size) <= WHOLE_BYTES:
+            return file.readlines()
+        lines = []
+        for number in range(NUM_SAMPLES):
+            file.seek(number * size // NUM_SAMPLES)
+            file.readline(MAX_LINE_BYTES)
+            lines.append(file.readline(MAX_LINE_BYTES))
+        return lines
+    return []
+
+
+def memory_of(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The used memory of a host and its GPUs in a sample of its health."""
+    gpus = sample.get("gpus")
+    memory = {name: sample.get(name) for name in ("ram_used", "cgroup_used")}
+    return memory | {
+        f"GPU {gpu.get('index')} used_bytes": gpu.get("used_bytes")
+        for gpu in (gpus if isinstance(gpus, list) else ())
+        if isinstance(gpu, dict)
+    }
 
 
 def read_kernel_errors(

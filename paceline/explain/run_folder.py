@@ -22,8 +22,8 @@ from paceline.errors import PacelineError, TrainingFailed, UsageError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
 from paceline.explain.evidence import (
-    DISK,
-    MEMORY,
+    DISK_FIELDS,
+    MEMORY_FIELDS,
     RAS_NAME,
     SAMPLE_BYTES,
     Sample,
@@ -76,8 +76,8 @@ from paceline.units import format_number_of, parse_time, unix_time
 SURE = 0.8
 HOST_MEMORY, KILLED = "host-oom-killed", "killed-from-outside"
 SAMPLE_EVIDENCE = (  # evidence in the hosts' samples, and the causes that it supports
-    (partial(fill_texts, MEMORY), {HOST_MEMORY, KILLED, "dataloader-worker-killed", UNKNOWN}),
-    (partial(fill_texts, DISK), {"disk-full", "checkpoint-corrupt", UNKNOWN}),
+    (partial(fill_texts, MEMORY_FIELDS), {HOST_MEMORY, KILLED, "dataloader-worker-killed", UNKNOWN}),
+    (partial(fill_texts, DISK_FIELDS), {"disk-full", "checkpoint-corrupt", UNKNOWN}),
     (clock_texts, {"hang", "collective-timeout-desync", "gpu-throttled", UNKNOWN}),
 )
 MAX_FILES = 20_000

@@ -11,7 +11,7 @@ import io
 import json
 import math
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from paceline.explain.explanation import CurveEvidence
 from paceline.explain.line_measures import ERROR_NAME, HELD_OUT_WORD
 from paceline.explain.log_text import START_BYTES, message_column
 from paceline.noise import median
-from paceline.rundir import RunDir, open_file, read_json_lines
+from paceline.rundir import open_file
 from paceline.units import format_number_of, unix_time
 
 LOSS, VALIDATION, GRADIENT, RATE = "loss", "validation loss", "gradient norm", "learning rate"
@@ -76,9 +76,6 @@ EXPORTED, TAG = ["Wall time", "step", "Value"], re.compile(r"tag-(.+?)(?:[_ (]+\
 ALL_STEPS = "all steps are done"  # a note on a trainer's state
 FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 WORDS = re.compile(r"[^a-z0-9]+")
-WHOLE_BYTES = 1 << 20  # a health file up to this size is read whole
-NUM_SAMPLES = 200  # of a longer one
-MAX_LINE_BYTES = 16 << 10
 CURVE_COLUMNS = 48  # of a curve that is shown
 MAX_POINTS = 2000  # of a curve that is judged; of a longer one, medians of neighbours
 
@@ -109,8 +106,9 @@ class SeriesTable:
         self.source, self.prefix, self._kind = source, prefix, kind
         self._points: dict[str, list[tuple[int, float, float]]] = {}
 
-    def add(self, name: str, step: int, value: float, time: float) -> None:
-        if (self._kind or kind_of(self.prefix + name)) is not None:
+    def add(self, name: str, step: int, field: Any, time: float) -> None:
+        """Adds a field of a known kind, if it is a number."""
+        if (self._kind or kind_of(self.prefix + name)) is not None and (value := number_of(field)) is not None:
             self._points.setdefault(self.prefix + name, []).append((step, value, time))
 
     def add_record(
@@ -124,8 +122,8 @@ class SeriesTable:
                 break
         step = number if step is None else step
         for name, field in record.items():
-            if name is not None and (value := number_of(field)) is not None:
-                self.add(name, step, value, time)
+            if name is not None:
+                self.add(name, step, field, time)
         return step
 
     def series(self) -> list[MetricSeries]:
@@ -328,7 +326,7 @@ def read_json_metrics(file: BinaryIO, table: SeriesTable, report: Report) -> Non
         report(f"left out {format_number_of(num_cut, 'line')} that cannot be parsed, of {len(lines):,}")
 
 
-def json_records(texts: Sequence[str | bytes]) -> list[dict[str, Any]]:
+def json_records(texts: Iterable[str | bytes]) -> list[dict[str, Any]]:
     """The texts that are JSON objects."""
     records = []
     for text in texts:
@@ -345,54 +343,3 @@ READERS: tuple[tuple[re.Pattern[str], Reader], ...] = (  # by the name of a file
     (re.compile(r"\.csv$"), read_csv),
     (re.compile(r"^(?:metrics|trainer_log)\.jsonl$"), read_json_metrics),
 )
-
-
-def read_run_series(run: RunDir, *, since: float = math.nan, until: float = math.nan) -> list[MetricSeries]:
-    """The curves of a run of paceline up to a time, memory and speed only since a time. NaN: no such limit is known."""
-    table, attempt = SeriesTable(run.metrics.name), SeriesTable(run.metrics.name)
-    steps, times = [0], [-math.inf]
-    for number, record in enumerate(read_json_lines(run.metrics)):
-        time = unix_time(record.get("time"))
-        if not time >= until:
-            steps.append(table.add_record(record, number=number, time=time))
-            times.append(time)
-            if not time < since:
-                attempt.add_record(record, number=number, time=time)
-    series = [item for item in table.series() if item.kind in (LOSS, VALIDATION, GRADIENT, RATE)]
-    series += [item for item in attempt.series() if item.kind in (MEMORY, THROUGHPUT, STEP_TIME)]
-    for path in sorted(run.health_dir.glob("*.jsonl")):
-        table = SeriesTable(f"health/{path.name}", prefix=f"{path.stem} ")
-        last: dict[int, tuple[float, dict[str, Any]]] = {}  # by step
-        for sample in json_records(lines_of(path)):
-            time = unix_time(sample.get("time"))
-            if not (time < since or time >= until):
-                last[steps[bisect_right(times, time) - 1]] = time, memory_of(sample)
-        for step, (time, memory) in last.items():
-            table.add_record(memory, number=step, time=time, step=step)
-        series += table.series()
-    return series
-
-
-def lines_of(path: Path) -> list[bytes]:
-    """The lines of a file, or of a long one those at even distances."""
-    with suppress(OSError), open_file(path) as file:
-        if (size := path.stat().st_size) <= WHOLE_BYTES:
-            return file.readlines()
-        lines = []
-        for number in range(NUM_SAMPLES):
-            file.seek(number * size // NUM_SAMPLES)
-            file.readline(MAX_LINE_BYTES)
-            lines.append(file.readline(MAX_LINE_BYTES))
-        return lines
-    return []
-
-
-def memory_of(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """The used memory of a host and its GPUs in a sample of its health."""
-    gpus = sample.get("gpus")
-    memory = {name: sample.get(name) for name in ("ram_used", "cgroup_used")}
-    return memory | {
-        f"GPU {gpu.get('index')} used_bytes": gpu.get("used_bytes")
-        for gpu in (gpus if isinstance(gpus, list) else ())
-        if isinstance(gpu, dict)
-    }

@@ -41,6 +41,7 @@ from paceline.plan.speeds import remember_step
 from paceline.plan.step_time import StepTime
 from paceline.rundir import RunDir, append_event, read_json_lines, resume_command, write_atomic
 from paceline.units import format_duration
+from paceline.watch.events import end_state
 from paceline.watch.measures import format_bpb
 from paceline.watch.status import run_status
 
@@ -205,10 +206,13 @@ class TrainingJob(Job):
         """Returns how far the training got, its last sample, where the run is and which commands come next."""
         run = self.run
         if outcome.state == "interrupted":
-            saves = [event["step"] for event in read_json_lines(run.events) if event.get("event") == "checkpoint"]
+            events = list(read_json_lines(run.events))
+            saves = [event["step"] for event in events if event.get("event") == "checkpoint"]
             progress = f"checkpoint at step {max(saves):,}" if saves else "before the first checkpoint"
             head = f"interrupted after {format_duration(seconds)}, {progress}"
-            return ["", head, time_line, f"next    {resume_command(run)}"]
+            # a job that is requeued continues the run, and a resume is refused
+            commands = [] if end_state(events) == "queued" else [f"next    {resume_command(run)}"]
+            return ["", head, time_line, *commands]
         status = run_status(run)
         first = first_step(run)
         own_steps = f", {status.step - first:,} of them" if first and status.step else ""

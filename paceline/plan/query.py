@@ -295,7 +295,10 @@ def swept(text: str, forecast_once: Callable[[], Forecast]) -> tuple[str, list[A
     if key not in KEYS:
         raise unknown_key(key, where="--sweep")
     if equals:
-        return key, [KEYS[key].parse(value.strip()) for value in values.split(",")]
+        try:
+            return key, [KEYS[key].parse(value.strip()) for value in values.split(",")]
+        except UsageError as error:
+            raise UsageError(error.message, fix=f"--sweep {name}=A,B,C, each {KEYS[key].expected}") from None
     if key == "device_batch_size":
         plan = forecast_once().plan
         return key, sorted(divisors(plan.device_batch_size * plan.grad_accum_steps))

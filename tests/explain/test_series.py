@@ -6,11 +6,13 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from curve_shapes import Noise, falling
 
 from paceline.cli import run_command
+from paceline.explain.evidence import judge_run, metric_lines, read_run_series
 from paceline.explain.run_folder import explain_run
 from paceline.explain.series import (
     ACCURACY,
@@ -24,7 +26,6 @@ from paceline.explain.series import (
     THROUGHPUT,
     VALIDATION,
     kind_of,
-    read_run_series,
     read_series,
 )
 from paceline.rundir import RunDir, append_event, write_atomic
@@ -459,3 +460,53 @@ def test_memory_and_speed_of_an_earlier_attempt_do_not_count(tmp_path):
     run.rank_log(2, 0).write_text("step 00180/00200 | loss 2.6\nstep 00200/00200 | loss 2.6\n")
     assert explain_run(run).cause == "healthy"
     assert {curve.cause for curve in explain_run(run, attempt=1).curves} == {"memory-grows", "throughput-decays"}
+
+
+def test_of_long_metrics_both_ends_all_evaluations_and_a_bounded_number_of_lines_are_read(tmp_path):
+    lines = [b'{"step": %d, "loss": 2.5, "rank_ms": [9.25, 9.75, 9.5, 9.0]}\n' % step for step in range(1, 60_001)]
+    lines[249::500] = [line[:-2] + b', "val_bpb": 0.9}\n' for line in lines[249::500]]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(lines))
+    sampled = list(metric_lines(path))
+    assert len(sampled) < 16_000 and sampled[:1000] == lines[:1000] and sampled[-2000:] == lines[-2000:]
+    assert {line for line in lines if b"val_bpb" in line} <= set(sampled)
+    steps = [json.loads(line)["step"] for line in sampled]
+    assert all(0 < after - step <= 9 for step, after in pairwise(steps))
+    path.write_bytes(b"".join(lines[:9000]))
+    assert list(metric_lines(path)) == lines[:9000]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "causes"),
+    [
+        ("loss", lambda step, noise: 2.5 + 3 * math.exp(-step / 900) + noise, set()),
+        ("loss", lambda step, noise: math.nan if step == 4000 else 2.5 + 3 * math.exp(-step / 900), {"loss-nan"}),
+        (
+            "loss",
+            lambda step, noise: 2.5 + noise + (3 * math.exp(-step / 900) if step < 3800 else 2),
+            {"loss-diverged"},
+        ),
+        ("loss", lambda step, noise: 5 + noise, {"loss-stands-still"}),
+        ("val_bpb", lambda step, noise: None if step % 160 else 1 + abs(step - 2400) / 4000, {"validation-turns-up"}),
+        ("peak_bytes", lambda step, noise: 2e9 * (1 + step / 4000 + noise), {"memory-grows"}),
+        ("step_ms", lambda step, noise: (9 if step < 2500 else 18) + noise, {"throughput-decays"}),
+    ],
+)
+def test_a_part_of_the_lines_of_long_metrics_shows_what_all_of_them_do(name, value, causes, tmp_path, monkeypatch):
+    limits = {"WHOLE_METRICS": 0, "FIRST_METRICS": 1 << 10, "LAST_METRICS": 2 << 10, "NUM_BLOCKS": 40, "BLOCK_LINES": 4}
+    run, noise, clock = RunDir(tmp_path), Noise(5, 0.01), "2036-01-01T%02d:%02d:00Z"
+    values = [value(step, noise.factor() - 1) for step in range(1, 4001)]
+    records = [
+        {"step": n, name: v, "time": clock % divmod(n // 3, 60)} for n, v in enumerate(values, 1) if v is not None
+    ]
+    records += [{"step": n, "lr_mult": 1.0, "grad_norm": 1.0} for n in range(1, 4001) if n % 160 and name == "val_bpb"]
+    records.sort(key=lambda record: record["step"])
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def judged_causes():
+        return {finding.cause for finding in judge_run(run, since=math.nan, until=math.nan)}
+
+    assert judged_causes() == causes
+    for limit, number in limits.items():
+        monkeypatch.setattr(f"paceline.explain.evidence.{limit}", number)
+    assert len(list(metric_lines(run.metrics))) < 500 and judged_causes() == causes

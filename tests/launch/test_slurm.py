@@ -760,6 +760,15 @@ def test_every_command_that_continues_a_submitted_run_submits_it_again(tmp_path)
     assert commands() == {f"next    paceline resume {run.path} --slurm"}
 
 
+def test_a_run_whose_job_is_requeued_names_no_command_that_would_be_refused(tmp_path):
+    run = RunDir(tmp_path)
+    job = TrainingJob(run, 0, True, TrainOptions(keys={}), Config(), lambda *_: None)
+    for event, has_command in (("stopped", True), ("requeued", False), ("note", False)):
+        append_event(run, event)
+        lines = job.closing_lines(STOPPED, seconds=1.0, time_line="time")
+        assert any(line.startswith("next ") for line in lines) == has_command
+
+
 def test_a_resume_outside_of_slurm_says_so_where_a_job_had_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     run = RunDir(tmp_path)

@@ -113,7 +113,12 @@ EVALUATION = re.compile(  # how a line of one begins
     r"(?:[:\[\]]|- |set\b|results?\b|error\b|step\b|(?:in |at )?epoch)"
     r"|(?!.*train).{0,40}[(\[](?:test|val|valid|validation|eval)[)\]]"
 )
-EVALUATION_TITLE = re.compile(r"(?i)^\W*(?:test|validation|evaluation)(?: (?:error|results?|set))?:?\W*$")
+EVALUATION_TITLE = re.compile(  # or its last line before its averages
+    r"(?i)^\W*(?:test|validation|evaluation)(?: (?:error|results?|set))?:?\W*$|^(?:test|val\w*|eval\w*): +total time: "
+)
+ONE_OF_BATCHES = re.compile(
+    r"\[ *(?P<at>\d+)/(?P<of>\d+)\] +eta: "
+)  # the loss of a batch, as torchvision's references and DETR print it
 SCORES = r"(?:acc|accuracy|f1|top-?1|au(?:ro)?c|dice|m?iou)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
 SCORE = re.compile(rf"(?i)(?<![a-z]){SCORES}")  # higher is better
 HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT_WORD}[ _/.-]*{SCORES}")
@@ -225,7 +230,10 @@ def read_step_and_loss(text: str) -> StepLoss | None:
         # of GRPO, whose loss is 0 by design: while rewards and KL are finite, only the step is skipped
         grad_norm = None
     name = name_of(loss_match) if loss_match else "loss"
-    name = "eval_loss" if EVALUATION.match(text) else name
+    if EVALUATION.match(text):
+        name, batch = "eval_loss", ONE_OF_BATCHES.search(text)
+        if batch and loss is not None and math.isfinite(loss) and int(batch["at"]) + 1 < int(batch["of"]):
+            return StepLoss(number, None)
     if loss is not None and loss < 0 and "entropy" in lowered:
         name = next((name_of(match) for match in ERROR_MEASURE.finditer(text) if float(match["value"]) == loss), name)
     reward = read_value(REWARD.search(text)) if "reward" in lowered else None

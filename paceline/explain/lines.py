@@ -115,8 +115,11 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     # of what a launcher looks at, and of the libraries that DeepSpeed tries to link
     rf"|{RECOVERED}|_is_a_lwp: open|select_algorithm\.py\b|^MESA-LOADER|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
     r"|slurm_load_jobs error: Invalid job id"  # of squeue, when the job is over
+    # Isaac Sim at inotify's limit, Lmod
+    r"|Failed to create change watch for|Module cannot be loaded due to a conflict|Load of requirement \S+ failed"
     # of W&B: behind every cell of a notebook, in its own log without an NVIDIA GPU, and for images that it shows scaled
-    r"|Error in callback <bound method _WandbInit\.|\bError initializing NVML:|^Images sizes do not match\. This will cause"
+    r"|Error in callback <bound method _WandbInit\.|\bError initializing NVML:|\bgit repo not found"
+    r"|^Images sizes do not match\. This will cause"
     r"|_cgroup_procs_check: |Cannot write to cgroup\.procs|TensorDispatcher: dlopen failed|\bexits with return code = [1-9]"
     r"|^\w[\w. -]{2,40} {3,}not (?:built correctly|found|available)\b"  # a row of a table of the environment
     r"|failed call to cuInit|Ignore above cudart dlerror"  # TensorFlow and XLA go on with the CPU

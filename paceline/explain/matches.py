@@ -94,7 +94,10 @@ FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog,
     rf"|{CANCELLED}"
 )
 # bitsandbytes says what to do, and what imports it goes on
-NOT_SET_UP, MAX_ADVICE = re.compile(r"^CUDA Setup failed despite (?:CUDA|GPU) being available"), 4
+NOT_SET_UP = re.compile(  # which a program can go on without
+    r"^CUDA Setup failed despite (?:CUDA|GPU) being available|CUDA capability sm_\w+ is not compatible with the current PyTorch"
+)
+MAX_ADVICE = 8  # lines behind it
 DIED = re.compile(r"\bdied with <Signals\.SIG")  # as Python reports the end of a child
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
 NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt|\w*Warning)(?:\w+\.)*(?:[A-Z]\w+|error)(?::|$)")

@@ -491,6 +491,19 @@ def test_losses_on_lines_of_an_evaluation_are_no_rise_of_the_training():
     assert explain(["\n".join(lines).replace("Test:", "Step:").encode()]).cause == "loss-diverged"
 
 
+def test_losses_of_the_batches_of_an_evaluation_are_no_curve():
+    def epoch(number: int) -> str:
+        line = "Epoch: [{}]  [ {}/20]  eta: 0:00:10  loss: {:.3f} (7.1)\n"
+        text = "".join(line.format(number, batch, 8 - number) for batch in range(20))
+        losses = [9 - number / 10] * 8 + [6 - number / 10 + batch / 3 for batch in range(8)]
+        text += "".join(f"Test:  [ {n}/16]  eta: 0:00:10  loss: {loss:.3f} (8.4)\n" for n, loss in enumerate(losses))
+        return text + f"Test: Total time: 0:00:19 (0.2 s / it)\nAveraged stats: loss: 8.{9 - number} (8.4)\n"
+
+    text = "".join(map(epoch, range(5)))
+    assert explain([text.encode()]).cause == "healthy"
+    assert explain([text.replace("/16]  eta", "/16]  left").encode()]).cause == "validation-turns-up"
+
+
 def test_curves_of_several_trainings_whose_lines_have_a_logger_s_prefix_are_told_apart():
     first = [
         f"2026-10-09 15:11:1{n} - root - INFO - Epoch [{n}/9], Train Loss: {3 / n:.3f} Validation Loss: 0.04"

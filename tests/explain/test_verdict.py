@@ -317,6 +317,10 @@ def test_a_line_that_reports_the_end_and_a_failed_part_is_no_health():
         "Error in callback <bound method _WandbInit._resume_backend of <wandb.sdk.wandb_init._WandbInit object at 0x7f>>",
         "09:12:13,864 ERROR   HandlerThread:48 [gpu.py:is_available():351] Error initializing NVML: Driver Not Loaded",
         "Images sizes do not match. This will causes images to be display incorrectly in the UI.",
+        '{"time":"2026-02-12T16:50:04-08:00","level":"ERROR","msg":"git repo not found","error":"repository does not exist"}',
+        "[Error] [carb] Failed to create change watch for `/env/isaacsim/kit/apps`: errno=28/No space left on device",
+        "ERROR: Module cannot be loaded due to a conflict.",
+        "NVIDIA GB10 with CUDA capability sm_121 is not compatible with the current PyTorch installation.",
         "training takes about 6 minutes for a `curie` model, and less for `ada` and `babbage`",
     ],
 )

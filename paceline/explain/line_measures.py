@@ -98,6 +98,7 @@ COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost,
     r"|(?P<iteration>\d{1,9}):\s+learn: (?P<learn>\S+)(?:\s+test: (?P<test>\S+))?\s"
     r"|.{0,60}?\b(?:Test|Valid(?:ation)?|Val|Eval|Train): ?\[ *(?P<place>\d{1,9})/\d+\]"
     r"|:{0,3}MLLOG .{0,400}?\"epoch_num\": (?P<epoch>\d{1,9})\b"
+    r"|.{0,60}?\b[Pp]rogress: (?P<done>\d{1,9})/\d+ steps\b"
     r"|(?P<n>\d{1,9})[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)$"
 )
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
@@ -361,9 +362,8 @@ def read_counter(text: str) -> StepLoss | None:
     match = COUNTED.match(text)
     if match is None:
         return None
-    step = parse_count(
-        match["step"] or match["at"] or match["n"] or match["iteration"] or match["place"] or match["epoch"]
-    )
+    counts = match.group("step", "at", "n", "iteration", "place", "epoch", "done")
+    step = parse_count(next(filter(None, counts)))
     if match["learn"]:
         values = match.group("learn", "test")
         learn, test = (float(value) if value and NUMBER_CELL.fullmatch(value) else None for value in values)

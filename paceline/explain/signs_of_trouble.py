@@ -51,6 +51,8 @@ RESULT = re.compile(  # of work that ended
     r"|(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far))|finished \w+ on \d"
     rf"|{PREPARED}.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$"
     rf"|{PREPARED}(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$|\{{\"(?:summary|results?|metrics)\": ?[\[{{][\"\d{{]"
+    # datasets' bar, llama-bench
+    r"|saving the dataset \(\d+/\d+ shards\): 100%|build: [0-9a-f]{7,10} \(\d+\)$"
     r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?saved\b)"
 )
 SCORE = re.compile(  # of an evaluation, not a limit or a weight among settings
@@ -59,7 +61,9 @@ SCORE = re.compile(  # of an evaluation, not a limit or a weight among settings
     rf".*\b(?:\w+_)?(?:{ERROR_NAME}|accuracy|acc|f1|bleu-?\d?|rouge-?[12l]|precision|recall|r?auc|m?iou|psnr|ssim|[wc]er|mrr|ndcg"
     r"|p(?:recision|ass)?@\d+)\b.{0,12}[:=] ?\d+(?:\.\d+ ?%?|%)(?:\W|$)"
 )
-SUCCESS = re.compile(r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b|\b(?<!no )success\W*$")
+SUCCESS = re.compile(
+    r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b|\b(?<!no )success\W*$|\brun successfully with command\b"
+)
 SUMMARY = re.compile(  # of all the work, with the errors in it that a program expects
     r"^\W*(?:STATUS\W+)?(?:SUCCESS|COMPLETED?)\b(?! RATE)|\b0 failed\b|^\|.*\| *(?:±|\+/-) *\| *\d"
     r"|완료!?$"  # not the time that it took, which a script also prints behind what failed
@@ -100,7 +104,7 @@ NO_TROUBLE = re.compile(
     r"|\bGLFWError\b|^GKS: cannot open display|are not found in the checkpoint"
     r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` secret"
     # what a model answers, a tally of items
-    r"|\bI (?:cannot|can't)\b|^assistant: |\bnot found yet\b|\bno [\w-]+ information available\b"
+    r"|\bI (?:cannot|can't)\b|\berror analysis\W*$|^assistant: |\bnot found yet\b|\bno [\w-]+ information available\b"
     r"|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bhas requirement .*, but you'll have "
     r"|^(?:Installing collected packages|Successfully installed)\b"
     r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored|^fatal: not a git repository"

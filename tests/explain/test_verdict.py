@@ -320,6 +320,7 @@ def test_a_line_that_reports_the_end_and_a_failed_part_is_no_health():
         '{"time":"2026-02-12T16:50:04-08:00","level":"ERROR","msg":"git repo not found","error":"repository does not exist"}',
         "[Error] [carb] Failed to create change watch for `/env/isaacsim/kit/apps`: errno=28/No space left on device",
         "ERROR: Module cannot be loaded due to a conflict.",
+        "SECTION B — ERROR ANALYSIS",
         "NVIDIA GB10 with CUDA capability sm_121 is not compatible with the current PyTorch installation.",
         "training takes about 6 minutes for a `curie` model, and less for `ada` and `babbage`",
     ],
@@ -552,6 +553,9 @@ def test_few_lines_of_output_that_end_with_a_result_are_healthy():
         "[2018-07-19 02:59:03,796 tune.py:159]: >> experiment BIGRAM_2 finished!",
         "2025-08-11 18:18:29,905 - __main__ - INFO - the whole test suite completed\n=========\n---------\n=========",
         "21:38:48 <INFO> Finished REINVENT on 2026-07-27",
+        "\033[33m Run successfully with command - python3.7 tools/infer.py --use-gpu=True",
+        "Saving the dataset (1/1 shards): 100%|████████| 447/447 [00:00<00:00, 15421.02 examples/s]",
+        "build: 39cf5d6 (1)",
     ],
 )
 def test_a_score_of_an_evaluation_and_what_says_that_it_is_done_are_results(end):
@@ -737,6 +741,13 @@ def test_a_log_that_ends_at_a_raise_statement_has_its_error():
     text = f'Traceback (most recent call last):\n{frame}    raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")\n'
     assert verdict(text).cause == "cuda-oom"
     assert verdict(text.replace('"CUDA out of memory. Tried to allocate 2 GiB"', "message")).cause == "unknown"
+
+
+def test_steps_that_a_monitor_reports_are_progress():
+    lines = [
+        f"[Sun Feb  8 04:{minute}:12 UTC 2026] Training progress: {minute}/1500 steps\n" for minute in range(40, 50)
+    ]
+    assert verdict("".join(lines)).progress.last_step == 49
 
 
 def test_a_bar_that_stays_at_its_start_is_no_progress():

@@ -33,7 +33,7 @@ CLASSES = (
     r"(?:Llama|Llava|Qwen|Mi[sx]tral|Gemma|Phi|GPT(?:2|Neo|J)|Bert|Roberta|T5|Bart|Whisper|CLIP|Auto|Pre[tT]rained|Lora|Peft"
     r"|Training|Generation|BitsAndBytes|SFT|DPO|GRPO|PPO|Reward|ORPO|KTO|RLOO|Seq2Seq|Deepseek|DeepSpeed|FSDP|LLM|Vllm|Cache)\w*"
     r"|\w*(?:Trainer|TrainingArguments|Tokenizer|TokenizerFast|Accelerator|Pipeline|ForCausalLM|Optimizer|AdamW?|LR|Scheduler"
-    r"|Callback|Checkpoint|EarlyStopping|Logger|DataLoader|Sampler|Cache|Plugin|Strategy|Classifier|Regressor|DataParallel|Scaler"
+    r"|ReduceLROnPlateau|Callback|Checkpoint|EarlyStopping|Logger|DataLoader|Sampler|Cache|Plugin|Strategy|Classifier|Regressor|DataParallel|Scaler"
     r"|Vectorizer|CV|KFold|Imputer|Executor|Writer)|(?:OneHot|Label|Ordinal)Encoder|SentenceTransformer|Async\w*|Client|OpenAI|HfApi"
     r"|LSTM|GRU|Conv[123]D|Dense|Dropout|BatchNormalization|LayerNorm\w*|\w*EntropyLoss|MultiheadAttention|DataFrame|Process|Popen"
 )
@@ -60,6 +60,8 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         "dataloader-worker-killed", 0.85, r"(?:FileNotFoundError|ConnectionRefusedError|ConnectionResetError|EOFError)\b",
         r"multiprocessing[/\\]resource_sharer\.py\", line \d+, in (?:get_connection|detach)\b",
     ),
+    # a worker that ended before its parent had sent it what it needs
+    ("dataloader-worker-killed", 0.95, "BrokenPipeError", r"\bpopen_spawn_win32\.py\b"),
     (
         "hub-offline", 0.85, r"(?:requests\.exceptions|httpx)\.\w*(?:Connect\w*|Timeout)\b",
         r"(?:site|dist)-packages/(?:huggingface_hub/|datasets/|transformers/utils/hub\.py)",
@@ -82,7 +84,7 @@ NOT_LOADED = re.compile(r"(?i)could not|cannot|unable|fail|error")
 PACKAGE_IMPORT = re.compile(r"(?:site|dist)-packages[/\\].* in <module>$")  # the first frame is the package's own
 TRACKER = re.compile(  # or a server of notebooks, or what looks for a build of bitsandbytes
     r"(?:site|dist)-packages/(?:bitsandbytes/c\w+\.py|(?:tornado|jupyter\w*|notebook|wandb|tensorboardX?|mlflow|comet_ml|neptune"
-    r"|trackio|clearml|swanlab)/)"
+    r"|trackio|clearml|swanlab)/|iopath/common/event_logger)"
 )
 # where logging prints what a wrong call raised, and a server what a request did
 LOGGING = re.compile(

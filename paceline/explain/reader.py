@@ -52,6 +52,7 @@ PROGRESS_WORD = re.compile(
 USUAL_PROGRESS = (b"step", b"loss", b"poch")  # found sooner
 LOSSES = (b"oss", b"OSS", b" L=")
 MARKS = ((b"val", b"Val", b"VAL"), (b"poch", b"POCH"), LOSSES)  # words of evaluations, of where another training begins
+TITLE = re.compile(rb"(?i)\W*(?:test|validation|evaluation)\b[^\n]{0,12}:\s*$")  # of the line behind it
 RARE = 0.25  # losses are sampled on their own where they stand in a smaller share of the lines
 SHELL_WORD = r"Killed|Aborted|Terminated|Bus error|User defined signal [12]"  # of a process that a signal ended
 SIGNAL = re.compile(
@@ -237,7 +238,8 @@ class LogParser:
         for words in marks:
             marked = [at for at in range(first, start) if has_word(lines[at], words)]
             if words is not LOSSES or len(marked) < RARE * (start - first):
-                between |= {*marked[:: 1 + len(marked) // samples]}
+                marked = marked[:: 1 + len(marked) // samples]
+                between |= {*marked, *(at + 1 for at in marked if at + 1 < start and TITLE.match(lines[at]))}
         for at in (*range(gap.start, min(first, start)), *sorted(between)):
             self._read_progress(numbers[at], lines[at])
         self._waiting.extend((numbers[at], lines[at]) for at in range(start, gap.stop))
@@ -248,7 +250,9 @@ class LogParser:
 
     def _read_progress(self, number: int, raw: bytes) -> None:
         self._num_progress += 1
-        shows_progress = has_word(raw, USUAL_PROGRESS) or PROGRESS_WORD.search(raw, 0, MAX_LINE_BYTES)
+        shows_progress = (
+            has_word(raw, USUAL_PROGRESS) or PROGRESS_WORD.search(raw, 0, MAX_LINE_BYTES) or TITLE.match(raw)
+        )
         for part in unwrap_json(raw) if shows_progress else ():
             text, bar = strip_bars(strip_escapes(part[:MAX_LINE_CHARS].decode("utf-8", "replace")))
             self._add_progress(number, split_prefix(text), bar)

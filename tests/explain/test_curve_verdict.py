@@ -491,6 +491,20 @@ def test_losses_on_lines_of_an_evaluation_are_no_rise_of_the_training():
     assert explain(["\n".join(lines).replace("Test:", "Step:").encode()]).cause == "loss-diverged"
 
 
+def test_a_rare_evaluation_whose_title_stands_above_it_is_found_in_a_long_log():
+    lines = []
+    for step in range(1, 6001):
+        lines.append(f"2018-03-12T23:12:00.69: step {step}, loss {0.7 / (1 + step / 50):.4f}, acc 0.9")
+        if step % 100 == 0:
+            lines += [
+                "",
+                "Evaluation:",
+                f"2018-03-12T23:12:02.90: step {step}, loss {0.6 + abs(step - 1500) / 3000:.4f}, acc 0.7",
+            ]
+    explanation = explain(["\n".join(lines).encode()])
+    assert (explanation.cause, explanation.curves[0].name) == ("validation-turns-up", "eval_loss")
+
+
 def test_losses_of_the_batches_of_an_evaluation_are_no_curve():
     def epoch(number: int) -> str:
         line = "Epoch: [{}]  [ {}/20]  eta: 0:00:10  loss: {:.3f} (7.1)\n"

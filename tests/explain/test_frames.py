@@ -43,6 +43,12 @@ def test_a_batch_whose_worker_is_gone_is_a_worker_that_died():
     assert verdict(log).cause == "dataloader-worker-killed"
 
 
+def test_a_worker_that_windows_could_not_start_has_its_error_elsewhere():
+    spawn = "C:\\env\\lib\\multiprocessing\\popen_spawn_win32.py"
+    log = traceback("BrokenPipeError: [Errno 32] Broken pipe", (spawn, "__init__"), ("C:\\env\\reduction.py", "dump"))
+    assert verdict(log).cause == "dataloader-worker-killed"
+
+
 def test_an_error_of_tensorflow_that_only_says_that_a_graph_failed_is_not_the_cause():
     error = "tensorflow.python.framework.errors_impl.UnknownError: Graph execution error:"
     reason = (
@@ -57,6 +63,8 @@ def test_an_error_of_tensorflow_that_only_says_that_a_graph_failed_is_not_the_ca
 
 def test_the_name_of_a_model_that_only_the_users_own_table_lacks_is_no_mismatch_of_versions():
     own = traceback("KeyError: 'gemma-7-9b'", ("main.py", "batch_size"))
+    torch = "TypeError: ReduceLROnPlateau.__init__() got an unexpected keyword argument 'verbose'"
+    assert verdict(traceback(torch, ("train.py", "schedule"))).cause == "version-mismatch"
     package = traceback(
         "KeyError: 'gemma7'", (f"{PACKAGE}/transformers/models/auto/configuration_auto.py", "__getitem__")
     )

@@ -133,7 +133,7 @@ class Parameter:
 
     def example(self, text: str = "") -> Any:
         """A value for a fix: the number that a refused text probably means, or a default that does something."""
-        number = likely_number(text, self.kinds[0], is_time=self.name.endswith("_s"))
+        number = likely_number(text, self.kinds[0], is_time=self.name.endswith("_s"), usual=self.usual or self.default)
         if number is not None and not self.problem(number):
             return number
         examples = {bool: True, int: max(8, self.low), float: max(0.5, self.low)}

@@ -126,7 +126,7 @@ def parse_job_id(value: object) -> JobId | None:
     """Returns the job of slurm.json; None where the file is broken."""
     if isinstance(value, str):
         return value if re.fullmatch(r"\d+_\d+", value) else None
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:

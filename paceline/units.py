@@ -117,11 +117,15 @@ def whole_number(text: str) -> int:
         return int(number)
 
 
-def likely_number(text: str, kind: type, *, is_time: bool) -> float | None:
-    """What a text that is refused as a number of this kind probably means: 5k 5000, 65% 0.65, 30.5 30, 10m of a time 600."""
-    units = {"": 1.0} | ({"s": 1, "m": 60, "h": 3600} if is_time else {"k": 1e3, "m": 1e6, "b": 1e9})
+def likely_number(text: str, kind: type, *, is_time: bool, usual: object = None) -> float | None:
+    """What a text that is refused as a number of this kind probably means: 5k 5000, 65% 0.65, 30.5 30, 10m of a time 600.
+
+    None if it could mean two: 1.500 of a whole number, 0,002. Beside a usual value that is a multiple of 256, k is 1024.
+    """
+    thousand = 1024 if isinstance(usual, int) and usual and usual % 256 == 0 else 1000
+    units = {"": 1.0} | ({"s": 1, "m": 60, "h": 3600} if is_time else {"k": thousand, "m": thousand**2})
     units |= {"%": 0.01} if kind is float else {}
-    number = r"((?:\d{1,3}(?:,\d{3})+|\d{1,15})(?:\.\d+)?)"
+    number = r"([1-9]\d{0,2}(?:,\d{3})+|\d{1,15}(?:\.(?!\d{3}(?!\d))\d+)?)" if kind is int else r"(\d{1,15}(?:\.\d+)?)"
     match = re.fullmatch(rf"{number} ?([a-z%]?)", text.strip().lower(), re.ASCII)
     if not match or match[2] not in units or kind not in (int, float):
         return None

@@ -81,7 +81,7 @@ def test_a_whole_number_of_a_file_may_have_an_exponent(tmp_path):
     ("line", "fix"),
     [
         ("time = 120", 'time = "8h"'),
-        ('total_batch_size = "500k"', "total_batch_size = 500000"),
+        ('total_batch_size = "512k"', "total_batch_size = 524288"),
         ("num_steps = 30.5", "num_steps = 30"),
         ("matrix_lr = 'high'", "matrix_lr = 0.02"),
     ],

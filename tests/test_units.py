@@ -69,10 +69,15 @@ def test_a_signal_has_a_name_even_where_python_knows_none(number: int, name: str
 @pytest.mark.parametrize(
     ("text", "kind", "is_time", "number"),
     [
-        ("5k", int, False, 5000), ("1.5 M", int, False, 1_500_000), ("2,000.4", int, False, 2000), ("65%", float, False, 0.65),
+        ("5k", int, False, 5000), ("1.5 M", int, False, 1_500_000), ("2,000", int, False, 2000), ("65%", float, False, 0.65),
         ("7%", float, False, 0.07), ("10m", float, True, 600), ("1.5h", float, True, 5400), ("5k", float, True, None),
         ("65%", int, False, None), ("many", int, False, None), ("0,65", float, False, None), ("5k", str, False, None),
     ],
 )  # fmt: skip
 def test_a_number_with_a_unit_or_a_fraction_has_one_likely_value(text, kind, is_time, number):
     assert likely_number(text, kind, is_time=is_time) == number
+
+
+def test_a_text_that_could_mean_two_numbers_is_not_guessed_and_sizes_are_binary():
+    assert likely_number("512k", int, is_time=False, usual=524_288) == 524_288
+    assert likely_number("1.500", int, is_time=False) is likely_number("0,002", float, is_time=False) is None

@@ -49,8 +49,9 @@ SAMPLE_BYTES = 256 << 10  # from the end of a file: some minutes of samples
 WHOLE_BYTES = 1 << 20  # a health file up to this size is read whole
 NUM_SAMPLES = 200  # of a longer one
 MAX_LINE_BYTES = 16 << 10
-WHOLE_METRICS, FIRST_METRICS, LAST_METRICS = 2 << 20, 128 << 10, 256 << 10  # bytes that are read whole
-NUM_BLOCKS, BLOCK_LINES = 1000, 8  # between them; lines, and evaluations, of a block
+WHOLE_METRICS = 2 << 20  # bytes: metrics up to this size are read whole
+NUM_CHANGED = 8  # lines from where values become NaN
+MAX_EVALUATIONS = 4000  # of more, some
 KERNEL_LOG_BYTES = 1 << 20  # from the end of a file
 XID_TEXTS = {79: ", GPU has fallen off the bus"}  # what the kernel's line says too, and a fix depends on
 NEARLY_ALL = 0.95  # of memory, or of a disk
@@ -288,21 +289,21 @@ def read_run_series(run: RunDir, *, since: float = math.nan, until: float = math
 
 
 def metric_lines(path: Path) -> Iterator[bytes]:
-    """The lines of metrics; of a long file the first and last ones, evaluations, and others at even distances."""
+    """The lines of metrics; of a long file some at even distances, evaluations, and those where NaN begins or ends."""
     with suppress(FileNotFoundError, NotADirectoryError), open_file(path) as file:
-        size = path.stat().st_size
-        if size <= WHOLE_METRICS:
-            yield from file
-            return
-        yield from file.readlines(FIRST_METRICS)
-        while (remaining := size - LAST_METRICS - file.tell()) > 0:
-            lines = file.readlines(min(remaining, 1 + size // NUM_BLOCKS))
-            evaluations = [at for at, line in enumerate(lines) if b'"val_bpb"' in line]
-            places = {
-                at for group in (range(len(lines)), evaluations) for at in group[:: 1 + len(group) // (BLOCK_LINES + 1)]
-            }
-            yield from (lines[at] for at in sorted(places))
-        yield from file
+        distance = 1 + os.fstat(file.fileno()).st_size // WHOLE_METRICS
+        num_evaluations, was_nan, changed_at, line, is_read = 0, False, 0, b"", True
+        for number, line in enumerate(file):
+            if (is_nan := b"NaN" in line) != was_nan:
+                was_nan, changed_at = is_nan, number
+            is_read = number % distance == 0 or number - changed_at < NUM_CHANGED
+            if b'"val_bpb"' in line:
+                num_evaluations += 1
+                is_read = is_read or num_evaluations % (1 + num_evaluations // MAX_EVALUATIONS) == 0
+            if is_read:
+                yield line
+        if not is_read:
+            yield line
 
 
 def lines_of(path: Path) -> list[bytes]:

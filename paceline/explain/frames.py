@@ -58,8 +58,10 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     # the worker that holds the tensor of a batch is gone, and its socket with it
     (
         "dataloader-worker-killed", 0.85, r"(?:FileNotFoundError|ConnectionRefusedError|ConnectionResetError|EOFError)\b",
-        r"multiprocessing[/\\]resource_sharer\.py\", line \d+, in (?:get_connection|detach)\b",
+        r"(?s)\butils[/\\]data[/\\].*multiprocessing[/\\]resource_sharer\.py\", line \d+, in (?:get_connection|detach)\b",
     ),
+    # of torchrun's agents the master alone
+    ("master-unreachable", 0.9, r"\S*DistStoreError: Timed out after .* for clients\. 1/", "static_tcp_rendezvous"),
     # a worker that ended before its parent had sent it what it needs
     ("dataloader-worker-killed", 0.95, "BrokenPipeError", r"\bpopen_spawn_win32\.py\b"),
     (

@@ -137,6 +137,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     continuation = continuation_of(log)
     survived: Counter[str] = Counter()  # by the start of the text
     is_shut_down = any(COMM_ENDED.search(record.text) for record in log.records)
+    is_left = any("Horovod has been shut down" in record.text for record in log.records)
     cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=None)
     harmless = [record for record in log.records if left_program_running(record, log)]
     # the lines behind a warning that a package could not be imported
@@ -151,7 +152,8 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         is_line, is_return = record.kind == "line", is_shut_down and NCCL_RETURN.search(record.text)
         if is_line and (IGNORABLE.search(record.text) or is_return or record.line in announcements | warned):
             continue
-        if id(record) in harmless_ids:
+        # TensorFlow's exception says no more than that its graph failed
+        if id(record) in harmless_ids or (is_left and record.text.endswith("Graph execution error:")):
             continue
         shape = shape_of(record.text)
         is_end = ended_program(record) or ENDS.search(record.text)

@@ -44,11 +44,12 @@ LOGGER = (  # what it writes before a message
 )
 RESULT = re.compile(  # of work that ended
     rf"(?i){NOT_DONE}{LOGGER}(?:.*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)\W*$"
-    r"|(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished|done)\b(?:\W*$|[!.])"
+    rf"|{PREPARED}(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished|done)\b(?:\W*$|[!.])"
     # of a server that waits or has answered
     r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
-    r"|(?:\w+ ){0,3}(?:suite|pipeline|experiment|benchmark|simulation|workflow)s?(?: \S+)? (?:completed?|finished|done)\W*$"
-    r"|(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far))|finished \w+ on \d"
+    r"|(?:[a-z]+ ){0,3}(?:suite|pipeline|experiment|benchmark|simulation|workflow)s?(?: (?!\d+/|\w+ly )\S+)?"
+    r" (?:completed?|finished|done)\W*$"
+    r"|(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far))|finished \w+ on 20\d\d-"
     rf"|{PREPARED}.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$"
     rf"|{PREPARED}(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$|\{{\"(?:summary|results?|metrics)\": ?[\[{{][\"\d{{]"
     # datasets' bar, llama-bench
@@ -141,10 +142,10 @@ def announcing(log: Log) -> set[int]:
 
 
 def ends_in(pattern: re.Pattern[str], log: Log) -> bool:
-    return any(pattern.search(split_prefix(text).text) for text in last_words(log))
+    return any(pattern.search(split_prefix(text).text) for text in last_texts(log))
 
 
-def last_words(log: Log) -> list[str]:
+def last_texts(log: Log) -> list[str]:
     """The last lines that are more than a rule."""
     return [text for _, text in log.last_lines if any(map(str.isalnum, split_prefix(text).text))][-LAST_CHECKED:]
 
@@ -222,4 +223,4 @@ def is_result(text: str, log: Log) -> bool:
 
 def ends_well(log: Log) -> bool:
     """Whether the end tells that work is done or requests are answered, or cells of a notebook worked after those that failed."""
-    return bool(log.note) or any(is_result(text, log) for text in last_words(log)) or is_serving(log)
+    return bool(log.note) or any(is_result(text, log) for text in last_texts(log)) or is_serving(log)

@@ -140,7 +140,7 @@ def requeue_job(run: RunDir, reason: str) -> list[str]:
     try:
         ask("scontrol", "requeue", str(place.job_id))
     except SlurmError as error:
-        return not_requeued(run, place, error.message, error.fix)
+        return [*not_requeued(run, place, error.message, error.fix), f"next    {resume_command(run)}"]
     return [format_requeued(place, reason)]
 
 

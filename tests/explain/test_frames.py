@@ -39,8 +39,14 @@ def test_a_file_that_cannot_be_read_is_missing():
 def test_a_batch_whose_worker_is_gone_is_a_worker_that_died():
     sharer = "/usr/lib/python3.11/multiprocessing/resource_sharer.py"
     error = "FileNotFoundError: [Errno 2] No such file or directory"
-    log = traceback(error, (sharer, "get_connection"), ("/usr/lib/python3.11/multiprocessing/connection.py", "Client"))
+    log = traceback(
+        error,
+        (f"{PACKAGE}/torch/utils/data/dataloader.py", "_try_get_data"),
+        (sharer, "get_connection"),
+        ("/usr/lib/python3.11/multiprocessing/connection.py", "Client"),
+    )
     assert verdict(log).cause == "dataloader-worker-killed"
+    assert verdict(log.replace("/utils/data/", "/queues/")).cause != "dataloader-worker-killed"
 
 
 def test_a_worker_that_windows_could_not_start_has_its_error_elsewhere():
@@ -59,6 +65,7 @@ def test_an_error_of_tensorflow_that_only_says_that_a_graph_failed_is_not_the_ca
         + f"\nDetected at node 'x' defined at (most recent call last):\n{reason}\n"
     )
     assert verdict(log).cause == "peer-died"
+    assert verdict(log.replace(reason, "Input is empty.")).cause == "user-code-exception"
 
 
 def test_the_name_of_a_model_that_only_the_users_own_table_lacks_is_no_mismatch_of_versions():

@@ -162,7 +162,6 @@ def words_seen(desk):
     return words
 
 
-@pytest.mark.soak
 def test_a_torchrun_script_runs_on_two_hosts_with_its_folder_and_the_listed_variables(desk, words_seen):
     lines = [f"rank {rank} of 2, sum 2.0, größe 1, ['flood', 'größe']" for rank in range(2)]
     assert [desk.log(rank).splitlines()[0] for rank in range(2)] == lines

@@ -583,7 +583,11 @@ def test_a_job_that_is_requeued_says_so_while_the_run_is_locked_and_one_that_is_
     assert (reason, lines[0]) == (None, "job 4711 is not requeued: two in a row ended without a new checkpoint")
     assert lines[1] == f"  fix: a longer --time, or a smaller --save-every, then paceline resume {run.path}"
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'scontrol: error: Access denied' >&2\nexit 1\n")
-    refused = ["job 4711 is not requeued: Slurm: Access denied", "  fix: scontrol requeue 4711"]
+    refused = [
+        "job 4711 is not requeued: Slurm: Access denied",
+        "  fix: scontrol requeue 4711",
+        f"next    paceline resume {run.path}",
+    ]
     assert requeue_job(run, "x") == refused
     assert decide_requeue(run, STOPPED, signals)[1][0] == refused[0]
     assert decide_requeue(run, replace(STOPPED, state="finished"), signals) == (None, [])

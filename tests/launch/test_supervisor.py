@@ -134,7 +134,6 @@ def test_a_rank_without_output_is_reported_with_its_exit_code(launch):
     assert (root["rank"], root["exit_code"], root["message"]) == (0, 3, "exit code 3, no output")
 
 
-@pytest.mark.soak
 def test_a_crash_in_native_code_leaves_a_traceback(launch):
     ended = launch("import ctypes\nctypes.string_at(0)", nproc=1).end()
     root = ended.outcome["failures"][0]
@@ -201,7 +200,6 @@ def test_sigterm_saves_too_and_a_rank_that_dies_of_it_does_not_cut_the_others_sh
     assert "rank_failed" not in ended.events()
 
 
-@pytest.mark.soak
 def test_ctrl_c_twice_ends_at_once(launch):
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
     running = launch(script, stop_grace_s=1000.0).wait_until_running()

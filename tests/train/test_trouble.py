@@ -126,7 +126,6 @@ def skipped(run: Path) -> list[int]:
     return [each["batch"] for each in json.loads((run / "skipped.json").read_text())["batches"]]
 
 
-@pytest.mark.soak
 @pytest.mark.dist
 def test_a_nan_loss_stops_the_run_and_the_evidence_names_rank_and_row(shop, poisoned):
     run = poisoned("stops")

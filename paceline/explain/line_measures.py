@@ -117,9 +117,8 @@ EVALUATION = re.compile(  # how a line of one begins
 EVALUATION_TITLE = re.compile(  # or its last line before its averages
     r"(?i)^\W*(?:test|validation|evaluation)(?: (?:error|results?|set))?:?\W*$|^(?:test|val\w*|eval\w*): +total time: "
 )
-ONE_OF_BATCHES = re.compile(
-    r"\[ *(?P<at>\d+)/(?P<of>\d+)\] +eta: "
-)  # the loss of a batch, as torchvision's references and DETR print it
+# of an evaluation, as torchvision's references and DETR print them
+ONE_OF_BATCHES = re.compile(r"\[ *(?P<at>\d+)/(?P<of>\d+)\] +eta: ")
 SCORES = r"(?:acc|accuracy|f1|top-?1|au(?:ro)?c|dice|m?iou)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
 SCORE = re.compile(rf"(?i)(?<![a-z]){SCORES}")  # higher is better
 HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT_WORD}[ _/.-]*{SCORES}")

@@ -36,6 +36,16 @@ def test_a_file_that_cannot_be_read_is_missing():
     assert verdict(log).cause == "checkpoint-missing-or-perm"
 
 
+def test_one_client_at_the_store_is_the_master_alone_only_to_torchrun_s_agents():
+    error = "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 1/4 clients joined."
+    agent = f"{PACKAGE}/torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py"
+    assert verdict(traceback(error, (agent, "next_rendezvous"))).cause == "master-unreachable"
+    assert (
+        verdict(traceback(error, (f"{PACKAGE}/torch/distributed/rendezvous.py", "_create_c10d_store"))).cause
+        == "collective-timeout-desync"
+    )
+
+
 def test_a_batch_whose_worker_is_gone_is_a_worker_that_died():
     sharer = "/usr/lib/python3.11/multiprocessing/resource_sharer.py"
     error = "FileNotFoundError: [Errno 2] No such file or directory"

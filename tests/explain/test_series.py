@@ -477,6 +477,15 @@ def test_of_long_metrics_a_bounded_number_of_lines_all_evaluations_and_each_chan
     assert list(metric_lines(path)) == lines[:9000]
 
 
+def test_metrics_that_become_shorter_while_they_are_read_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.5}\n' * 200_000)
+    lines = metric_lines(path)
+    next(lines)
+    path.write_bytes(b"")
+    assert len(list(lines)) < 200_000
+
+
 @pytest.mark.parametrize(
     ("name", "value", "causes"),
     [

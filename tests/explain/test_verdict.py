@@ -748,6 +748,14 @@ def test_a_log_that_ends_at_a_raise_statement_has_its_error():
     assert verdict(text.replace('"CUDA out of memory. Tried to allocate 2 GiB"', "message")).cause == "unknown"
 
 
+def test_only_wandb_s_own_look_for_a_gpu_may_fail():
+    output = "".join(f"saved shard {n}\n" for n in range(9))
+    assert (
+        verdict(output + "ERROR Error initializing NVML: Driver/library version mismatch\n").cause
+        == "cuda-driver-broken"
+    )
+
+
 def test_steps_that_a_monitor_reports_are_progress():
     lines = [
         f"[Sun Feb  8 04:{minute}:12 UTC 2026] Training progress: {minute}/1500 steps\n" for minute in range(40, 50)
@@ -779,6 +787,12 @@ def test_a_step_count_of_deepspeed_that_skips_all_steps_is_a_failure_although_th
     lost = "".join(STEPS + line.format(step, step) for step in (10, 20, 50))
     assert verdict(lost + STEPS).cause == "fp16-overflow"
     assert verdict(STEPS + line.format(10, 10) + STEPS + line.format(100, 12) + STEPS).cause == "healthy"
+
+
+def test_a_function_that_a_decorator_replaced_was_not_loaded_twice():
+    error = "_pickle.PicklingError: Can't pickle <{}>: it's not the same object as {}"
+    assert "restart" in verdict(error.format("class 'trl.SFTConfig'", "trl.SFTConfig")).fix
+    assert "restart" not in verdict(error.format("function work at 0x7f", "__main__.work")).fix
 
 
 def test_what_a_program_skips_is_no_cause():

@@ -34,6 +34,7 @@ from paceline.launch.digest import NewRecords
 from paceline.options import TRACKERS, Services
 from paceline.redaction import redact
 from paceline.rundir import RunDir, append_event, holder_of, resume_command, utc_now
+from paceline.slurm import JobId
 from paceline.units import format_duration
 from paceline.watch.status import printed_values
 
@@ -222,6 +223,7 @@ class RunNews:
         self.retry_start: tuple[str, float] | None = None  # of the attempt after a failure, UTC and monotonic
         self.end: Notice | None = None
         self.stop_signal = "SIGINT"  # which a person at a terminal sends
+        self.next_job: JobId | None = None  # of Slurm, which continues the run
         self.latest: dict[str, Any] = {}  # step, loss, val_bpb
         self.last_step_time = ""
 
@@ -256,6 +258,8 @@ class RunNews:
             if kind == "stopping" or self.end != "stopped":
                 self.stop_signal = str(event.get("signal") or event.get("reason") or "SIGINT")
             self.end = "stopped"
+        elif kind == "requeued":
+            self.next_job = event.get("job_id")
         elif kind == "verdict":
             self.verdict = event
         elif kind == "attempt":
@@ -282,8 +286,11 @@ def make_message(notice: Notice, news: RunNews) -> dict[str, Any]:
             fix = f"\nfix: {verdict['fix']}" if verdict.get("fix") else ""
             text = f"{verdict.get('summary', 'the cause is unknown')} ({step}{after}){fix}"
         case "stopped":
-            resume = f"; resume it with: {resume_command(run)}" if run.plan_json.exists() else ""
-            text = f"by {news.stop_signal}, {step}{after}{resume}"
+            if news.next_job is not None:
+                then = f"; Slurm's job {news.next_job} continues it"
+            else:
+                then = f"; resume it with: {resume_command(run)}" if run.plan_json.exists() else ""
+            text = f"by {news.stop_signal}, {step}{after}{then}"
         case "failed":
             text = f"it ended without a message, {step}{after}: the command that ran it was killed"
     explained = {name: verdict.get(name) for name in ("cause", "summary", "rank", "fix")} if verdict else {}

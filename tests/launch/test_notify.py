@@ -230,6 +230,19 @@ def test_what_is_told_at_the_end(run, events, messages):
     assert list(news.read(ended=True)) == messages
 
 
+def test_a_requeued_run_is_not_to_be_resumed(run):
+    run.plan_json.write_text("{}")
+    news = RunNews(run)
+    stop = [stopping("SIGUSR1"), {"event": "stopped"}]
+    for event in ({"event": "attempt", "attempt": 1}, *stop):
+        append_event(run, **event)
+    assert list(news.read(ended=True)) == ["stopped"]
+    assert f"; resume it with: paceline resume {run.quoted}" in make_message("stopped", news)["text"]
+    append_event(run, "requeued", job_id="13_3", why="its time was nearly over")
+    assert list(news.read(ended=True)) == ["stopped"]
+    assert make_message("stopped", news)["text"].endswith("; Slurm's job 13_3 continues it")
+
+
 def test_a_command_that_was_killed_has_failed_but_not_before_its_workers_have_saved(run, server):
     lock = lock_run(run)
     append_event(run, "verdict", attempt=1, **VERDICT)

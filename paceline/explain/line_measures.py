@@ -39,13 +39,15 @@ STEP = re.compile(
     r"| tokens = \d+ rows?\b)",  # the size of a step, as `paceline train` says it
     re.IGNORECASE,
 )
+SECTION = re.compile(r"['\"]: \{")  # in a dictionary
 # 2.5, '2.5', nan.0, tensor(nan, np.float64(nan)
 VALUE = (
     r"['\"]?\s*(?:[:=|]|is\b(?: (?:not finite|non-finite|NaN)[:,]?)?)?\s*(?:[\w.]{1,20}\()?['\"]?"
     r"(?P<value>(?:(?<![a-z])[-+])?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b(?![\d.]*%)"  # a share is no measure
 )
 LOSS = re.compile(
-    r"loss(?: (?:train|average|avg|mean|function)|_(?!scal|weight|fn|func|type|tok|per_|smooth|gamma|alpha|coef)[a-z]\w{0,15}"
+    r"loss(?: (?:train|average|avg|mean|function)|_(?!scal|weight|fn|func|type|tok|per_|smooth|gamma|alpha|coef|balance"
+    r"|margin|ratio|lambda|reduc)[a-z]\w{0,15}"
     r"|/[a-z][\w/]{0,30}"
     r"|[_-]?\d{1,2}(?= ?[:=]|[ ]+[-+]?\d))?" + VALUE,
     re.IGNORECASE,
@@ -93,12 +95,13 @@ COLUMN_GAP = re.compile(r"\s*[|│┃]\s*|\t+|\s{2,}")
 TABLE_EDGES = " \t|│┃#"
 LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR_NAME})(?:_tra?i?n| [A-Z0-9]+)?$")
 YOLO_ROW = re.compile(r"^\s*\d+/\d+\s+[\d.]+[GM]?\s+(?P<losses>(?:(?:\d+\.\d+|0|nan|inf)\s+){2,5})")  # epoch, memory
-COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost, MLPerf, a step and a value
+COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost, MLPerf, mmcv's bar, a step and a value
     r"\| +total_timesteps +\| +(?P<step>\d+) +\||.{0,80}\[timer\.py:\d+:stop\] \d+/(?P<at>\d+), "
     r"|(?P<iteration>\d{1,9}):\s+learn: (?P<learn>\S+)(?:\s+test: (?P<test>\S+))?\s"
     r"|.{0,60}?\b(?:Test|Valid(?:ation)?|Val|Eval|Train): ?\[ *(?P<place>\d{1,9})/\d+\]"
     r"|:{0,3}MLLOG .{0,400}?\"epoch_num\": (?P<epoch>\d{1,9})\b"
     r"|.{0,60}?\b[Pp]rogress: (?P<done>\d{1,9})/\d+ steps\b"
+    r"|.*\[[> ]*\] (?P<task>\d{1,9})/(?P<tasks>\d{1,9}), \d+\.\d task/s, elapsed: "
     r"|(?P<n>\d{1,9})[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)$"
 )
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
@@ -205,6 +208,8 @@ def strip_counters(text: str) -> tuple[str, StepLoss | None]:
 def read_step_and_loss(text: str) -> StepLoss | None:
     """The step or the loss that a line reports; None if it reports neither."""
     lowered = text.lower()
+    if text[:1] == "{" and "batch_size" in lowered and SECTION.search(text):
+        return None  # settings
     step = STEP.search(text)
     loss_match = find_measure(LOSS, text, lowered.index("loss")) if "loss" in lowered else None
     if loss_match is None and has_word(lowered, ERROR_WORDS) and (step or OF_TRAINING.search(text)):
@@ -361,10 +366,11 @@ def read_counter(text: str) -> StepLoss | None:
     match = COUNTED.match(text)
     if match is None:
         return None
-    counts = match.group("step", "at", "n", "iteration", "place", "epoch", "done")
+    counts = match.group("step", "at", "n", "iteration", "place", "epoch", "done", "task")
     step = parse_count(next(filter(None, counts)))
     if match["learn"]:
         values = match.group("learn", "test")
         learn, test = (float(value) if value and NUMBER_CELL.fullmatch(value) else None for value in values)
         return StepLoss(step, learn, held_out=test)
-    return StepLoss(step, math.nan if match["value"] == "nan" else None)
+    is_last = match["task"] is not None and match["task"] == match["tasks"]
+    return StepLoss(step, math.nan if match["value"] == "nan" else None, is_last)

@@ -65,6 +65,8 @@ HALF, TWO_CLASSES = 0.05, "ln 2, as of a guess between 2 classes"
 MIN_SCORES, NEAR_BEST = 3, 0.02  # points of evaluations, and the share by which the last may miss the best
 MIN_SAME_SCORES = 20  # evaluations
 TRAIN_RISE = 0.1  # of the loss of training, as a share
+# Lightning's bar shows the loss that was logged last, by default (log_every_n_steps) on every 50th step
+LIGHTNING_BAR, LOGGED_EVERY = re.compile(r"\bv_num="), 50
 EARLY_STOP = re.compile(r"(?i)\bearly[ -]?stop")
 
 
@@ -77,6 +79,8 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         for name in ("losses", "held_out", "scores", "memory", "rewards", "speeds")
     }
     reported = line_series(points["losses"])
+    if any(LIGHTNING_BAR.search(text) for log in logs for _, text in log.last_lines):
+        reported = [item for item in reported if not repeats_logged(item)]
     losses, held_out = ([item for item in reported if item.kind == kind] for kind in (LOSS, VALIDATION))
     memories = [evenly_spaced(item) for item in line_series(points["memory"], kind=MEMORY)]
     speeds = [evenly_spaced(item) for item in line_series(points["speeds"], kind=THROUGHPUT)]
@@ -126,6 +130,11 @@ def line_series(points: Sequence[LossPoint], *, kind: str | None = None) -> list
         step = step if has_steps else epoch if name in by_epoch else number
         table.add(name, number if step is None else step, value, math.nan)
     return table.series()
+
+
+def repeats_logged(series: MetricSeries) -> bool:
+    """Whether a curve is the one value that a bar of Lightning shows in its first steps."""
+    return 1 < len(series.values) < LOGGED_EVERY and len({*series.values}) == 1
 
 
 def has_epochs(curve: Sequence[LossPoint]) -> bool:

@@ -27,7 +27,6 @@ from paceline.explain.matches import (
 )
 from paceline.explain.reader import INCOMPLETE, NOT_TEXT
 from paceline.explain.roots import apply_hang, choose_culprit, find_hang, find_roots, silent_exit, without_consequences
-from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.sentences import clean_values, fill_template, format_fix, frame_values, template_values
 from paceline.explain.signs_of_trouble import (
     ERROR_PREFIX,
@@ -68,7 +67,10 @@ ANNOUNCES = re.compile(
 )
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
 # a record of numbers
-METRICS = re.compile(r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}')
+METRICS, FAILED = (
+    re.compile(r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}'),
+    re.compile(r"\bFAILED\b"),
+)
 MONITOR = re.compile(r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|")
 
 
@@ -209,7 +211,10 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     """For logs without any known failure: healthy only if something shows that the run works."""
     if any(log.problem == INCOMPLETE for log in logs):
         return explain_silence(logs, progress, ())
-    if trouble := [] if progress.finished else [Evidence(n, shorten(text)) for n, text in trouble_at_end(logs)]:
+    at_end = trouble_at_end(logs)
+    if progress.finished:  # a summary of several programs names those that failed behind what they have printed
+        at_end = [(n, text) for n, text in at_end if n > (progress.done_line or n) and FAILED.search(text)]
+    if trouble := [Evidence(n, shorten(text)) for n, text in at_end]:
         return explain_silence(logs, progress, trouble)
     if not progress.finished and (late := [item for log in logs for item in errors_behind_progress(log)]):
         return explain_silence(logs, progress, late)
@@ -260,10 +265,9 @@ def is_late_step(progress: LogProgress) -> bool:
 
 
 def hardly_began(log: Log) -> bool:
-    """Whether a log's last run printed little and no step, although runs before it reported steps."""
+    """Whether a log's last run printed no step, although runs before it reported steps."""
     has_steps = any(run.progress.steps >= MIN_STEPS for run in log.earlier)
-    last_line = log.last_lines[-1][0] if log.last_lines else 0
-    return log.is_restart and has_steps and last_line - log.first_line <= BUFFERED_LINES and not ends_well(log)
+    return log.is_restart and has_steps and not ends_well(log)
 
 
 def is_ordinary(log: Log) -> bool:

@@ -31,6 +31,7 @@ def test_text_that_only_looks_like_a_prefix_is_not_removed(text):
         ("[2026-01-02 03:04:05,123] [INFO] [logging.py:96:log_dist] [Rank 0] step=70, skipped=0, lr=[0.1]", 70),
         ("Epoch 1:  12%|█▏        | 60/500 [00:10<01:10,  6.2it/s, loss=3.2]", 60),
         ("INFO:train:global_step 3,500: loss=1.25", 3500),
+        ("[>>      ] 7/40, 2.1 task/s, elapsed: 3s, ETA: 16s[>>>     ] 8/40, 2.1 task/s, elapsed: 4s, ETA: 15s", 8),
     ],
 )
 def test_the_steps_of_the_usual_trainers_are_read(line, step):
@@ -54,6 +55,8 @@ def test_progress_has_the_first_and_last_step_and_the_loss():
         "STEPS: (60000, 90000)",
         "kl_loss_coef: 0.001",
         "hp_loss_smoothing: 0.1",
+        "loss_balance: 0.1",
+        "{'data': {'step': 10, 'path': 'anet'}, 'training': {'batch_size': 24, 'lr': 4e-4}, 'loss': {'loss_full': 0.5}}",
     ],
 )
 def test_a_setting_that_counts_steps_is_no_progress(text):

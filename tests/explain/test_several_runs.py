@@ -319,3 +319,23 @@ def test_a_run_begins_with_the_log_s_first_line_although_its_settings_differ():
 def test_a_module_that_python_2_does_not_find_ended_one_program_of_several():
     missing = uncaught("ImportError: No module named pathlib").replace("    main()", "    import pathlib")
     assert verdict(missing + 3 * OTHER_OUTPUT).cause == "healthy"
+
+
+def test_done_behind_a_failed_import_and_commands_that_a_shell_does_not_find_is_no_work():
+    missing = uncaught("ModuleNotFoundError: No module named 'numexpr'")
+    banner = "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default\n"
+    script = "job.sh: line 22: --tasks: command not found\njob.sh: line 26: --width: command not found\ndone\n"
+    assert verdict(missing + banner + script).cause == "import-error"
+    assert verdict(missing + banner + OTHER_OUTPUT + "done\n").cause == "healthy"
+
+
+def test_a_summary_that_names_failed_programs_behind_the_end_of_their_training_shows_no_health():
+    ends = STEPS + "Training complete in 4568.8s\n"
+    summary = "Summary\n    magnitude/seed1    FAILED (4567s)\n    magnitude/seed2    FAILED (4554s)\n"
+    assert verdict(ends + summary).cause == "unknown"
+    assert verdict(ends + "Summary\n    magnitude/seed1    ok (4567s)\n").cause == "healthy"
+
+
+def test_keys_that_a_terminal_shows_ended_no_program_that_goes_on():
+    assert verdict(OTHER_OUTPUT + "^C^C\n" + OTHER_OUTPUT * 3).cause == "healthy"
+    assert verdict(OTHER_OUTPUT + "^C^C\n").cause == "keyboard-interrupt"

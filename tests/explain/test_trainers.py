@@ -97,6 +97,12 @@ def test_a_loss_that_never_moves_stands_still_whatever_its_name(report):
     assert explained(reports(report, lambda n: 2.3026)).cause == "loss-stands-still"
 
 
+@pytest.mark.parametrize(("steps", "cause"), [(40, "healthy"), (60, "loss-stands-still")])
+def test_the_loss_that_lightning_s_bar_repeats_until_it_logs_the_next_does_not_stand_still(steps, cause):
+    bar = "Epoch 0:   1%|          | {0}/9000 [00:{0:02d}<22:10:01,  0.13it/s, v_num=tc97, train_loss=0.817]\n"
+    assert explained("".join(map(bar.format, range(1, steps)))).cause == cause
+
+
 @pytest.mark.parametrize(
     "report", [item for item in TABLES["report"] if "{val}" in item["text"]], ids=lambda report: report["name"]
 )

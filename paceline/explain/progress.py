@@ -42,7 +42,8 @@ SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are los
 EPOCH = re.compile(
     r"(?i)(?:^|[|\]] {0,3}| [-:] )\W*(?:(?:train|begin|start)\w*\W+)?(?:epoch(?: n\w{1,5})?|ep\b)\W{,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
 )
-MIN_MEAN = 10  # steps whose mean loss counts
+MIN_MEAN = 10  # steps whose mean loss counts, or that are a training behind which another begins
+AS_AT_FIRST = 0.8  # of the first loss
 MIN_EPOCHS = 3  # of a training behind which another begins
 DONE = re.compile(
     r"(?:train|tun)ing (?:is |was |has been )?(?:successfully )?(?:completed?|finished|done)"
@@ -161,10 +162,13 @@ class ProgressTracker:
         """Notes the epoch of a line. Where the epochs begin again, another training does: curves do not go on from the last one."""
         self._first_epoch = min(epoch, self._first_epoch)
         if epoch <= max(1, self._first_epoch) + 1 and self._epoch >= epoch + MIN_EPOCHS:
-            for points in (self._losses, self.held_out, self.rewards, self.scores, self.speeds):
-                points.clear()
-            self._memory.clear()
+            self._clear_curves()
         self._epoch = epoch
+
+    def _clear_curves(self) -> None:
+        for points in (self._losses, self.held_out, self.rewards, self.scores, self.speeds):
+            points.clear()
+        self._memory.clear()
 
     def _add_progress(self, number: int, rank: int | None, progress: StepLoss) -> None:
         self._num_lines += 1
@@ -234,8 +238,11 @@ class ProgressTracker:
     def _add_loss(self, rank: int | None, point: LossPoint) -> None:
         if not self._losses:
             self._loss_rank = rank
-        if rank == self._loss_rank:
-            store(self._losses, point)
+        if rank != self._loss_rank:
+            return
+        if self._losses and begins_again(self._losses[0], self._losses[-1], point):
+            self._clear_curves()
+        store(self._losses, point)
 
     def _add_value(self, measure: str, value: float, at: ProgressLine) -> None:
         """Notes whether a measure is finite; at: where it is reported."""
@@ -275,6 +282,15 @@ class ProgressTracker:
                 number, _, step = values[0]
                 return replace(reached, nan_line=number, nan_step=step, nan_measure=measure)
         return reached
+
+
+def begins_again(first: LossPoint, last: LossPoint, point: LossPoint) -> bool:
+    """Whether a loss is the first one of another training in the same log: at the first step again, and as high as at first."""
+    if first.step is None or last.step is None or point.step is None or (last.name, last.epoch) != point[1::2]:
+        return False
+    return point.step <= first.step < last.step - MIN_MEAN and point.value > max(
+        AS_AT_FIRST * first.value, 2 * last.value
+    )
 
 
 def reports_progress(text: str) -> bool:

@@ -27,6 +27,7 @@ from paceline.explain.matches import (
 )
 from paceline.explain.reader import INCOMPLETE, NOT_TEXT
 from paceline.explain.roots import apply_hang, choose_culprit, find_hang, find_roots, silent_exit, without_consequences
+from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.sentences import clean_values, fill_template, format_fix, frame_values, template_values
 from paceline.explain.signs_of_trouble import (
     ERROR_PREFIX,
@@ -265,9 +266,10 @@ def is_late_step(progress: LogProgress) -> bool:
 
 
 def hardly_began(log: Log) -> bool:
-    """Whether a log's last run printed no step, although runs before it reported steps."""
+    """Whether a log's last run printed little and no step, although runs before it reported steps."""
     has_steps = any(run.progress.steps >= MIN_STEPS for run in log.earlier)
-    return log.is_restart and has_steps and not ends_well(log)
+    last_line = log.last_lines[-1][0] if log.last_lines else 0
+    return log.is_restart and has_steps and last_line - log.first_line <= BUFFERED_LINES and not ends_well(log)
 
 
 def is_ordinary(log: Log) -> bool:

@@ -339,3 +339,9 @@ def test_a_summary_that_names_failed_programs_behind_the_end_of_their_training_s
 def test_keys_that_a_terminal_shows_ended_no_program_that_goes_on():
     assert verdict(OTHER_OUTPUT + "^C^C\n" + OTHER_OUTPUT * 3).cause == "healthy"
     assert verdict(OTHER_OUTPUT + "^C^C\n").cause == "keyboard-interrupt"
+
+
+def test_a_count_of_no_exceptions_and_what_ucx_tries_are_no_trouble():
+    assert verdict(STEPS + "0 exceptions encountered during last training\n").cause == "healthy"
+    tried = "[node12:56309:0]   sock.c:32   UCX  DEBUG ioctl(req=35093, ifr_name=ib2) failed: Cannot assign requested address\n"
+    assert verdict(STEPS + tried).cause == "healthy"

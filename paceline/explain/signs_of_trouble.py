@@ -104,12 +104,12 @@ NO_TROUBLE = re.compile(
     # terminals, locales, screens and sound that a server lacks, decoders of pictures, films and sound, what looks for a device
     r"|Inappropriate ioctl|\bset(?:ting )?locale\b|XDG_RUNTIME_DIR|^(?:ALSA|Xlib|libEGL|libpng|libva|MESA-LOADER|qt\.\w+)\b"
     r"|\bGLFWError\b|^GKS: cannot open display|are not found in the checkpoint"
-    r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` secret"
+    r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` (?:secret|does not)"
     # what a model answers, a tally of items
     r"|\bI (?:cannot|can't)\b|\berror analysis\W*$|^assistant: |\bnot found yet\b|\bno [\w-]+ information available\b"
     r"|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bhas requirement .*, but you'll have "
     r"|^(?:Installing collected packages|Successfully installed)\b"
-    r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored|^fatal: not a git repository"
+    r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored|^fatal: (?:not a git repository|destination path .* already exists)"
     # Debian's packages, the head of nccl-tests' table, logging's own report, what docker build quotes of a command
     r"|^(?:debconf|invoke-rc\.d): |\bbusbw\b|--- Logging error ---|^#\d+ \d+\.\d+ "
 )

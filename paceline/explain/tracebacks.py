@@ -36,7 +36,7 @@ EXCEPTION = re.compile(
     r"^(?:uncaught exception: )?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt|ExceptionGroup|Exit"
     r"|Failure|Timeout|TimeoutExpired|Killed|Empty|Full|StopIteration|Warning|Abort))(?:\(\w+\))?(?:: |:$|$)"
 )
-IN_TRACEBACK = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: |:$|$)")
+IN_TRACEBACK = re.compile(r"^(?!(?:Completed?|Done|Finished|OK)$)(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: |:$|$)")
 BARE_EXCEPTION = re.compile(  # without a traceback above it; stricter, because prose contains such names too
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|_?[a-z]\w*\.[A-Z]\w*)?(?:Error|Exception|KeyboardInterrupt|ExceptionGroup))"
     r"(?:\(\w+\))?(?:: (?![-+.\de]+$)|:$|$)"  # not a measure

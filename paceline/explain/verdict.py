@@ -304,6 +304,8 @@ def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequenc
         summary, fix = NOT_TEXT, "pass the text that the training printed: paceline explain LOG"
     elif not any(log.last_lines for log in logs):
         summary, fix = "the log is empty", "check whether the job started, and where it writes its output"
+        if any(log.is_notebook for log in logs):
+            summary, fix = "no cell of the notebook printed anything", RERUN_CELLS
     elif start := max((log.first_line for log in logs if log.is_restart), default=0):
         summary = f"the last run in this log begins at line {start:,} and shows neither a failure nor that it works"
     else:

@@ -166,3 +166,19 @@ def test_a_traceback_that_a_cell_logged_before_it_worked_is_history_but_not_that
 def test_the_exit_code_of_a_job_that_has_none_yet_is_no_failure():
     table = "Name         State      Exit code\n-----------  ---------  -----------\ntrainer      running\n"
     assert verdict(cell(1, STEPS), cell(2, table + '"exitCode": null,\n')).cause == "healthy"
+
+
+def test_a_notebook_that_printed_nothing_is_to_be_run_and_no_job_to_be_checked():
+    explanation = verdict(cell(None), cell(None))
+    assert (explanation.cause, explanation.summary) == ("unknown", "no cell of the notebook printed anything")
+    assert explanation.fix.startswith("run its cells")
+
+
+def test_what_git_and_colab_say_of_what_is_there_or_optional_and_the_end_of_other_output_are_no_failure():
+    clone = "fatal: destination path 'slime' already exists and is not an empty directory.\n"
+    secret = "The secret `HF_TOKEN` does not exist in your Colab secrets.\n"
+    assert verdict(cell(1, clone + secret + "12 rows\n" * 9)).cause == "healthy"
+    closed = (
+        'Traceback (most recent call last):\n  File "connection.py", line 361, in _close\n    _close(self._handle)\n'
+    )
+    assert "Complete" not in verdict(cell(1, closed + "Complete\n")).summary

@@ -109,7 +109,8 @@ NO_TROUBLE = re.compile(
     r"|\bI (?:cannot|can't)\b|\berror analysis\W*$|^assistant: |\bnot found yet\b|\bno [\w-]+ information available\b"
     r"|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bhas requirement .*, but you'll have "
     r"|^(?:Installing collected packages|Successfully installed)\b"
-    r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored|^fatal: (?:not a git repository|destination path .* already exists)"
+    r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored"
+    r"|^fatal: (?:not a git repository|destination path .* already exists)"
     # Debian's packages, the head of nccl-tests' table, logging's own report, what docker build quotes of a command
     r"|^(?:debconf|invoke-rc\.d): |\bbusbw\b|--- Logging error ---|^#\d+ \d+\.\d+ "
 )

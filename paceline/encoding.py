@@ -17,6 +17,8 @@ MIN_SHARE = 0.8  # of the characters beyond ASCII that must be frequent ones
 MIN_HANGUL = 6  # fewer are taken for Chinese: both have the same bytes
 CONTROLS = {*range(9), *range(14, 32)} - {27}  # bytes that a text hardly has; 27 begins a colour of a terminal
 MAX_CONTROLS = 0.01  # of the bytes of a text
+ZEROS = bytes(64)  # in a row: no text in any encoding has them, a file that was not written to its end does
+HIGH_CONTROLS = {*range(0x80, 0xA0)}  # of ISO-8859-1: in a text these bytes are the quotes and dashes of Windows
 MARKS = {b"\xff\xfe\0\0": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 TITLES = {  # by the name that Python and iconv have for it
     "gb18030": "GB18030 (GBK)",
@@ -43,8 +45,23 @@ def not_utf8(path: str | Path, content: bytes, error: UnicodeDecodeError, *, off
     if encoding is None and is_binary(content):
         return f"{message}; it is not text", FileFix("", "move it out of the folder, or give another file")
     if encoding is None:
-        return message, conversion(path, "ISO-8859-1", note=", with the encoding it is in in place of ISO-8859-1")
+        likely = "ISO-8859-1" if HIGH_CONTROLS.isdisjoint(content) else "WINDOWS-1252"
+        return message, conversion(path, likely, note=f", with the encoding it is in in place of {likely}")
     return f"{message}; it looks like {TITLES[encoding]}", conversion(path, encoding)
+
+
+def zeros_in_text(path: str | Path, content: bytes, *, offset: int) -> tuple[str, FileFix] | None:
+    """Returns what is wrong with a text that has a block of zeros, and the command that removes them; else None.
+
+    content: the part at `offset` of the file.
+    """
+    if (at := content.find(ZEROS)) < 0:
+        return None
+    read, pack = ("gzip -dc", " | gzip") if str(path).endswith(".gz") else ("cat", "")
+    command = f"""{read} "$f" | tr -d '\\0'{pack} > "$f.utf8" && mv "$f.utf8" "$f\""""
+    message = f"{path} has zeros in place of text at offset {offset + at:,}: it is damaged"
+    guard = f"! {read} \"$f\" | grep -qaP '\\0{{64}}'"
+    return message, FileFix(command, ", or get the file again", guard)
 
 
 def utf16_as_utf8(path: str | Path, content: bytes) -> tuple[str, FileFix] | None:

@@ -115,6 +115,30 @@ def test_the_command_for_a_text_of_one_byte_a_character_makes_it_readable(tmp_pa
     assert read(path) == TEXTS["fr"]
 
 
+def test_the_quotes_of_windows_make_a_text_one_of_windows(tmp_path):
+    path, text = tmp_path / "a.txt", "l’été – “chaud”\n"
+    path.write_bytes(text.encode("cp1252"))
+    fix, _, hint = refused(read, path).fix.partition(", ")
+    assert hint == "with the encoding it is in in place of WINDOWS-1252"
+    subprocess.run(fix, shell=True, check=True)
+    assert read(path) == text
+
+
+@pytest.mark.parametrize("name", ["a.txt", "b.txt.gz"])
+@pytest.mark.parametrize("place", [0, 7, 400])
+def test_a_block_of_zeros_is_a_damaged_text_and_the_command_removes_it(tmp_path, name, place):
+    path, text = tmp_path / name, TEXTS["fr"] * 20
+    raw = text.encode()
+    raw = raw[:place] + bytes(5000) + raw[place:]
+    path.write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    error = refused(read, path)
+    assert error.message == f"{path} has zeros in place of text at offset {place}: it is damaged"
+    fix, _, hint = error.fix.partition(", ")
+    assert hint == "or get the file again"
+    subprocess.run(fix, shell=True, check=True)
+    assert read(path) == text
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1"])
 @pytest.mark.parametrize("ending", ["txt", "txt.gz"])
 def test_the_fix_for_many_files_repairs_all_of_them_and_leaves_the_others_alone(tmp_path, encoding, ending):

@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from paceline.encoding import not_utf8, utf16_as_utf8
+from paceline.encoding import not_utf8, utf16_as_utf8, zeros_in_text
 from paceline.errors import FileFix, PacelineError
 from paceline.hub import OFFLINE_NAMES, PACKAGES, ask_hub, endpoint, is_cached, missing_packages, reach_fix
 
@@ -139,7 +139,8 @@ def check_utf8(path: str, part: bytes, *, offset: int) -> None:
     except UnicodeDecodeError as error:
         message, fix = not_utf8(path, part, error, offset=offset)
         raise UnreadableFile(message, fix=fix.for_file(path), file_fix=fix) from error
-    if offset == 0 and (problem := utf16_as_utf8(path, part)):
+    problem = zeros_in_text(path, part, offset=offset)
+    if problem := problem or (utf16_as_utf8(path, part) if offset == 0 else None):
         raise UnreadableFile(problem[0], fix=problem[1].for_file(path), file_fix=problem[1])
 
 

@@ -8,10 +8,13 @@ Rich is imported when a bar is drawn.
 """
 
 import errno
+import fcntl
 import os
 import re
 import sys
+import termios
 import unicodedata
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate, takewhile
@@ -236,3 +239,14 @@ def tolerant_output() -> Iterator[None]:
             if isinstance(stream, TolerantStream):
                 stream.flush(is_last=True)
         sys.stdout, sys.stderr = before
+
+
+def has_input() -> bool:
+    """Whether something waits in a pipe or a file that is the standard input."""
+    waiting = array("i", [0])
+    try:
+        is_piped = not os.isatty(0)
+        fcntl.ioctl(0, termios.FIONREAD, waiting)
+    except OSError:  # it is closed, or a device
+        return False
+    return is_piped and waiting[0] > 0

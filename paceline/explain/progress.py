@@ -43,7 +43,8 @@ EPOCH = re.compile(
     r"(?i)(?:^|[|\]] {0,3}| [-:] )\W*(?:(?:train|begin|start)\w*\W+)?(?:epoch(?: n\w{1,5})?|ep\b)\W{,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
 )
 MIN_MEAN = 10  # steps whose mean loss counts, or that are a training behind which another begins
-AS_AT_FIRST = 0.8  # of the first loss
+AS_AT_FIRST = 0.8  # of the first loss, or it of that
+KERAS_BAR = re.compile(r"\s*(?P<at>\d+)/(?P<of>\d+) (?:\[[=>.]{10,}\]|[━╸]{10,})")
 MIN_EPOCHS = 3  # of a training behind which another begins
 DONE = re.compile(
     r"(?:train|tun)ing (?:is |was |has been )?(?:successfully )?(?:completed?|finished|done)"
@@ -111,6 +112,7 @@ class ProgressTracker:
         self._labels: Counter[str] = Counter()  # by the words before a value: how often it was finite on these
         self._lost: dict[str, list[ProgressLine]] = {}  # its values since, that are NaN
         self._is_evaluation = False  # the line before is the title of one
+        self._in_epoch, self._epoch_batches = False, ""  # of Keras: an epoch is above, whose bar is not at its end
 
     def step_of(self, rank: int | None) -> int | None:
         """The last step that this rank reported, or else that any rank reported."""
@@ -137,8 +139,9 @@ class ProgressTracker:
             progress = replace(progress, step=self._last_step) if counts else None
         if progress is None and match is not None and text != self._header:
             progress, self._header = StepLoss(None, None), text
-        if progress is not None and progress.loss is not None and self._is_evaluation:
-            progress = replace(progress, name="eval_loss")
+        bar_share = self._keras_evaluation(text, has_epoch=match is not None)
+        if progress is not None and progress.loss is not None and (self._is_evaluation or bar_share):
+            progress = replace(progress, name="eval_loss", loss=progress.loss if bar_share in (None, 1) else None)
         self._is_evaluation = len(text) < MAX_TITLE and EVALUATION_TITLE.match(text) is not None
         score = read_value(HELD_OUT_SCORE.search(text)) if has_word(lowered, HELD_OUT_WORDS) else None
         if score is not None and (progress is None or progress.loss is None):
@@ -157,6 +160,21 @@ class ProgressTracker:
         if has_word(lowered, MEMORY_WORDS):
             self._add_memory(line)
         return progress is not None
+
+    def _keras_evaluation(self, text: str, *, has_epoch: bool) -> float | None:
+        """How far a bar of Keras' evaluate is: no epoch stands above it, and it counts other batches than training does.
+
+        None for any other line.
+        """
+        self._in_epoch = self._in_epoch or has_epoch
+        if (bar := KERAS_BAR.match(text)) is None:
+            return None
+        if self._in_epoch:
+            self._epoch_batches = bar["of"]
+            self._in_epoch = bar["at"] != bar["of"]
+            return None
+        is_other = bool(self._losses) and bar["of"] != self._epoch_batches
+        return int(bar["at"]) / max(1, int(bar["of"])) if is_other else None
 
     def _begin_epoch(self, epoch: int) -> None:
         """Notes the epoch of a line. Where the epochs begin again, another training does: curves do not go on from the last one."""
@@ -285,12 +303,14 @@ class ProgressTracker:
 
 
 def begins_again(first: LossPoint, last: LossPoint, point: LossPoint) -> bool:
-    """Whether a loss is the first one of another training in the same log: at the first step again, and as high as at first."""
-    if first.step is None or last.step is None or point.step is None or (last.name, last.epoch) != point[1::2]:
+    """Whether a loss is the first one of another training in the same log: at the first step again, and as high as at first.
+
+    Where epochs are reported, their steps may begin again: they tell it themselves.
+    """
+    if first.step is None or last.step is None or point.step is None or (last.name, None) != point[1::2]:
         return False
-    return point.step <= first.step < last.step - MIN_MEAN and point.value > max(
-        AS_AT_FIRST * first.value, 2 * last.value
-    )
+    is_fresh = AS_AT_FIRST * first.value < point.value < first.value / AS_AT_FIRST and point.value > 2 * last.value
+    return is_fresh and point.step <= first.step < last.step - MIN_MEAN
 
 
 def reports_progress(text: str) -> bool:

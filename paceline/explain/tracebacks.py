@@ -55,7 +55,7 @@ WRAPPER = re.compile(
     r"ChildFailedError|WorkerGroupFailureException|ProcessRaisedException|ProcessExitedException|CalledProcessError|SpawnException"
     r"|^(?:\w+\.)*\w+: Caught \w+ in (?:DataLoader worker|replica|pin memory|\w+) |ray\.exceptions\.RayTaskError"
     r"|WorkerCrashedError$|^SystemExit: \d|^Exception:(?: *$| process \d+ terminated with exit code)"
-    r"|^torch\.distributed\.elastic\S*SignalException"
+    r"|^torch\.distributed\.elastic\S*SignalException|RuntimeError: TorchDistributor failed"
 )
 SPAWN_CHILD = re.compile(r"multiprocessing[/\\](?:spawn|forkserver)\.py\"?.* in (?:_main|spawn_main|main)")
 # what a parent did not finish to send

@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -30,6 +31,7 @@ LINK_LOST_GRACE_S = 17.0  # without a supervisor: enough for a save
 ENGINE_MARGIN_S = 3.0  # how much later than its own deadline the engine may end before it is killed
 FAILED_GRACE_S = 3.0  # the engine gives the peers of a failed rank this long
 KILL_DEADLINE_S = 10.0
+LEFT_RUNNING_S, MAX_COMMAND = 1.0, 120  # what helps a process ends soon behind it; characters
 CONNECT_S = 8.0  # four packets of TCP, if the first are lost
 SAMPLER_END_S = 2.0  # a sampler in a system call that does not return is left behind
 WAKE_UP_S = 0.5  # a signal does not interrupt select: its deadline is noticed this late
@@ -104,9 +106,10 @@ class Agent:
             self.sampler.kill()  # it has nothing to finish
             with suppress(subprocess.TimeoutExpired):
                 self.sampler.wait(SAMPLER_END_S)
+        left = left_running(self.run_id, index=self.index) if exit_code == 0 else []
         survivors = kill_processes(self.run_id, timeout_s=KILL_DEADLINE_S, index=self.index)
         remove_pipes(self.logs_dir)
-        send({"event": "engine_ended", "exit_code": exit_code, "survivors": survivors})
+        send({"event": "engine_ended", "exit_code": exit_code, "survivors": survivors, "left": left})
         return 0
 
     def forward(self) -> None:
@@ -229,6 +232,19 @@ def kill_processes(run_id: str, *, timeout_s: float, index: int) -> list[int]:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
     return pids
+
+
+def left_running(run_id: str, *, index: int) -> list[str]:
+    """Returns the commands of processes that the workers started and that go on without them; most end within LEFT_RUNNING_S."""
+    deadline = time.monotonic() + LEFT_RUNNING_S
+    while (pids := processes_of(run_id, index=index)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    commands = []
+    for pid in pids:
+        with suppress(OSError):  # it has just ended
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            commands.append(shlex.join(filter(None, words))[:MAX_COMMAND])
+    return commands
 
 
 def processes_of(run_id: str, *, index: int) -> list[int]:

@@ -42,7 +42,7 @@ from paceline.options import ScriptOptions
 from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_world_size
 from paceline.rundir import RunDir, append_event, check_unused, lock_run, unwritable_run, write_atomic
-from paceline.terminal import shows_colours
+from paceline.terminal import has_input, shows_colours
 from paceline.units import format_duration, format_number_of
 
 PROGRESS_S = 600.0  # what a script saves is unknown: an attempt that lasted this long has made progress
@@ -116,6 +116,10 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = ()) -> int:
                 shutil.rmtree(run.path)
             raise
     device = f"device  {format_devices(script, machine, num_hosts=len(entries))}"
+    lines = [
+        *lines,
+        *(["note    the script gets no standard input: what is piped in stays unread"] if has_input() else []),
+    ]
     job.show([f"script  {shlex.join(script.command)}", device, *lines, f"run     {run.path}", *harm_lines(rows), ""])
     try:
         return run_job(job, services)

@@ -216,6 +216,9 @@ class AttemptRecord:
             self.joined = line["joined"]
         elif line["event"] == "engine_ended":
             self.engine_exit_code = self.engine_exit_code or line["exit_code"]
+            if line["left"]:
+                text = f"ended what the ranks had left running: {', '.join(line['left'])}"
+                append_event(self.run, "note", text=text)
             if line["survivors"]:
                 pids = ", ".join(map(str, line["survivors"]))
                 append_event(self.run, "note", text=f"processes that survive SIGKILL: {pids}")

@@ -345,3 +345,12 @@ def test_a_count_of_no_exceptions_and_what_ucx_tries_are_no_trouble():
     assert verdict(STEPS + "0 exceptions encountered during last training\n").cause == "healthy"
     tried = "[node12:56309:0]   sock.c:32   UCX  DEBUG ioctl(req=35093, ifr_name=ib2) failed: Cannot assign requested address\n"
     assert verdict(STEPS + tried).cause == "healthy"
+
+
+def test_a_rendezvous_that_another_node_has_shut_down_ended_no_run_and_a_notebook_s_launcher_only_reports_one():
+    left = "[W dynamic_rendezvous.py:1203] The node 'n2_253134_0' has failed to shutdown the rendezvous 'none'.\n"
+    assert verdict(STEPS + left).cause == "healthy"
+    launcher = uncaught(
+        "RuntimeError: TorchDistributor failed during training.View stdout logs for detailed error message."
+    )
+    assert verdict(uncaught("ModuleNotFoundError: No module named 'training'") + launcher).cause == "import-error"

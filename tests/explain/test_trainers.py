@@ -201,3 +201,26 @@ def test_a_row_without_all_its_cells_or_without_numbers_is_no_row():
     assert read_row("3,0.61,1.48, 2.01", commas) == StepLoss(3, 1.48, held_out=2.01)
     for text in ("10  2.5", "10  no log  none", "all  2.5  2.4"):
         assert read_row(text, columns) is None
+
+
+def test_the_bar_of_keras_evaluate_behind_the_training_is_an_evaluation():
+    def bar(n, of, loss):
+        return f"{n:>3}/{of} [{'=' * 20 if n == of else '=' * 10 + '>.........'}] - ETA: 3s - loss: {loss:.4f}\n"
+
+    epochs = "".join(
+        f"Epoch {n}/3\n" + "".join(bar(at, 60, 3 / (n + at / 60)) for at in range(1, 61)) for n in range(1, 4)
+    )
+    evaluation = "".join(bar(at, 40, 2.9) for at in range(1, 41))
+    log = read(epochs + evaluation)
+    assert (len(log.losses), log.losses[-1].name) == (181, "eval_loss")
+    assert explained(epochs + evaluation).cause == "healthy"
+    assert {point.name for point in read(epochs).losses} == {"loss"}
+
+
+def test_losses_that_begin_again_at_the_first_step_as_high_as_at_first_are_another_training():
+    def training(lowest):
+        losses = ((n, lowest + (4.2 - lowest) / (1 + n / 20)) for n in range(0, 500, 25))
+        return "".join(f"Step {n:5d} | Train loss: {loss:.4f}\n" for n, loss in losses)
+
+    text = training(0.01) + training(1.9)
+    assert (explained(text).cause, len(read(text).losses)) == ("healthy", 20)

@@ -141,7 +141,10 @@ def test_ranks_get_the_variables_of_torchrun_their_own_arguments_an_empty_stdin_
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
         print(*[os.environ[name] for name in names], int(os.environ["MASTER_PORT"]) > 0, repr(sys.stdin.read()), sys.argv[1:])
     """, name="pkg/train.py")  # fmt: skip
-    done = bench.run("--nproc", 2, "-m", "pkg.train", "--nproc", "7", "-m", "a b", "--help", stdin=subprocess.PIPE)
+    (bench.folder / "answers.txt").write_text("yes\n")
+    with (bench.folder / "answers.txt").open() as answers:
+        done = bench.run("--nproc", 2, "-m", "pkg.train", "--nproc", "7", "-m", "a b", "--help", stdin=answers)
+    assert "note    the script gets no standard input: what is piped in stays unread\n" in done.err
     output = "True '' ['--nproc', '7', '-m', 'a b', '--help']"
     assert sorted(done.out.splitlines()) == [f"[0] 0 0 2 2 127.0.0.1 {output}", f"[1] 1 1 2 2 127.0.0.1 {output}"]
     assert "note    no rank joined a process group: each of the 2 ranks worked alone\n" in done.err
@@ -165,6 +168,17 @@ def test_the_run_folder_has_what_happened_and_repeats_the_run(bench):
 
 
 @pytest.mark.soak
+def test_what_a_rank_leaves_running_behind_a_good_end_is_ended_and_named(bench):
+    name = bench.script("""
+        import subprocess, sys
+        print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # upload"]).pid)
+    """)
+    done = bench.run("--nproc", 1, name)
+    assert (done.returncode, "standard input" in done.err) == (0, False)
+    assert "ended what the ranks had left running: " in done.err and "# upload" in done.err
+    assert not Path(f"/proc/{done.out.split()[-1]}").exists()
+
+
 def test_a_full_disk_behind_stdout_ends_no_run_and_is_reported_with_the_place_of_the_logs(bench):
     bench.script("print('a result'); raise SystemExit(7)")
     with open("/dev/full", "w") as full:

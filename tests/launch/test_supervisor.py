@@ -67,7 +67,8 @@ def test_a_run_of_any_name_that_succeeds_has_its_events_the_whole_output_of_each
     ended = running.end()
     assert running.left(timeout_s=0) == []
     assert (ended.exit_code, ended.outcome["state"]) == (0, "finished")
-    assert ended.events() == ["attempt", "attempt_ended"]
+    assert ended.events() == ["attempt", "note", "attempt_ended"]
+    assert ended.event("note")["text"].count("sleep 60") == 4
     attempt = ended.event("attempt")
     assert (attempt["nproc"], attempt["world_size"], len(attempt["pids"])) == (2, 2, 2)
     for rank in range(2):

@@ -165,6 +165,12 @@ def test_the_time_of_a_script_that_was_interrupted_at_its_start_is_named_as_that
     assert goodput_line(trained) == "0 % of 1s in steps that counted, 100 % start-up; 0 tok/s overall"
 
 
+def test_a_training_that_was_interrupted_before_its_first_step_has_lost_no_work():
+    events = [*BEGIN, event(20, "attempt_ended", state="interrupted")]
+    assert "lost" not in spent(events, [])
+    assert spent([*BEGIN, event(20, "attempt_ended", state="failed")], [])["lost"] > 0
+
+
 def test_a_script_that_works_counts_until_now():
     events = [event(0, "script", command=["x.py"]), event(1, "attempt", attempt=1)]
     assert goodput(events, [], tokens_per_step=None, now=START + 10.0).share == 0.9

@@ -40,14 +40,14 @@ STEP = re.compile(
     re.IGNORECASE,
 )
 SECTION = re.compile(r"['\"]: \{")  # in a dictionary
+LOSS_FIELD = re.compile(r"(?i)loss['\"]: ['\"]?(?:[-\d]|nan|inf)")
 # 2.5, '2.5', nan.0, tensor(nan, np.float64(nan)
 VALUE = (
     r"['\"]?\s*(?:[:=|]|is\b(?: (?:not finite|non-finite|NaN)[:,]?)?)?\s*(?:[\w.]{1,20}\()?['\"]?"
     r"(?P<value>(?:(?<![a-z])[-+])?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b(?![\d.]*%)"  # a share is no measure
 )
 LOSS = re.compile(
-    r"loss(?: (?:train|average|avg|mean|function)|_(?!scal|weight|fn|func|type|tok|per_|smooth|gamma|alpha|coef|balance"
-    r"|margin|ratio|lambda|reduc)[a-z]\w{0,15}"
+    r"loss(?: (?:train|average|avg|mean|function)|_(?!scal|weight|fn|func|type|tok|per_|smooth|gamma|alpha|coef)[a-z]\w{0,15}"
     r"|/[a-z][\w/]{0,30}"
     r"|[_-]?\d{1,2}(?= ?[:=]|[ ]+[-+]?\d))?" + VALUE,
     re.IGNORECASE,
@@ -101,7 +101,7 @@ COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost,
     r"|.{0,60}?\b(?:Test|Valid(?:ation)?|Val|Eval|Train): ?\[ *(?P<place>\d{1,9})/\d+\]"
     r"|:{0,3}MLLOG .{0,400}?\"epoch_num\": (?P<epoch>\d{1,9})\b"
     r"|.{0,60}?\b[Pp]rogress: (?P<done>\d{1,9})/\d+ steps\b"
-    r"|.*\[[> ]*\] (?P<task>\d{1,9})/(?P<tasks>\d{1,9}), \d+\.\d task/s, elapsed: "
+    r"|.*\[[> ]*\] \d+/\d+, \d+\.\d task/s, elapsed: "  # of an evaluation, whose count is no step of training
     r"|(?P<n>\d{1,9})[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)$"
 )
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
@@ -208,7 +208,7 @@ def strip_counters(text: str) -> tuple[str, StepLoss | None]:
 def read_step_and_loss(text: str) -> StepLoss | None:
     """The step or the loss that a line reports; None if it reports neither."""
     lowered = text.lower()
-    if text[:1] == "{" and "batch_size" in lowered and SECTION.search(text):
+    if text[:1] == "{" and "batch_size" in lowered and SECTION.search(text) and not LOSS_FIELD.search(text):
         return None  # settings
     step = STEP.search(text)
     loss_match = find_measure(LOSS, text, lowered.index("loss")) if "loss" in lowered else None
@@ -366,11 +366,10 @@ def read_counter(text: str) -> StepLoss | None:
     match = COUNTED.match(text)
     if match is None:
         return None
-    counts = match.group("step", "at", "n", "iteration", "place", "epoch", "done", "task")
-    step = parse_count(next(filter(None, counts)))
+    counts = match.group("step", "at", "n", "iteration", "place", "epoch", "done")
+    step = parse_count(next(filter(None, counts), ""))
     if match["learn"]:
         values = match.group("learn", "test")
         learn, test = (float(value) if value and NUMBER_CELL.fullmatch(value) else None for value in values)
         return StepLoss(step, learn, held_out=test)
-    is_last = match["task"] is not None and match["task"] == match["tasks"]
-    return StepLoss(step, math.nan if match["value"] == "nan" else None, is_last)
+    return StepLoss(step, math.nan if match["value"] == "nan" else None)

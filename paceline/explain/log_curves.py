@@ -134,7 +134,8 @@ def line_series(points: Sequence[LossPoint], *, kind: str | None = None) -> list
 
 def repeats_logged(series: MetricSeries) -> bool:
     """Whether a curve is the one value that a bar of Lightning shows in its first steps."""
-    return 1 < len(series.values) < LOGGED_EVERY and len({*series.values}) == 1
+    is_short = series.steps[-1] - series.steps[0] < LOGGED_EVERY
+    return len(series.values) > 1 and is_short and len({*series.values}) == 1
 
 
 def has_epochs(curve: Sequence[LossPoint]) -> bool:

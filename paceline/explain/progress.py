@@ -45,6 +45,7 @@ EPOCH = re.compile(
 MIN_MEAN = 10  # steps whose mean loss counts, or that are a training behind which another begins
 AS_AT_FIRST = 0.8  # of the first loss, or it of that
 KERAS_BAR = re.compile(r"\s*(?P<at>\d+)/(?P<of>\d+) (?:\[[=>.]{10,}\]|[━╸]{10,})")
+KERAS_EPOCH = re.compile(r"\s*Epoch \d+/\d+\s*")
 MIN_EPOCHS = 3  # of a training behind which another begins
 DONE = re.compile(
     r"(?:train|tun)ing (?:is |was |has been )?(?:successfully )?(?:completed?|finished|done)"
@@ -112,6 +113,7 @@ class ProgressTracker:
         self._labels: Counter[str] = Counter()  # by the words before a value: how often it was finite on these
         self._lost: dict[str, list[ProgressLine]] = {}  # its values since, that are NaN
         self._is_evaluation = False  # the line before is the title of one
+        self._num_trained = 0  # losses on lines that are no bar of Keras
         self._in_epoch, self._epoch_batches = False, ""  # of Keras: an epoch is above, whose bar is not at its end
 
     def step_of(self, rank: int | None) -> int | None:
@@ -133,15 +135,17 @@ class ProgressTracker:
         match = EPOCH.search(text) if "epoch" in lowered or lowered.startswith("ep") or " ep" in lowered else None
         if match is not None:
             self._begin_epoch(int(match["epoch"]))
+            self._in_epoch = self._in_epoch or KERAS_EPOCH.fullmatch(text) is not None
         progress = read_row(text, self._columns) or read_line(text, bar)
         if progress is not None and progress.name == MEAN_LOSS:
             counts = not self._losses and (self._last_step or 0) >= MIN_MEAN
             progress = replace(progress, step=self._last_step) if counts else None
         if progress is None and match is not None and text != self._header:
             progress, self._header = StepLoss(None, None), text
-        bar_share = self._keras_evaluation(text, has_epoch=match is not None)
-        if progress is not None and progress.loss is not None and (self._is_evaluation or bar_share):
-            progress = replace(progress, name="eval_loss", loss=progress.loss if bar_share in (None, 1) else None)
+        if progress is not None and progress.loss is not None:
+            bar_share = self._keras_evaluation(text)
+            if self._is_evaluation or (bar_share and math.isfinite(progress.loss)):
+                progress = replace(progress, name="eval_loss", loss=progress.loss if bar_share in (None, 1) else None)
         self._is_evaluation = len(text) < MAX_TITLE and EVALUATION_TITLE.match(text) is not None
         score = read_value(HELD_OUT_SCORE.search(text)) if has_word(lowered, HELD_OUT_WORDS) else None
         if score is not None and (progress is None or progress.loss is None):
@@ -161,19 +165,20 @@ class ProgressTracker:
             self._add_memory(line)
         return progress is not None
 
-    def _keras_evaluation(self, text: str, *, has_epoch: bool) -> float | None:
-        """How far a bar of Keras' evaluate is: no epoch stands above it, and it counts other batches than training does.
+    def _keras_evaluation(self, text: str) -> float | None:
+        """How far a bar of Keras' evaluate is, by a line with a loss: no epoch is above it, and its number of batches is another.
 
-        None for any other line.
+        None for any other line. Without a training above it, it may be one: `fit` of one epoch prints no epoch.
         """
-        self._in_epoch = self._in_epoch or has_epoch
         if (bar := KERAS_BAR.match(text)) is None:
+            self._num_trained += 1
             return None
         if self._in_epoch:
             self._epoch_batches = bar["of"]
             self._in_epoch = bar["at"] != bar["of"]
             return None
-        is_other = bool(self._losses) and bar["of"] != self._epoch_batches
+        has_trained = self._epoch_batches or self._num_trained >= MIN_EPOCHS
+        is_other = has_trained and bar["of"] != self._epoch_batches
         return int(bar["at"]) / max(1, int(bar["of"])) if is_other else None
 
     def _begin_epoch(self, epoch: int) -> None:

@@ -31,7 +31,7 @@ def test_text_that_only_looks_like_a_prefix_is_not_removed(text):
         ("[2026-01-02 03:04:05,123] [INFO] [logging.py:96:log_dist] [Rank 0] step=70, skipped=0, lr=[0.1]", 70),
         ("Epoch 1:  12%|█▏        | 60/500 [00:10<01:10,  6.2it/s, loss=3.2]", 60),
         ("INFO:train:global_step 3,500: loss=1.25", 3500),
-        ("[>>      ] 7/40, 2.1 task/s, elapsed: 3s, ETA: 16s[>>>     ] 8/40, 2.1 task/s, elapsed: 4s, ETA: 15s", 8),
+        ('{"step": 3, "loss": 1.0, "perf": {"batch_size": 512}}', 3),
     ],
 )
 def test_the_steps_of_the_usual_trainers_are_read(line, step):
@@ -55,7 +55,6 @@ def test_progress_has_the_first_and_last_step_and_the_loss():
         "STEPS: (60000, 90000)",
         "kl_loss_coef: 0.001",
         "hp_loss_smoothing: 0.1",
-        "loss_balance: 0.1",
         "{'data': {'step': 10, 'path': 'anet'}, 'training': {'batch_size': 24, 'lr': 4e-4}, 'loss': {'loss_full': 0.5}}",
     ],
 )
@@ -185,3 +184,12 @@ def test_the_number_of_a_loss_is_no_part_of_its_value():
 
 def test_the_hours_behind_a_count_are_no_step():
     assert read_step_and_loss("gen: -0.008: : 20001it [12:17:03,  3.35s/it]") is None
+
+
+def test_mmcv_s_bar_is_work_but_no_step_and_no_end_of_a_training():
+    bar = "".join(f"[{'>' * n:<40}] {n}/40, 2.1 task/s, elapsed: {n}s, ETA: {40 - n}s\n" for n in range(1, 41))
+    log = read("step 300 | loss 2.1\n" + bar)
+    assert (log.progress.steps, log.progress.last_step, log.progress.finished) == (41, 300, False)
+    assert reach_verdict([log]).cause == reach_verdict([read(bar)]).cause == "healthy"
+    error = "srun: error: n1: task 0: lost its connection\nERROR: worker lost the socket to controller\n"
+    assert reach_verdict([read(bar + error)]).cause == "unknown"

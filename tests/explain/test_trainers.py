@@ -101,6 +101,7 @@ def test_a_loss_that_never_moves_stands_still_whatever_its_name(report):
 def test_the_loss_that_lightning_s_bar_repeats_until_it_logs_the_next_does_not_stand_still(steps, cause):
     bar = "Epoch 0:   1%|          | {0}/9000 [00:{0:02d}<22:10:01,  0.13it/s, v_num=tc97, train_loss=0.817]\n"
     assert explained("".join(map(bar.format, range(1, steps)))).cause == cause
+    assert explained("".join(map(bar.format, range(10, 10 * steps, 10)))).cause == "loss-stands-still"
 
 
 @pytest.mark.parametrize(
@@ -210,11 +211,13 @@ def test_the_bar_of_keras_evaluate_behind_the_training_is_an_evaluation():
     epochs = "".join(
         f"Epoch {n}/3\n" + "".join(bar(at, 60, 3 / (n + at / 60)) for at in range(1, 61)) for n in range(1, 4)
     )
-    evaluation = "".join(bar(at, 40, 2.9) for at in range(1, 41))
+    evaluation = "Epoch 3: early stopping\n" + "".join(bar(at, 40, 2.9) for at in range(1, 41))
     log = read(epochs + evaluation)
     assert (len(log.losses), log.losses[-1].name) == (181, "eval_loss")
     assert explained(epochs + evaluation).cause == "healthy"
     assert {point.name for point in read(epochs).losses} == {"loss"}
+    alone = "".join(bar(at, 60, math.nan if at > 20 else 3 / at) for at in range(1, 61))  # `fit` of one epoch
+    assert (explained(alone).cause, explained(epochs + alone).cause) == ("loss-nan", "loss-nan")
 
 
 def test_losses_that_begin_again_at_the_first_step_as_high_as_at_first_are_another_training():

@@ -6,6 +6,7 @@ frequent ones first, and in a text nearly all characters are of the first part o
 answer for short texts, and none for the encodings of one byte.
 """
 
+import re
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ MIN_HANGUL = 6  # fewer are taken for Chinese: both have the same bytes
 CONTROLS = {*range(9), *range(14, 32)} - {27}  # bytes that a text hardly has; 27 begins a colour of a terminal
 MAX_CONTROLS = 0.01  # of the bytes of a text
 ZEROS = bytes(64)  # in a row: no text in any encoding has them, a file that was not written to its end does
+ZERO_BLOCK = re.compile(rb"\0{64,}")
 HIGH_CONTROLS = {*range(0x80, 0xA0)}  # of ISO-8859-1: in a text these bytes are the quotes and dashes of Windows
 MARKS = {b"\xff\xfe\0\0": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 TITLES = {  # by the name that Python and iconv have for it
@@ -53,9 +55,12 @@ def not_utf8(path: str | Path, content: bytes, error: UnicodeDecodeError, *, off
 def zeros_in_text(path: str | Path, content: bytes, *, offset: int) -> tuple[str, FileFix] | None:
     """Returns what is wrong with a text that has a block of zeros, and the command that removes them; else None.
 
-    content: the part at `offset` of the file.
+    content: the part at `offset` of the file. None also for UTF-16, which needs its other zeros: it is converted first.
     """
     if (at := content.find(ZEROS)) < 0:
+        return None
+    others = ZERO_BLOCK.sub(b"", content)
+    if others.startswith(tuple(MARKS)) or others.count(0) > MAX_CONTROLS * len(others):
         return None
     read, pack = ("gzip -dc", " | gzip") if str(path).endswith(".gz") else ("cat", "")
     command = f"""{read} "$f" | tr -d '\\0'{pack} > "$f.utf8" && mv "$f.utf8" "$f\""""

@@ -139,6 +139,22 @@ def test_a_block_of_zeros_is_a_damaged_text_and_the_command_removes_it(tmp_path,
     assert read(path) == text
 
 
+def test_zeros_that_cut_a_character_are_removed_before_it_is(tmp_path):
+    path, raw = tmp_path / "a.txt", (TEXTS["zh"] * 20).encode()
+    path.write_bytes(raw[:100] + bytes(4096) + raw[101:])
+    for part in ("zeros in place of text at offset 100", "a few bytes are damaged"):
+        error = refused(read, path)
+        assert part in error.message
+        subprocess.run(error.fix.partition(", or")[0], shell=True, check=True)
+    assert read(path)[-50:] == TEXTS["zh"][-50:]
+
+
+def test_zeros_in_utf16_are_not_removed_before_it_is_converted(tmp_path):
+    path, raw = tmp_path / "a.txt", ("Привет мир это текст\n" * 60).encode("utf-16-le")
+    path.write_bytes(raw[:300] + bytes(4096) + raw[300:])
+    assert "iconv -f utf-16le" in refused(read, path).fix
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1"])
 @pytest.mark.parametrize("ending", ["txt", "txt.gz"])
 def test_the_fix_for_many_files_repairs_all_of_them_and_leaves_the_others_alone(tmp_path, encoding, ending):

@@ -133,13 +133,12 @@ def _read_text(file: SourceFile, part_bytes: int, _: ReadNotes) -> Iterator[tupl
 
 
 def check_utf8(path: str, part: bytes, *, offset: int) -> None:
-    """Raises UnreadableFile for a part of a file, at `offset`, that is not UTF-8."""
+    """Raises UnreadableFile for a part of a file, at `offset`, that is not UTF-8, or has a block of zeros."""
+    problem = zeros_in_text(path, part, offset=offset)
     try:
         part.decode()
     except UnicodeDecodeError as error:
-        message, fix = not_utf8(path, part, error, offset=offset)
-        raise UnreadableFile(message, fix=fix.for_file(path), file_fix=fix) from error
-    problem = zeros_in_text(path, part, offset=offset)
+        problem = problem or not_utf8(path, part, error, offset=offset)
     if problem := problem or (utf16_as_utf8(path, part) if offset == 0 else None):
         raise UnreadableFile(problem[0], fix=problem[1].for_file(path), file_fix=problem[1])
 

@@ -80,7 +80,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     }
     reported = line_series(points["losses"])
     if any(LIGHTNING_BAR.search(text) for log in logs for _, text in log.last_lines):
-        reported = [item for item in reported if not repeats_logged(item)]
+        reported = [item for item in reported if not repeats_logged(item, points["losses"])]
     losses, held_out = ([item for item in reported if item.kind == kind] for kind in (LOSS, VALIDATION))
     memories = [evenly_spaced(item) for item in line_series(points["memory"], kind=MEMORY)]
     speeds = [evenly_spaced(item) for item in line_series(points["speeds"], kind=THROUGHPUT)]
@@ -132,10 +132,11 @@ def line_series(points: Sequence[LossPoint], *, kind: str | None = None) -> list
     return table.series()
 
 
-def repeats_logged(series: MetricSeries) -> bool:
-    """Whether a curve is the one value that a bar of Lightning shows in its first steps."""
-    is_short = series.steps[-1] - series.steps[0] < LOGGED_EVERY
-    return len(series.values) > 1 and is_short and len({*series.values}) == 1
+def repeats_logged(series: MetricSeries, points: Sequence[LossPoint]) -> bool:
+    """Whether a curve is the one value that a bar of Lightning shows before its second one is logged; points: of all curves."""
+    steps = [point.step or 0 for point in points]
+    is_first_bar = steps == sorted(steps) and steps[0] < steps[-1] < LOGGED_EVERY
+    return is_first_bar and len({*series.values}) == 1
 
 
 def has_epochs(curve: Sequence[LossPoint]) -> bool:

@@ -59,8 +59,8 @@ TYPED = re.compile(r"(?:-?(?:ba)?sh: )?[\w./-]+: command not found|zsh: command 
 # a way back through NCCL's functions, also when its sockets are closed at the end
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
-# a request that was answered, in a log's last lines, or vLLM's report of such
 TYPED_KEYS = re.compile(r"(?:\^C)+")  # as a terminal shows them
+# a request that was answered, in a log's last lines, or vLLM's report of such
 SERVED, MIN_SERVED = re.compile(r'HTTP/\d(?:\.\d)?" 20\d\b|\bAvg generation throughput: (?!0\.0\b)\d'), 3
 WENT_ON, BEFORE_DONE, MIN_REPEATS = 40, 8, 5  # lines; such about an item that was left out
 RETRIES = re.compile(r"(?i)\bretry(?:ing)? \(?(?:attempt )?\d+ ?(?:/|of) ?\d")
@@ -254,7 +254,7 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     last_line = log.last_lines[-1][0] if log.last_lines else 0
     if NOT_SET_UP.search(record.text):
         return last_line - record.line > MAX_ADVICE
-    if TYPED_KEYS.match(record.text) and last_line - record.line > BUFFERED_LINES:
+    if TYPED_KEYS.match(record.text) and not log.progress.steps and last_line - record.line > BUFFERED_LINES:
         return True  # the program has not ended
     if RETRIES.search(record.text) and last_line - record.line > MAX_QUOTED:
         return True  # what fails in the end says so

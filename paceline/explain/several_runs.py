@@ -16,9 +16,9 @@ from typing import Literal
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation
 from paceline.explain.log import Log
-from paceline.explain.matches import MIN_STEPS
+from paceline.explain.matches import MIN_STEPS, NOT_FOUND
 from paceline.explain.run_bounds import BUFFERED_LINES
-from paceline.explain.signs_of_trouble import ends_well, trouble_anywhere
+from paceline.explain.signs_of_trouble import ends_well
 from paceline.explain.verdict import HEALTHY, UNKNOWN, explain_one_run
 from paceline.units import format_number_of
 
@@ -47,7 +47,8 @@ class Run:
             return "failed"
         is_restart = self.log.is_restart and ends_well(self.log)  # not of what cleans up behind a program
         # a job's script also says "done" behind commands that failed
-        is_done = progress.finished and (progress.steps > 0 or not trouble_anywhere([self.log]))
+        lacks_command = any(NOT_FOUND.search(record.text) for record in self.log.records)
+        is_done = progress.finished and (progress.steps > 0 or not lacks_command)
         shows_work = is_done or progress.steps >= MIN_STEPS or is_restart
         return "worked" if self.explanation.cause == HEALTHY and shows_work else "silent"
 

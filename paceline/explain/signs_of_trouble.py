@@ -83,7 +83,8 @@ STACK_FRAME = re.compile(  # of C++ in several forms, of Java
 # a count of none, a measure, the end of a tracker, a test of failures, a search for what is optional, a fallback
 NO_TROUBLE = re.compile(
     f"(?i){EXIT_ZERO}"
-    r"|\b(?:0|no|without) (?:errors?|exceptions?|fail\w*|invalid)|(?:errors?|(?<!check )fail\w*|invalid|killed)\W{1,3}0\b"
+    r"|\b(?:0 (?:\w+ )?|(?:no|without) )(?:errors?|exceptions?|fail\w*|invalid)"
+    r"|(?:errors?|(?<!check )fail\w*|invalid|killed)\W{1,3}0\b"
     r"|error[ _]rate"
     r"|\b(?:errors?|failed) (?:encountered|(?!rank|gpu|device|node|host|worker)\w+e?s): 0\b"
     r"|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)"

@@ -243,7 +243,7 @@ def left_running(run_id: str, *, index: int) -> list[str]:
     for pid in pids:
         with suppress(OSError):  # it has just ended
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-            commands.append(shlex.join(filter(None, words))[:MAX_COMMAND])
+            commands.append(" ".join(shlex.join(filter(None, words)).split())[:MAX_COMMAND])
     return commands
 
 

@@ -116,10 +116,8 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = ()) -> int:
                 shutil.rmtree(run.path)
             raise
     device = f"device  {format_devices(script, machine, num_hosts=len(entries))}"
-    lines = [
-        *lines,
-        *(["note    the script gets no standard input: what is piped in stays unread"] if has_input() else []),
-    ]
+    if has_input():
+        lines = [*lines, "note    the script gets no standard input: what is piped in stays unread"]
     job.show([f"script  {shlex.join(script.command)}", device, *lines, f"run     {run.path}", *harm_lines(rows), ""])
     try:
         return run_job(job, services)

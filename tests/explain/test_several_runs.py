@@ -333,12 +333,13 @@ def test_a_summary_that_names_failed_programs_behind_the_end_of_their_training_s
     ends = STEPS + "Training complete in 4568.8s\n"
     summary = "Summary\n    magnitude/seed1    FAILED (4567s)\n    magnitude/seed2    FAILED (4554s)\n"
     assert verdict(ends + summary).cause == "unknown"
-    assert verdict(ends + "Summary\n    magnitude/seed1    ok (4567s)\n").cause == "healthy"
+    assert verdict(ends + "Summary\n    magnitude/seed1    ok (4567s)\n0 tasks FAILED\n").cause == "healthy"
 
 
 def test_keys_that_a_terminal_shows_ended_no_program_that_goes_on():
     assert verdict(OTHER_OUTPUT + "^C^C\n" + OTHER_OUTPUT * 3).cause == "healthy"
     assert verdict(OTHER_OUTPUT + "^C^C\n").cause == "keyboard-interrupt"
+    assert verdict(STEPS + "^CReceived Signals.SIGINT death signal\n" + OTHER_OUTPUT * 3).cause == "keyboard-interrupt"
 
 
 def test_a_count_of_no_exceptions_and_what_ucx_tries_are_no_trouble():

@@ -102,6 +102,8 @@ def test_the_loss_that_lightning_s_bar_repeats_until_it_logs_the_next_does_not_s
     bar = "Epoch 0:   1%|          | {0}/9000 [00:{0:02d}<22:10:01,  0.13it/s, v_num=tc97, train_loss=0.817]\n"
     assert explained("".join(map(bar.format, range(1, steps)))).cause == cause
     assert explained("".join(map(bar.format, range(10, 10 * steps, 10)))).cause == "loss-stands-still"
+    epochs = (f"Epoch {n}: 100%|███| 40/40 [00:09<00:00, 4.1it/s, v_num=3, train_loss=2.303]\n" for n in range(steps))
+    assert explained("".join(epochs)).cause == "loss-stands-still"
 
 
 @pytest.mark.parametrize(

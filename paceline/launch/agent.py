@@ -106,7 +106,8 @@ class Agent:
             self.sampler.kill()  # it has nothing to finish
             with suppress(subprocess.TimeoutExpired):
                 self.sampler.wait(SAMPLER_END_S)
-        left = left_running(self.run_id, index=self.index) if exit_code == 0 else []
+        ended_well = exit_code == 0 and self.kill_at == float("inf")  # nobody has failed, and nobody stops it
+        left = left_running(self.run_id, index=self.index) if ended_well else []
         survivors = kill_processes(self.run_id, timeout_s=KILL_DEADLINE_S, index=self.index)
         remove_pipes(self.logs_dir)
         send({"event": "engine_ended", "exit_code": exit_code, "survivors": survivors, "left": left})

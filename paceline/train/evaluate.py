@@ -16,6 +16,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -164,11 +165,7 @@ def load_model(run: RunDir, *, step: int | str | None, device: str | None) -> tu
             raise PacelineError(f"no checkpoint of {run.name} has a val_bpb", fix="leave --step out for the newest")
         step = best.step
     if step is None:
-        path, notes = newest_good(run.checkpoints, set_aside=False)
-        if best := better_checkpoint(run.checkpoints, step_of(path)):
-            notes.append(f"note: val_bpb is lowest at step {best.step:,}, {best.val_bpb:.4f}: --step {best.step}")
-        for note in notes:
-            print(note, file=sys.stderr)
+        reader, state = read_newest(run, plan)
     else:
         path = run.checkpoints / step_folder_name(step)
         if not path.is_dir():
@@ -178,15 +175,38 @@ def load_model(run: RunDir, *, step: int | str | None, device: str | None) -> tu
                 fix="--step " + (" or ".join(steps) or "after a save; none yet"),
             )
         verify(path)
-    reader = CheckpointReader(path)
-    reader.check_model(param_shapes(plan.model))
+        reader, state = read_checkpoint(path, plan)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise PacelineError(f"device {device} is not here", fix="--device cpu")
     dtype, attention = DTYPES[plan.precision], choose_way(plan, torch.device(device))
     model = GPT(plan.model, compute_dtype=dtype, logits_budget_bytes=plan.logits_budget_bytes, attention=attention)
-    model.load_state_dict(reader.load_model_state(), strict=True)
+    model.load_state_dict(state, strict=True)
     return model.to(device).eval(), reader
+
+
+def read_newest(run: RunDir, plan: Plan) -> tuple[CheckpointReader, dict[str, Tensor]]:
+    """Returns the newest good checkpoint and its parameters; of those that are left, while the trainer removes older ones."""
+    while True:
+        path, notes = newest_good(run.checkpoints, set_aside=False)
+        try:
+            checkpoint = read_checkpoint(path, plan)
+        except PacelineError:
+            if path.exists():
+                raise
+            continue  # the trainer has removed it meanwhile
+        if best := better_checkpoint(run.checkpoints, step_of(path)):
+            notes.append(f"note: val_bpb is lowest at step {best.step:,}, {best.val_bpb:.4f}: --step {best.step}")
+        for note in notes:
+            print(note, file=sys.stderr)
+        return checkpoint
+
+
+def read_checkpoint(path: Path, plan: Plan) -> tuple[CheckpointReader, dict[str, Tensor]]:
+    """Returns a checkpoint and its parameters by their names in the module, fp32."""
+    reader = CheckpointReader(path)
+    reader.check_model(param_shapes(plan.model))
+    return reader, reader.load_model_state()
 
 
 def choose_way(plan: Plan, device: torch.device) -> str:

@@ -169,6 +169,20 @@ def test_a_damaged_checkpoint_is_refused_by_step_and_otherwise_noted_beside_the_
     assert json.loads(out)["samples"] and "using step_000030 instead\n" in err
 
 
+def test_a_checkpoint_that_the_trainer_removes_while_it_is_read_is_not_damaged(unbroken, capsys, monkeypatch, tmp_path):
+    run = Path(shutil.copytree(unbroken, tmp_path / "books"))
+    newest = max((run / "checkpoints").iterdir())
+    find = evaluate.newest_good
+
+    def find_and_prune(directory, **kwargs):
+        found = find(directory, **kwargs)
+        shutil.rmtree(newest, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(evaluate, "newest_good", find_and_prune)
+    assert json_of(capsys, "eval", str(run), "--tokens=64", "--device=cpu")["step"] == 30
+
+
 @pytest.mark.parametrize("command", ["sample", "eval", "export"])
 def test_a_tokenizer_that_is_not_the_run_s_own_is_refused(command, unbroken, capsys, tmp_path):
     run = Path(shutil.copytree(unbroken, tmp_path / "books"))

@@ -129,8 +129,8 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|NCCL WARN NET/OFI (?:Failed to initialize \w+ protocol|aws-ofi-nccl initialization failed|Initializing plugin)"  # others do
     r"|^\S+\.pyi?:\d+:(?:\d+:)? (?:error|note): |^\d+\. \w+ \(-?[\d.]+\)$"  # mypy's lines, ranked words of a topic
     r"|^Exception happened during processing of request from "  # a server's, which goes on
-    # another node has shut it down before; or lost it, which its own log shows
-    r"|\bUCX +(?:DEBUG|DIAG|INFO|TRACE)\b|has failed to shutdown the rendezvous"
+    r"|\bUCX +(?:DEBUG|DIAG|INFO|TRACE)\b"
+    r"|has failed to shutdown the rendezvous"  # another node has shut it down before; a lost one shows in its own log
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
 

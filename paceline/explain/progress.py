@@ -46,6 +46,7 @@ MIN_MEAN = 10  # steps whose mean loss counts, or that are a training behind whi
 AS_AT_FIRST = 0.8  # of the first loss, or it of that
 KERAS_BAR = re.compile(r"\s*(?P<at>\d+)/(?P<of>\d+) (?:\[[=>.]{10,}\]|[━╸]{10,})")
 KERAS_EPOCH = re.compile(r"\s*Epoch \d+/\d+\s*")
+MIN_LOSSES = 3  # that show a training above a bar of Keras
 MIN_EPOCHS = 3  # of a training behind which another begins
 DONE = re.compile(
     r"(?:train|tun)ing (?:is |was |has been )?(?:successfully )?(?:completed?|finished|done)"
@@ -113,7 +114,7 @@ class ProgressTracker:
         self._labels: Counter[str] = Counter()  # by the words before a value: how often it was finite on these
         self._lost: dict[str, list[ProgressLine]] = {}  # its values since, that are NaN
         self._is_evaluation = False  # the line before is the title of one
-        self._num_trained = 0  # losses on lines that are no bar of Keras
+        self._num_other_losses = 0  # on lines that are no bar of Keras
         self._in_epoch, self._epoch_batches = False, ""  # of Keras: an epoch is above, whose bar is not at its end
 
     def step_of(self, rank: int | None) -> int | None:
@@ -171,13 +172,13 @@ class ProgressTracker:
         None for any other line. Without a training above it, it may be one: `fit` of one epoch prints no epoch.
         """
         if (bar := KERAS_BAR.match(text)) is None:
-            self._num_trained += 1
+            self._num_other_losses += 1
             return None
         if self._in_epoch:
             self._epoch_batches = bar["of"]
             self._in_epoch = bar["at"] != bar["of"]
             return None
-        has_trained = self._epoch_batches or self._num_trained >= MIN_EPOCHS
+        has_trained = self._epoch_batches or self._num_other_losses >= MIN_LOSSES
         is_other = has_trained and bar["of"] != self._epoch_batches
         return int(bar["at"]) / max(1, int(bar["of"])) if is_other else None
 
@@ -312,7 +313,9 @@ def begins_again(first: LossPoint, last: LossPoint, point: LossPoint) -> bool:
 
     Where epochs are reported, their steps may begin again: they tell it themselves.
     """
-    if first.step is None or last.step is None or point.step is None or (last.name, None) != point[1::2]:
+    if first.step is None or last.step is None or point.step is None:
+        return False
+    if point.epoch is not None or point.name != last.name:
         return False
     is_fresh = AS_AT_FIRST * first.value < point.value < first.value / AS_AT_FIRST and point.value > 2 * last.value
     return is_fresh and point.step <= first.step < last.step - MIN_MEAN

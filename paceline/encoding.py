@@ -19,7 +19,7 @@ MIN_HANGUL = 6  # fewer are taken for Chinese: both have the same bytes
 CONTROLS = {*range(9), *range(14, 32)} - {27}  # bytes that a text hardly has; 27 begins a colour of a terminal
 MAX_CONTROLS = 0.01  # of the bytes of a text
 ZEROS = bytes(64)  # in a row: no text in any encoding has them, a file that was not written to its end does
-ZERO_BLOCK = re.compile(rb"\0{64,}")
+ZERO_BLOCK = re.compile(rb"\0{%d,}" % len(ZEROS))
 HIGH_CONTROLS = {*range(0x80, 0xA0)}  # of ISO-8859-1: in a text these bytes are the quotes and dashes of Windows
 MARKS = {b"\xff\xfe\0\0": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 TITLES = {  # by the name that Python and iconv have for it
@@ -65,7 +65,7 @@ def zeros_in_text(path: str | Path, content: bytes, *, offset: int) -> tuple[str
     read, pack = ("gzip -dc", " | gzip") if str(path).endswith(".gz") else ("cat", "")
     command = f"""{read} "$f" | tr -d '\\0'{pack} > "$f.utf8" && mv "$f.utf8" "$f\""""
     message = f"{path} has zeros in place of text at offset {offset + at:,}: it is damaged"
-    guard = f"! {read} \"$f\" | grep -qaP '\\0{{64}}'"
+    guard = f"! {read} \"$f\" | grep -qaP '\\0{{{len(ZEROS)}}}'"
     return message, FileFix(command, ", or get the file again", guard)
 
 

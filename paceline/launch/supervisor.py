@@ -26,6 +26,7 @@ from paceline.launch.failure import Failure, find_early_exits, find_failures, fi
 from paceline.launch.losses import agent_failure, find_blocked, host_failure, mark_unreachable, settle_losses
 from paceline.launch.member import Member
 from paceline.launch.watchdog import Hang, Watchdog
+from paceline.redaction import redact_text
 from paceline.rundir import RunDir, append_event
 from paceline.slurm import allocation
 from paceline.units import signal_name, signal_number
@@ -218,7 +219,7 @@ class AttemptRecord:
             self.engine_exit_code = self.engine_exit_code or line["exit_code"]
             if line["left"]:
                 text = f"ended what the ranks had left running: {', '.join(line['left'])}"
-                append_event(self.run, "note", text=text)
+                append_event(self.run, "note", text=redact_text(text))
             if line["survivors"]:
                 pids = ", ".join(map(str, line["survivors"]))
                 append_event(self.run, "note", text=f"processes that survive SIGKILL: {pids}")

@@ -160,6 +160,9 @@ def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, s
 def load_model(run: RunDir, *, step: int | str | None, device: str | None) -> tuple[GPT, CheckpointReader]:
     """Returns the run's model at its newest good checkpoint, at `step` or its best, in the precision that it was trained in."""
     plan = read_run_file(run.plan_json, Plan.from_json)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
+        raise PacelineError(f"device {device} is not here", fix="--device cpu")
     if isinstance(step, str):
         if (best := best_checkpoint(manifest for _, manifest in list_checkpoints(run.checkpoints))) is None:
             raise PacelineError(f"no checkpoint of {run.name} has a val_bpb", fix="leave --step out for the newest")
@@ -176,9 +179,6 @@ def load_model(run: RunDir, *, step: int | str | None, device: str | None) -> tu
             )
         verify(path)
         reader, state = read_checkpoint(path, plan)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise PacelineError(f"device {device} is not here", fix="--device cpu")
     dtype, attention = DTYPES[plan.precision], choose_way(plan, torch.device(device))
     model = GPT(plan.model, compute_dtype=dtype, logits_budget_bytes=plan.logits_budget_bytes, attention=attention)
     model.load_state_dict(state, strict=True)

@@ -132,8 +132,8 @@ def attempt_seconds(attempt: Attempt, *, last_step: float) -> dict[str, float]:
     lines = attempt.lines[attempt.lines["step"] <= last_step]
     is_repeated = last_step < max(attempt.saved, default=0)  # what it saved was damaged or removed
     if not len(lines):
-        had_nothing = attempt.state in ("interrupted", "regrouped") and not len(attempt.lines)
-        ended_well = (attempt.state == "finished" and not is_repeated) or had_nothing
+        made_no_step = attempt.state in ("interrupted", "regrouped") and not len(attempt.lines)
+        ended_well = (attempt.state == "finished" and not is_repeated) or made_no_step
         return {"start_up" if ended_well else "lost": attempt.end - attempt.start}
     seconds = dict.fromkeys(("steps", "start_up", "compile", "checkpoint", "evaluation", "lost"), 0.0)
     first_s = float(lines["step_ms"][0]) / 1000

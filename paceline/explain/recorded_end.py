@@ -6,7 +6,9 @@ verdict from being written.
 """
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,9 @@ from paceline.mounts import free_space
 from paceline.rundir import RunDir, is_locked, is_script_run, resume_command
 
 DISK_FULL, STOPPED, SUPERVISOR_LOST = "disk-full", "keyboard-interrupt", "supervisor-lost"
-PREEMPTED, KILLED, PEER_DIED, UNKNOWN = "preempted-sigterm", "killed-from-outside", "peer-died", "unknown"
+PREEMPTED, KILLED, PEER_DIED, UNKNOWN, HANG = "preempted-sigterm", "killed-from-outside", "peer-died", "unknown", "hang"
+BUILD_LOCK = b"torch/utils/file_baton.py"  # in the stack of a rank that waits until an extension is built
+NEXT_BATCH = b"_try_get_data"  # of a rank that waits for a worker of its data loader
 # what workers and their launcher write when the supervisor is gone
 AFTERMATH = {PREEMPTED, PEER_DIED, "terminal-hangup"}
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE", "SIGXCPU"}
@@ -50,15 +54,16 @@ def apply_recorded_end(
     if has_cause and (verdict["cause"] in SUPERVISOR_CAUSES or shows_less):  # no log shows it
         names = ("cause", "rank", "step", "host", "summary", "fix", "confidence")
         fields: dict[str, Any] = {name: verdict.get(name) for name in names}
-        evidence = hang_evidence(run, attempt, fields["rank"]) if fields["cause"] == "hang" else ()
+        evidence = hang_evidence(run, attempt, fields["rank"]) if fields["cause"] == HANG else ()
         return replace(explanation, **fields, also=(), evidence=(*evidence, *explanation.evidence))
     if stop := find_stop(run, events):
         cause, summary, fix = stop
-        return Explanation(
+        evidence = [item for item in explanation.evidence if item.source == RECORDED]
+        stopped = Explanation(
             cause, confidence=1.0, step=explanation.progress.last_step, summary=summary, fix=fix,
-            evidence=tuple(item for item in explanation.evidence if item.source == RECORDED),
-            progress=explanation.progress, notes=explanation.notes,
+            evidence=tuple(evidence), progress=explanation.progress, notes=explanation.notes,
         )  # fmt: skip
+        return explain_silence(stopped, run, attempt, find_last(events, "silence"))
     start, ended = find_last(events, "attempt"), find_last(events, "attempt_ended")
     shows_failure = explanation.shows_failure and explanation.cause not in AFTERMATH
     shows_end = ended or find_last(events, "finished") or shows_failure or explanation.progress.finished
@@ -114,7 +119,48 @@ def find_stop(run: RunDir, events: Sequence[Mapping[str, Any]]) -> tuple[str, st
         return PREEMPTED, "the run was stopped by SIGUSR1, a batch system's warning that the time is nearly over", fix
     if signal == "SIGINT":
         return STOPPED, "the run was stopped on request, with Ctrl-C or paceline stop (SIGINT)", fix
+    if signal == "SIGTERM" and find_last(events, "silence"):
+        return PREEMPTED, "the run was stopped by SIGTERM", fix
     return None
+
+
+def explain_silence(explanation: Explanation, run: RunDir, attempt: int, silence: Mapping[str, Any]) -> Explanation:
+    """Explains a stop by the silence before it, where there was one: the ranks hung, as far as their stacks show it."""
+    if not silence:
+        return explanation
+    text = str(silence.get("text"))
+    if not silence.get("is_seen"):
+        first, rest = explanation.fix.removeprefix("nothing is broken: "), f"if it hung, {hang_fix(run, attempt)}"
+        return replace(
+            explanation, summary=f"{explanation.summary}; before that {text}", fix=f"{rest}; if not, {first}"
+        )
+    step, rank = silence.get("step"), silence.get("rank")
+    evidence = (*hang_evidence(run, attempt, rank), *explanation.evidence)
+    return replace(
+        explanation, cause=HANG, also=(explanation.cause,), confidence=0.9, rank=rank, evidence=evidence,
+        step=explanation.step if step is None else step,
+        summary=f"{text}; then {explanation.summary}", fix=hang_fix(run, attempt),
+    )  # fmt: skip
+
+
+def hang_fix(run: RunDir, attempt: int) -> str:
+    """Returns where the stacks of all ranks are, and what helps where they show it."""
+    folder = run.hang(attempt)
+    texts = []
+    with suppress(OSError):
+        texts = [path.read_bytes() for path in folder.glob("*.txt")]
+    if any(BUILD_LOCK in text for text in texts):
+        return (
+            "torch waits for another process that builds an extension, or for the lock of a build that was killed: where none"
+            " runs (`pgrep -a ninja`), run `find ~/.cache/torch_extensions -name lock -delete` (or in TORCH_EXTENSIONS_DIR)"
+        )
+    read = f"read what every rank was doing: `less {shlex.quote(str(folder))}/*.txt`"
+    if any(NEXT_BATCH in text for text in texts):
+        return (
+            "find what the data loader's worker waits for: num_workers=0 runs the same code in the rank itself, and"
+            f" DataLoader(..., timeout=120) makes an error of it; {read}"
+        )
+    return read
 
 
 def find_last(events: Sequence[Mapping[str, Any]], *kinds: str) -> Mapping[str, Any]:
@@ -214,7 +260,8 @@ def explain_own_exit(
             return explanation
     message = str(first.get("message") or "").removeprefix(f"exit code {code}").lstrip(", ")
     summary = f"rank {rank} ended itself with exit code {code}, and its log shows no error that is known"
-    fix = f"read the end of its log, {log}, and find where the program exits with {code}"
+    search = f"find where the program exits with {code}: `grep -rnE 'exit\\({code}\\)' --include='*.py' .`"
+    fix = search if message == "no output" else f"read the end of its log, {log}, and {search}"
     return replace(
         explanation, cause=UNKNOWN, rank=rank, summary=f"{summary}; {message}" if message else summary, fix=fix
     )

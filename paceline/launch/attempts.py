@@ -16,7 +16,7 @@ from functools import partial
 from paceline.errors import Interrupted, PacelineError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_explanation, format_summary
-from paceline.explain.recorded_end import SUPERVISOR_LOST, lost_supervisor_texts
+from paceline.explain.recorded_end import HANG, SUPERVISOR_LOST, lost_supervisor_texts
 from paceline.explain.run_folder import explain_run
 from paceline.launch.failure import explain_end, read_log_tail
 from paceline.launch.notify import run_services
@@ -281,6 +281,8 @@ def format_failure(outcome: Outcome, run: RunDir) -> str:
     """Returns which rank failed, its output and its log. A mistake that the user can fix takes two lines and no traceback."""
     root, *others = outcome.failures
     log = run.launch_log(outcome.attempt)
+    if root.cause == HANG:
+        return f"{root.subject} hung: {root.message}\nstacks: {run.hang(outcome.attempt)}"
     if root.rank is not None:
         log = run.rank_log(outcome.attempt, root.rank)
     elif root.host and run.launch_log(outcome.attempt, root.host).exists():

@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.evidence import flight_recorder_logs
 from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
 from paceline.explain.log import Log
-from paceline.explain.recorded_end import DISK_FULL, explain_full_disk
+from paceline.explain.recorded_end import DISK_FULL, HANG, explain_full_disk, hang_fix
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
@@ -55,11 +54,9 @@ NO_PRIMITIVE = re.compile(r"could not (create|execute) a primitive( descriptor)?
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP", "SIGUSR1"}
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of a traceback once there is a process group
 ERROR_START = ("Traceback (most recent call last):", "Fatal Python error: ")
-BUILD_LOCK = b"torch/utils/file_baton.py"  # in the stack of a rank that waits until an extension is built
 
 # causes that no log shows
-KILLED = "killed-from-outside"
-HANG = "hang"
+KILLED, WORKER_KILLED = "killed-from-outside", "dataloader-worker-killed"
 REFUSED = "refused"  # the rank itself reported what is wrong and how to fix it
 HOST_LOST = "host-lost"
 LINK_LOST = "link-lost"  # the host answers again
@@ -86,13 +83,13 @@ class Failure:
     exit_with: int = FAILED_EXIT_CODE  # the command's exit code when this is the root cause
     traceback: str | None = None
     host: str | None = None  # where there are several
-    cause: str | None = None  # of OF_HOSTS, where the host failed and not a rank
+    cause: str | None = None  # of OF_HOSTS, where the host failed and not a rank; HANG, where no rank is to blame
 
     @property
     def subject(self) -> str:
-        """'rank 3', 'rank 3 on bob', 'host bob', or 'launch' for a failure of the launch itself."""
+        """'rank 3', 'rank 3 on bob', 'host bob', 'all ranks', or 'launch' for a failure of the launch itself."""
         if self.rank is None:
-            return f"host {self.host}" if self.cause else "launch"
+            return f"host {self.host}" if self.host and self.cause else "all ranks" if self.cause == HANG else "launch"
         return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
 
 
@@ -228,7 +225,7 @@ def explain_end(
     events = [event for event in all_events if event.get("attempt") in (None, attempt)]
     hang = next((event for event in reversed(events) if event.get("event") == "hang"), None)
     explanation = replace(explanation, host=root.host or explanation.host)
-    if root.cause is not None:
+    if root.cause in OF_HOSTS:
         explanation = explain_host(explanation, root)
     elif root.exit_code == 0:
         fix = (
@@ -239,6 +236,10 @@ def explain_end(
         explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
     elif hang is not None:
         explanation = explain_hang(explanation, hang, run, recorder_logs=flight_recorder_logs(run, attempt, events))
+    elif memory_ran_out and explanation.cause == WORKER_KILLED:
+        explanation = replace(
+            explanation, cause=HOST_MEMORY, summary=f"the kernel killed a data loader worker: {no_memory_left()}"
+        )
     elif root.signal == "SIGKILL" and root.traceback is None and not root.consequence:
         explanation = explain_kill(explanation, root, memory_ran_out=memory_ran_out)
     if explanation.cause in (UNKNOWN, HEALTHY):
@@ -291,14 +292,7 @@ def explain_hang(
     rank = late_rank if hang.get("rank") is None else hang["rank"]
     subject = "a rank" if rank is None else f"rank {rank}"
     summary = hang.get("text") or f"{subject} made no step for {hang.get('silent_s', 0):.0f} s"
-    files = f"{shlex.quote(str(run.hang(hang['attempt'])))}/*.txt"
-    fix = f"read what every rank was doing: `less {files}`; --hang-after SECONDS allows a longer silence"
-    with suppress(OSError):
-        if any(BUILD_LOCK in path.read_bytes() for path in run.hang(hang["attempt"]).glob("*.txt")):
-            fix = (
-                "torch waits for another process that builds an extension, or for the lock of a build that was killed: where none"
-                " runs (`pgrep -a ninja`), run `find ~/.cache/torch_extensions -name lock -delete` (or in TORCH_EXTENSIONS_DIR)"
-            )
+    fix = f"{hang_fix(run, hang['attempt'])}; --hang-after SECONDS allows a longer silence"
     step = hang.get("step", explanation.step)
     return replace(explanation, cause=HANG, rank=rank, step=step, summary=summary, fix=fix, confidence=1.0)
 
@@ -316,16 +310,21 @@ def explain_host(explanation: Explanation, root: Failure) -> Explanation:
     return replace(explanation, cause=cause, rank=None, summary=summary, fix=root.fix or fix, confidence=1.0)
 
 
+def no_memory_left() -> str:
+    """Returns 'this host has 24 GiB of memory, and none was left'."""
+    host_bytes, group = physical_memory_bytes(), memory_limit()
+    limit = f"this host has {format_bytes(host_bytes)}"
+    if group is not None and group.limit_bytes < host_bytes:
+        limit = f"its cgroup may use {format_bytes(group.limit_bytes)}"
+    return f"{limit} of memory, and none was left"
+
+
 def explain_kill(explanation: Explanation, root: Failure, *, memory_ran_out: bool | None) -> Explanation:
     """Explains a rank that SIGKILL ended: the kernel killed it for memory, or somebody outside the run did."""
     subject = "the launch agent" if root.rank is None else f"rank {root.rank}"
     subject += f" on {root.host}" if root.host else ""
     if memory_ran_out or any((evidence.source or "").startswith(KERNEL_LOG) for evidence in explanation.evidence):
-        host_bytes, group = physical_memory_bytes(), memory_limit()
-        limit = f"this host has {format_bytes(host_bytes)}"
-        if group is not None and group.limit_bytes < host_bytes:
-            limit = f"its cgroup may use {format_bytes(group.limit_bytes)}"
-        summary = f"the kernel killed {subject}: {limit} of memory, and none was left"
+        summary = f"the kernel killed {subject}: {no_memory_left()}"
         if explanation.cause == HOST_MEMORY:
             summary = explanation.summary  # from the kernel's own log
         return replace(explanation, cause=HOST_MEMORY, rank=root.rank, summary=summary, confidence=1.0)

@@ -44,6 +44,7 @@ from paceline.plan.planner import choose_device, choose_world_size
 from paceline.rundir import RunDir, append_event, check_unused, lock_run, unwritable_run, write_atomic
 from paceline.terminal import has_input, shows_colours
 from paceline.units import format_duration, format_number_of
+from paceline.watch.events import event_text
 
 PROGRESS_S = 600.0  # what a script saves is unknown: an attempt that lasted this long has made progress
 STOP_GRACE_S = 60.0
@@ -167,8 +168,8 @@ class ScriptJob(Job):
                 if event.get("event") == "stopping":
                     seconds = min(STOP_GRACE_S, event.get("seconds_left", STOP_GRACE_S))
                     self.show([f"stopping: the script has {seconds:.0f} s to end; Ctrl-C again to end now"])
-                elif event.get("event") == "note":
-                    self.show([event["text"]])
+                elif event.get("event") in ("note", "silence"):
+                    self.show([event_text(event, max_chars=None)])
 
         def follow(run: RunDir) -> None:
             nonlocal events

@@ -41,6 +41,11 @@ MAIN_THREAD = re.compile(r'^Thread \S+ \([^)]*\): "MainThread"')
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
 # where DDP's constructor, forward and backward call C++ code that waits for the other ranks
 WAITS_IN_C = re.compile(r"/torch/(distributed/\w+|nn/parallel/distributed|autograd/graph)\.py$")
+# where a rank waits for the next batch, and where a worker of its data loader makes one
+DATA_LOADER, FETCH = "torch/utils/data/dataloader.py", "torch/utils/data/_utils/fetch.py"
+NEXT_BATCH = "_try_get_data"
+WORKERS = "workers of its data loader, taken by py-spy"
+PROCESS = re.compile(r"^Process (\d+): ")
 BACKWARD = "_engine_run_backward"  # the innermost frame of a wait in backward
 # a queue, a lock or a child process is not another rank
 STDLIB = re.compile(r"/lib/python3\.\d+/(?!(site|dist)-packages/)|<frozen ")
@@ -111,14 +116,21 @@ class Frame:
 
 def take_stacks(run: RunDir, attempt: int, pids: Mapping[int, int], *, own_ranks: bool) -> dict[int, str]:
     """Returns the stacks of each rank that could be read, after the name of the tool. own_ranks: they run paceline's own code."""
-    texts = py_spy_stacks(pids)
+    texts = {rank: f"py-spy\n{text}" for rank, text in py_spy_stacks(pids).items()}
     if own_ranks:
         texts |= own_stacks(run, attempt, {rank: pid for rank, pid in pids.items() if rank not in texts})
+    for rank, text in texts.items():
+        if loads_batch(main_frames(text)):
+            workers = py_spy_stacks({pid: pid for pid in child_pids(pids[rank])})
+            texts[rank] = "\n".join([text, WORKERS, *(worker for worker in workers.values() if FETCH in worker)])
     return texts
 
 
 def py_spy_stacks(pids: Mapping[int, int]) -> dict[int, str]:
-    """Takes all stacks in parallel. py-spy cannot pause a process that is stopped already, and need not."""
+    """Takes the stacks of all these processes in parallel; returns those that it could take, by the keys of pids.
+
+    py-spy cannot pause a process that is stopped already, and need not.
+    """
     folders = [str(Path(sys.executable).parent), *os.get_exec_path()]  # first that of a virtual environment
     py_spy = shutil.which("py-spy", path=os.pathsep.join(folders))
     dumps = {}
@@ -136,8 +148,15 @@ def py_spy_stacks(pids: Mapping[int, int]) -> dict[int, str]:
             dump.communicate()
             continue
         if dump.returncode == 0:
-            texts[rank] = f"py-spy\n{text}"
+            texts[rank] = text
     return texts
+
+
+def child_pids(pid: int) -> list[int]:
+    """Returns the children of a process, data loader workers among them."""
+    with suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children()]
+    return []
 
 
 def own_stacks(run: RunDir, attempt: int, pids: Mapping[int, int]) -> dict[int, str]:
@@ -175,7 +194,7 @@ def main_frames(text: str) -> list[Frame]:
     """Returns the frames of the main thread, innermost first. py-spy names that thread; faulthandler prints it last."""
     threads: list[list[Frame]] = []
     named: list[Frame] | None = None
-    for line in text.splitlines():
+    for line in text.partition(f"\n{WORKERS}\n")[0].splitlines():
         if line.startswith(("Thread ", "Current thread ")):
             threads.append([])
             named = threads[-1] if MAIN_THREAD.match(line) else named
@@ -193,6 +212,19 @@ def waits_for_others(frames: Sequence[Frame]) -> bool:
     ) or any(WAITS_IN_C.search(frame.file) for frame in frames[:1])
 
 
+def loads_batch(frames: Sequence[Frame]) -> bool:
+    """Whether the thread waits for the workers of a data loader."""
+    return any(frame.file.endswith(DATA_LOADER) and frame.name.endswith(NEXT_BATCH) for frame in frames)
+
+
+def busy_worker(text: str) -> str | None:
+    """Returns 'worker 4711 is in __getitem__ at data.py:17', the first worker below a rank's stacks that makes a batch."""
+    for stacks in re.split(r"^(?=Process )", text.partition(f"\n{WORKERS}\n")[2], flags=re.MULTILINE):
+        if (process := PROCESS.match(stacks)) and (site := call_site(main_frames(stacks))):
+            return f"worker {process[1]} is in {site}"
+    return None
+
+
 def source_line(frame: Frame) -> str:
     """Returns the line of code, never from a cache: a script may change between two attempts. Empty where there is none."""
     try:
@@ -207,6 +239,8 @@ def call_site(frames: Sequence[Frame]) -> str | None:
         return None
     called = next((frame for frame in frames if not LIBRARY.search(frame.file)), frames[0])
     place = f"{'/'.join(Path(called.file).parts[-2:])}:{called.line}"
+    if loads_batch(frames):
+        return f"DataLoader.__next__, called at {place}"
     collectives = [frame for frame in frames if frame.file.endswith(COLLECTIVES)]
     collective = frames[1:2] if frames[0].name == BACKWARD else collectives
     return f"{collective[-1].name}, called at {place}" if collective else f"{called.name} at {place}"

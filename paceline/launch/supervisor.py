@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from paceline.errors import Interrupted
 from paceline.explain.explanation import Explanation
+from paceline.explain.recorded_end import HANG
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.agent import kill_processes
 from paceline.launch.cluster import Cluster
@@ -103,6 +104,8 @@ def run_attempt(
                 watchdog = watch(record.run)
             for member, line in lines:
                 record.add(member, line)
+            if signals.by_person and not record.stopping and (silence := watchdog.before_stop()):
+                append_event(record.run, "silence", attempt=attempt, **asdict(silence))
             record.give_orders(signals, stop_grace_s=stop_grace_s)
             on_tick()
             if not record.stopping and (hang := watchdog.poll()):
@@ -271,8 +274,18 @@ class AttemptRecord:
             roots = roots or (find_script_exits(self.ranks, failures) if self.script else [])
         if not roots and self.hang:
             host = next((rank.get("host") for rank in self.ranks if rank["rank"] == self.hang.rank), None)
+            cause = HANG if self.hang.rank is None else None
             roots = [
-                Failure(self.hang.rank, None, "SIGKILL", self.hang.text, time.time(), consequence=False, host=host)
+                Failure(
+                    self.hang.rank,
+                    None,
+                    "SIGKILL",
+                    self.hang.text,
+                    time.time(),
+                    consequence=False,
+                    host=host,
+                    cause=cause,
+                )
             ]
             failures = [failure for failure in failures if failure.rank != self.hang.rank]
         if roots:  # the errors of its peers follow from its kill
@@ -313,6 +326,11 @@ class StopSignals:
     kill: bool = False
     source: str | None = None  # of the preemption notice that came first, a noun phrase
     deadline: float = math.inf  # by the monotonic clock: what still runs then is killed
+
+    @property
+    def by_person(self) -> bool:
+        """Whether a person may have ordered the stop, not a batch system or a provider's notice."""
+        return self.source is None and self.first in ("SIGINT", "SIGTERM")
 
     @property
     def is_over(self) -> bool:

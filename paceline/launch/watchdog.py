@@ -14,27 +14,26 @@ behind the others; a stack outside any collective while others wait in one; a pr
 """
 
 import json
-import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from statistics import median
 
-from paceline.heartbeat import PHASES, Heartbeat, read_heartbeat
+from paceline.heartbeat import Heartbeat
+from paceline.launch.activity import HANG_AFTER_S, LONG_PHASE, SCRIPT_HANG_AFTER_S, HeartbeatActivity, LogActivity
 from paceline.launch.cluster import Cluster
 from paceline.launch.stacks import (
     CANNOT_RUN,
     GONE,
-    IDLE,
     STATES,
     WORKING,
     Frame,
     RankProcess,
+    busy_worker,
     call_site,
     describe_host,
     inspect_ranks,
+    loads_batch,
     main_frames,
     rank_processes,
     waits_for_others,
@@ -42,16 +41,9 @@ from paceline.launch.stacks import (
 from paceline.rundir import RunDir, utc_now, write_atomic
 from paceline.units import format_list, format_ranks
 
-HANG_AFTER_S = 60.0  # of silence within a step
-SCRIPT_HANG_AFTER_S = 600.0  # of a script, which may print nothing for long
 PROCESS_CHECK_S = 0.5  # between two looks at the processes while heartbeats are missing
 LONGEST_POLL_S = 1.0  # more time than this between two polls does not count
 INSPECTION_S = 10.0  # another host has as long for the stacks of its ranks
-USUAL_STEPS = 6  # a step may take this many times the usual step, a long phase this many times its longest so far
-LONG_PHASE = 10  # times the floor: the start, the first step (it compiles), an evaluation, a checkpoint
-WORKING_PHASE = 6  # times that while the processor is used: a large model compiles, a large checkpoint is hashed
-IN_STEP = ("train", "load", "forward", "backward", "reduce", "update")
-MEDIAN_OF = 20  # steps
 FINAL_PHASES = ("stopped", "done")
 MAX_PLACES = 4  # in one sentence
 
@@ -66,6 +58,7 @@ class Hang:
     step: int | None
     text: str
     evidence: tuple[str, ...] = ()  # files, relative to the run folder
+    is_seen: bool = True  # False: the silence alone suggests it, no rank is seen waiting for another
 
 
 @dataclass(frozen=True)
@@ -79,6 +72,9 @@ class RankState:
     frames: tuple[Frame, ...] = ()  # of its main thread, the innermost first
     cores: float = 0.0  # used during the silence, with its children
     host: str | None = None  # where there are several
+    worker: str | None = (
+        None  # of a data loader whose next batch it waits for: 'worker 4711 is in __getitem__ at data.py:17'
+    )
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -117,6 +113,7 @@ class Watchdog:
         self._cpu_since_s = 0.0
         self._stopped_since_s: float | None = None  # since when some process has been stopped
         self._ended_ranks: set[int] = set()  # a rank that ends has made progress
+        self._all_wait = False  # at the last look: each rank for the others
         self.hang: Hang | None = None
 
     def poll(self) -> Hang | None:
@@ -152,28 +149,49 @@ class Watchdog:
         all_ended = len(ended) == len(states)  # or none has begun; the engine notices, unless it hangs itself
         if silent_s < self.floor_s * (LONG_PHASE if all_ended else 1):
             return None
-        seconds = max(self._awake_s - self._cpu_since_s, PROCESS_CHECK_S)
-        used_s = {rank: p.cpu_s - self._cpu_s[rank] for rank, p in processes.items() if rank in self._cpu_s}
-        cores = {rank: max(0.0, cpu_s) / seconds for rank, cpu_s in used_s.items()}  # on average during the silence
+        cores = self._cores(processes)
         stopped = self._stopped_since_s is not None and self._awake_s - self._stopped_since_s >= self.floor_s
         if not stopped and silent_s < self.activity.allowed_s(cores):
             return None
+        self.hang = self._record(processes, cores, silent_s=silent_s)
+        return self.hang
+
+    def before_stop(self) -> Hang | None:
+        """Returns what the ranks do at a stop after a long silence, None after a short one: somebody often sees a hang first.
+
+        It takes seconds, and must come before the ranks are told to stop.
+        """
+        silent_s = self._awake_s - self._active_s
+        if self.hang is not None or silent_s < self.activity.noticed_after_s():
+            return None
+        processes = self.hosts.processes()
+        if all(process.state in GONE for process in processes.values()):
+            return None
+        cores = self._cores(processes)
+        hang = self._record(processes, cores, silent_s=silent_s)
+        # a rank that works may only be slow, as may one alone
+        is_stuck = self.nproc > 1 and hang.rank is not None and cores.get(hang.rank, 0.0) < WORKING
+        return replace(hang, is_seen=is_stuck or self._all_wait)
+
+    def _cores(self, processes: Mapping[int, RankProcess]) -> dict[int, float]:
+        """Returns the cores that each rank used on average during the silence."""
+        seconds = max(self._awake_s - self._cpu_since_s, PROCESS_CHECK_S)
+        used_s = {rank: p.cpu_s - self._cpu_s[rank] for rank, p in processes.items() if rank in self._cpu_s}
+        return {rank: max(0.0, cpu_s) / seconds for rank, cpu_s in used_s.items()}
+
+    def _record(self, processes: Mapping[int, RankProcess], cores: Mapping[int, float], *, silent_s: float) -> Hang:
+        """Takes the stacks of all ranks and writes them down; returns which ranks are stuck where."""
         texts = self.hosts.inspect(own_ranks=not self.script)
         names = self.hosts.names()
-        ranks = [
-            RankState(
-                rank,
-                processes[rank].pid if rank in processes else None,
-                states.get(rank),
-                self.activity.heartbeats.get(rank),
-                tuple(main_frames(texts.get(rank, {}).get("stacks", ""))),
-                cores.get(rank, 0.0),
-                names.get(rank),
-            )
-            for rank in range(self.nproc)
-        ]
-        self.hang = record_hang(self.run, self.attempt, ranks, texts, silent_s=silent_s)
-        return self.hang
+        ranks = []
+        for rank in range(self.nproc):
+            process, stacks = processes.get(rank), texts.get(rank, {}).get("stacks", "")
+            heartbeat, frames = self.activity.heartbeats.get(rank), tuple(main_frames(stacks))
+            pid, state = (process.pid, process.state) if process else (None, None)
+            worker = busy_worker(stacks) if loads_batch(frames) else None
+            ranks.append(RankState(rank, pid, state, heartbeat, frames, cores.get(rank, 0.0), names.get(rank), worker))
+        self._all_wait = all(waits_for_others(rank.frames) for rank in ranks)
+        return record_hang(self.run, self.attempt, ranks, texts, silent_s=silent_s)
 
 
 @dataclass(frozen=True)
@@ -281,16 +299,19 @@ def describe_hang(ranks: Sequence[RankState], culprits: Sequence[RankState], *, 
     late, others = culprits[0], [rank for rank in ranks if rank not in culprits]
     start = f"no rank made progress for {silent_s:.0f} s"
     stuck = describe_ranks(culprits, describe_activity, verbs=("is ", "are "))
+    worker = next((f"; its {rank.worker}" for rank in culprits if rank.worker), "")
     if not others:
         if len({describe_activity(rank) for rank in ranks}) > 1:
             return f"{start}: nothing shows which rank is to blame: {stuck}"
+        if worker and len(ranks) > 1:
+            worker = next(f"; {rank.worker} (of rank {rank.rank})" for rank in ranks if rank.worker)
         subject = "the only rank is" if len(ranks) == 1 else "nothing distinguishes the ranks: all are"
-        return f"{start}: {subject} {describe_activity(late)}"
+        return f"{start}: {subject} {describe_activity(late)}{worker}"
     ahead = max(others, key=lambda rank: rank.place)
     missed = ""
     if ahead.heartbeat is not None and ahead.place > late.place:
         missed = f" and did not reach {ahead.heartbeat.position}"
-    return f"{start}: {stuck}{missed}; {describe_ranks(others, describe_place, verbs=('waits', 'wait'))}"
+    return f"{start}: {stuck}{missed}{worker}; {describe_ranks(others, describe_place, verbs=('waits', 'wait'))}"
 
 
 def describe_ranks(ranks: Sequence[RankState], describe: Callable[[RankState], str], *, verbs: tuple[str, str]) -> str:
@@ -318,79 +339,3 @@ def describe_place(rank: RankState) -> str:
     parts = [rank.heartbeat.position if rank.heartbeat else None, call_site(rank.frames)]
     text = ", ".join(part for part in parts if part)
     return f" in {text}" if text else ""
-
-
-class HeartbeatActivity:
-    """The heartbeats of all ranks of this attempt, and how long each phase has taken so far."""
-
-    def __init__(self, run: RunDir, nproc: int, floor_s: float):
-        self.paths = {rank: run.progress(rank) for rank in range(nproc)}
-        self.floor_s = floor_s
-        self.heartbeats: dict[int, Heartbeat] = {}
-        self.first_step: dict[int, int] = {}  # of the attempt: that which may compile
-        self.entered_s: dict[int, float] = {}  # when the rank came to its phase
-        self.longest_s: dict[str, float] = {}  # of each phase that belongs to no step
-        self.step_s: deque[float] = deque(maxlen=MEDIAN_OF)
-        self.stepped_s = 0.0
-
-    def has_changed(self, awake_s: float) -> bool:
-        step_before, changed = self._slowest_step(), False
-        for rank, path in self.paths.items():
-            heartbeat, before = read_heartbeat(path), self.heartbeats.get(rank)
-            if heartbeat is None or heartbeat == before:
-                continue
-            changed = True
-            if before is None or before.phase != heartbeat.phase:
-                if before is not None:
-                    duration_s = awake_s - self.entered_s[rank]
-                    self.longest_s[before.phase] = max(duration_s, self.longest_s.get(before.phase, 0.0))
-                self.entered_s[rank] = awake_s
-            if heartbeat.phase in IN_STEP:
-                self.first_step.setdefault(rank, heartbeat.step)
-            self.heartbeats[rank] = heartbeat
-        if (step := self._slowest_step()) > step_before:
-            if step_before > min(self.first_step.values(), default=step_before):
-                self.step_s.append((awake_s - self.stepped_s) / (step - step_before))
-            self.stepped_s = awake_s
-        return changed
-
-    def _slowest_step(self) -> int:
-        """Returns the steps that every rank has completed; -1 before all ranks have started."""
-        if len(self.heartbeats) < len(self.paths):
-            return -1
-        return min(heartbeat.step for heartbeat in self.heartbeats.values())
-
-    def allowed_s(self, cores: Mapping[int, float]) -> float:
-        """Returns the longest silence that any rank's phase allows: the other ranks may be waiting for that rank."""
-        return max(self._allowed_s(rank, cores.get(rank, 0.0)) for rank in self.paths)
-
-    def _allowed_s(self, rank: int, cores: float) -> float:
-        """Returns the silence that this rank's phase allows: `floor_s` or some usual steps within a step, more in a long phase."""
-        heartbeat = self.heartbeats.get(rank)
-        if heartbeat is not None and heartbeat.phase not in PHASES:  # an operation of `paceline comm`
-            return self.floor_s
-        if heartbeat is not None and heartbeat.phase in IN_STEP and heartbeat.step > self.first_step[rank]:
-            return max(self.floor_s, USUAL_STEPS * median(self.step_s)) if self.step_s else self.floor_s
-        works = cores >= WORKING and not (heartbeat and heartbeat.phase == "reduce")  # a wait for a GPU may spin
-        long_s = LONG_PHASE * self.floor_s * (WORKING_PHASE if works else 1)
-        return max(long_s, USUAL_STEPS * self.longest_s.get(heartbeat.phase, 0.0)) if heartbeat else long_s
-
-
-class LogActivity:
-    """Bytes in the ranks' logs. A healthy script may print nothing for long, so its processors must be idle as well."""
-
-    def __init__(self, run: RunDir, attempt: int, nproc: int, floor_s: float):
-        self.paths = [run.rank_log(attempt, rank) for rank in range(nproc)]
-        self.floor_s = floor_s
-        self.heartbeats: dict[int, Heartbeat] = {}
-        self.sizes: list[int] = []
-
-    def has_changed(self, awake_s: float) -> bool:
-        before, self.sizes = self.sizes, []
-        for path in self.paths:
-            with suppress(OSError):
-                self.sizes.append(path.stat().st_size)
-        return self.sizes != before
-
-    def allowed_s(self, cores: Mapping[int, float]) -> float:
-        return self.floor_s if all(num_cores < IDLE for num_cores in cores.values()) else math.inf

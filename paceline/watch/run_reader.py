@@ -49,7 +49,15 @@ SCRIPT_RANKS = 8  # ranks of a script whose logs are read for steps and losses
 LIVE_LOGS = 16  # logs whose last write counts as a sign that the run is alive
 GOODPUT_EVERY_S = 5.0
 MAX_EXPLAINED_BYTES = 64 << 20  # of an attempt with longer logs only the verdict in events.jsonl is shown
-EXPLAINED_EVENTS = ("attempt", "rank_failed", "stopping", "hang", "attempt_ended", "verdict")  # those explain_run reads
+EXPLAINED_EVENTS = (
+    "attempt",
+    "rank_failed",
+    "stopping",
+    "silence",
+    "hang",
+    "attempt_ended",
+    "verdict",
+)  # those explain_run reads
 READ_ERRORS = (KeyError, TypeError, ValueError, AttributeError)  # that a damaged file may cause
 
 

@@ -105,6 +105,31 @@ def test_the_evidence_of_a_hang_has_the_stack_by_py_spy_and_no_heartbeat_of_a_sc
     assert texts[:2] == ["State: S (sleeping)", "read (/home/ann/loader.py:80)"]
 
 
+@pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
+def test_a_stop_after_a_silence_is_a_hang_where_the_stacks_show_one(run, signal):
+    text = "no rank made progress for 25 s: rank 1 is waiting (state S) in shuffle at ann/train.py:22; rank 0 waits in backward"
+    silence = {"rank": 1, "silent_s": 25.0, "phase": None, "step": None, "text": text, "is_seen": True}
+    append_event(run, "silence", attempt=1, **silence)
+    append_event(run, "stopping", attempt=1, signal=signal)
+    append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
+    explanation = explain_run(run)
+    assert (explanation.cause, explanation.rank) == ("hang", 1)
+    assert text in explanation.summary and signal in explanation.summary
+    assert f"less {run.hang(1)}/*.txt" in explanation.fix
+
+
+def test_a_stop_after_a_silence_stays_a_stop_where_no_rank_is_seen_waiting_for_another(run):
+    text = "no rank made progress for 25 s: the only rank is working (1.0 cores) in evaluate at ann/train.py:22"
+    silence = {"rank": 0, "silent_s": 25.0, "phase": None, "step": None, "text": text, "is_seen": False}
+    append_event(run, "silence", attempt=1, **silence)
+    append_event(run, "stopping", attempt=1, signal="SIGINT")
+    append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
+    explanation = explain_run(run)
+    assert explanation.cause == "keyboard-interrupt"
+    assert explanation.summary.endswith(f"before that {text}")
+    assert explanation.fix.startswith("if it hung, read what every rank was doing") and "; if not, `" in explanation.fix
+
+
 def test_a_rank_that_ended_itself_without_an_error_is_looked_up_in_its_own_log(run):
     append_event(run, "rank_failed", attempt=1, rank=1, exit_code=3, signal=None, message="", consequence=False)
     append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=3)

@@ -273,3 +273,21 @@ def test_a_silent_script_that_works_is_left_alone(watched):
     launch = watched(SCRIPT, kind="script", hang_after_s=2, more=more)
     assert launch.end().exit_code == 0
     assert "hang" not in launch.events()
+
+
+@pytest.mark.soak
+def test_a_stop_of_a_script_that_hangs_records_where_each_rank_was(watched):
+    more = """
+        if step == 3 and rank == 1:
+            time.sleep(1000)
+    """
+    launch = watched(SCRIPT, kind="script", hang_after_s=600, more=more)
+    launch.wait_until_running()
+    launch.wait_for(lambda: "step 2" in launch.log(0))
+    time.sleep(30)  # longer than NOTICED_AFTER_S, and than twice the pause before the first step
+    launch.signal(signal.SIGINT)
+    launch.end()
+    silence = launch.event("silence")
+    assert (silence["rank"], silence["is_seen"]) == (1, True)
+    assert (launch.run.hang(1) / "0.txt").exists()
+    assert launch.left() == []

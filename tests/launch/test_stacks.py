@@ -16,9 +16,12 @@ from paceline.launch.stacks import (
     DUMP,
     OLDER_DUMP,
     PIPE,
+    WORKERS,
     Frame,
+    busy_worker,
     call_site,
     catches,
+    loads_batch,
     main_frames,
     process_state,
     recorder_env,
@@ -89,6 +92,26 @@ def test_a_wait_for_a_queue_or_a_lock_is_not_a_wait_for_other_ranks():
     lines, first = inspect.getsourcelines(queue.Queue.get)
     at = first + next(number for number, line in enumerate(lines) if ".wait(" in line)
     assert not waits_for_others([Frame("wait", threading.__file__, 320), Frame("get", queue.__file__, at)])
+
+
+def test_a_rank_that_waits_for_its_data_loader_is_shown_with_the_worker_that_makes_a_batch():
+    folder = "/v/lib/python3.11/site-packages/torch/utils/data"
+    waiting = (
+        'Process 102: python train.py\n\nThread 102 (idle): "MainThread"\n'
+        "    wait (/v/lib/python3.11/multiprocessing/connection.py:947)\n"
+        f"    _MultiProcessingDataLoaderIter._try_get_data ({folder}/dataloader.py:1291)\n    <module> (/home/ann/train.py:23)\n"
+    )
+    worker = (  # forked, so its outermost frames are those of the rank
+        'Process 105: python train.py\n\nThread 105 (idle): "MainThread"\n    Photos.__getitem__ (/home/ann/photos.py:14)\n'
+        f"    _MapDatasetFetcher.fetch ({folder}/_utils/fetch.py:54)\n"
+        f"    _MultiProcessingDataLoaderIter.__init__ ({folder}/dataloader.py:1176)\n    <module> (/home/ann/train.py:23)\n"
+    )
+    text = "\n".join(["py-spy", waiting, WORKERS, worker])
+    frames = main_frames(text)
+    assert loads_batch(frames) and not loads_batch(main_frames(worker))
+    assert call_site(frames) == "DataLoader.__next__, called at ann/train.py:23"
+    assert busy_worker(text) == "worker 105 is in Photos.__getitem__ at ann/photos.py:14"
+    assert busy_worker(waiting) is None
 
 
 def test_without_a_stack_there_is_no_call_site():

@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 
 from paceline.heartbeat import HeartbeatWriter
-from paceline.launch.stacks import IDLE
-from paceline.launch.watchdog import (
+from paceline.launch.activity import (
     HANG_AFTER_S,
     LONG_PHASE,
+    NOTICED_AFTER_S,
     SCRIPT_HANG_AFTER_S,
     USUAL_STEPS,
     WORKING_PHASE,
     HeartbeatActivity,
     LogActivity,
-    Watchdog,
 )
+from paceline.launch.stacks import IDLE
+from paceline.launch.watchdog import Watchdog
 from paceline.rundir import RunDir, append_sample
 
 
@@ -190,6 +191,28 @@ def test_evidence_that_cannot_be_written_does_not_hide_the_hang(bench):
 
 
 @pytest.mark.soak
+def test_a_stop_after_some_usual_steps_of_silence_finds_what_the_ranks_do(bench):
+    bench.dog = Watchdog(bench.run, 1, 2, clock=lambda: bench.now)
+    in_step_nine(bench)
+    assert bench.after(NOTICED_AFTER_S - 1) is None
+    assert bench.dog.before_stop() is None
+    assert bench.after(2) is None
+    silence = bench.dog.before_stop()
+    assert (silence.rank, silence.phase, silence.is_seen) == (1, "load", True)
+    assert "no rank made progress for 11 s: rank 1 is waiting (state S) in load of step 9" in silence.text
+    assert (bench.run.hang(1) / "1.txt").exists()
+    assert bench.after(60).rank == 1  # it is still the watchdog's to find
+
+
+def test_a_rank_that_works_may_only_be_slow_when_the_run_is_stopped(bench, monkeypatch):
+    bench.dog = Watchdog(bench.run, 1, 2, clock=lambda: bench.now)
+    in_step_nine(bench)
+    assert bench.after(NOTICED_AFTER_S + 1) is None
+    monkeypatch.setattr(bench.dog, "_cores", lambda processes: {0: 0.0, 1: 0.9})
+    silence = bench.dog.before_stop()
+    assert (silence.rank, silence.is_seen) == (1, False)
+
+
 def test_a_rank_under_a_debugger_is_left_alone(bench, monkeypatch):
     in_step_nine(bench)
     monkeypatch.setattr("paceline.launch.stacks.process_state", lambda pid: "t")
@@ -315,6 +338,18 @@ def test_a_log_line_of_a_script_is_activity(tmp_path):
     with run.rank_log(1, 0).open("a") as log:
         log.write("b")
     assert activity.has_changed(2)
+
+
+def test_a_script_is_silent_for_long_when_it_is_so_for_twice_its_longest_pause(tmp_path):
+    run = RunDir(tmp_path)
+    run.logs(1).mkdir(parents=True)
+    activity = LogActivity(run, 1, 2, 600)
+    assert activity.noticed_after_s() == HANG_AFTER_S  # it may still import
+    for at_s, expected_s in ((3, HANG_AFTER_S), (4, HANG_AFTER_S), (6, NOTICED_AFTER_S), (36, 60), (37, 60)):
+        with run.rank_log(1, 0).open("a") as log:
+            log.write("a line\n")
+        assert activity.has_changed(at_s)
+        assert activity.noticed_after_s() == expected_s
 
 
 def test_a_silent_script_that_works_is_left_alone(tmp_path):

@@ -107,10 +107,9 @@ class LogActivity:
                 self.sizes.append(path.stat().st_size)
         if self.sizes == before:
             return False
-        if any(before):
-            if self.changed_s is not None:
-                self.longest_s = max(self.longest_s or 0.0, awake_s - self.changed_s)
-            self.changed_s = awake_s
+        if self.changed_s is not None:
+            self.longest_s = max(self.longest_s or 0.0, awake_s - self.changed_s)
+        self.changed_s = awake_s if any(self.sizes) else None
         return True
 
     def noticed_after_s(self) -> float:

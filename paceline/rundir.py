@@ -385,9 +385,7 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
 
 
 def resume_command(run: RunDir) -> str:
-    """Returns the command that continues a run, as a job if submitted; a script is started again, from its own checkpoints."""
-    if is_script_run(run):
-        return f"paceline run {shlex.quote(str(run.config_toml))}"
+    """Returns the command that continues a run, as a job if it was submitted."""
     is_submitted = False
     with suppress(OSError, ValueError, TypeError):
         is_submitted = "args" in json.loads(read_text(run.slurm_json))  # which a submission alone writes

@@ -17,7 +17,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from paceline.errors import PacelineError
-from paceline.rundir import RunDir, find_run, is_queued, is_script_run, read_text
+from paceline.rundir import RunDir, find_run, is_queued, is_script_run, read_text, resume_command
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def find_training_run(name: str, *, runs_dir: str) -> RunDir:
     if is_script_run(run):
         raise PacelineError(
             f"{run.name} is the run of a script, not a training run of paceline's own",
-            fix=f"paceline run {shlex.quote(str(run.config_toml))} runs it again; its checkpoints are the script's own",
+            fix=f"{resume_command(run)} starts it again in its folder; its checkpoints are the script's own",
         )
     if not read_run_file(run.config_toml, tomllib.loads):
         raise damaged(run.config_toml, "is empty")

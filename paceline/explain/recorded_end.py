@@ -19,6 +19,7 @@ from paceline.rundir import RunDir, is_locked, is_script_run, resume_command
 
 DISK_FULL, STOPPED, SUPERVISOR_LOST = "disk-full", "keyboard-interrupt", "supervisor-lost"
 PREEMPTED, KILLED, PEER_DIED, UNKNOWN, HANG = "preempted-sigterm", "killed-from-outside", "peer-died", "unknown", "hang"
+HOST_MEMORY, WORKER_KILLED = "host-oom-killed", "dataloader-worker-killed"
 BUILD_LOCK = b"torch/utils/file_baton.py"  # in the stack of a rank that waits until an extension is built
 NEXT_BATCH = b"_try_get_data"  # of a rank that waits for a worker of its data loader
 # what workers and their launcher write when the supervisor is gone
@@ -50,8 +51,13 @@ def apply_recorded_end(
     """Replaces what the logs show by what the events of the attempt say about its end. events: its own and those of no attempt."""
     verdict = find_last(events, "verdict")
     has_cause = verdict.get("cause") not in (HEALTHY, None)
+    is_kill = {verdict.get("cause"), explanation.cause} <= {
+        KILLED,
+        HOST_MEMORY,
+        WORKER_KILLED,
+    }  # which the kernel counted
     shows_less = not explanation.shows_failure or (explanation.cause == UNKNOWN and verdict.get("cause") != UNKNOWN)
-    if has_cause and (verdict["cause"] in SUPERVISOR_CAUSES or shows_less):  # no log shows it
+    if has_cause and (verdict["cause"] in SUPERVISOR_CAUSES or shows_less or is_kill):  # no log shows it
         names = ("cause", "rank", "step", "host", "summary", "fix", "confidence")
         fields: dict[str, Any] = {name: verdict.get(name) for name in names}
         evidence = hang_evidence(run, attempt, fields["rank"]) if fields["cause"] == HANG else ()
@@ -98,6 +104,18 @@ def note_recoveries(
         causes = ", ".join(str(event.get("cause")) for event in verdicts)
         notes.append(f"earlier attempts failed and the run recovered: {causes}; paceline runs show {run.quoted}")
     return replace(explanation, notes=tuple(notes))
+
+
+def note_good_end(explanation: Explanation, run: RunDir, events: Sequence[Mapping[str, Any]]) -> Explanation:
+    """Adds to a failure in a script's output that the script itself reported none."""
+    if not (
+        explanation.shows_failure
+        and is_script_run(run)
+        and find_last(events, "attempt_ended").get("state") == "finished"
+    ):
+        return explanation
+    text = "the script ended with exit code 0: it went on behind this, or does not report it"
+    return replace(explanation, notes=(*explanation.notes, text))
 
 
 def find_stop(run: RunDir, events: Sequence[Mapping[str, Any]]) -> tuple[str, str, str] | None:
@@ -169,8 +187,8 @@ def find_last(events: Sequence[Mapping[str, Any]], *kinds: str) -> Mapping[str, 
 
 
 def next_command(run: RunDir) -> str:
-    """How the run goes on: a script starts again, and reads its own checkpoints."""
-    effect = "runs it again" if is_script_run(run) else "goes on from the last checkpoint"
+    """How the run goes on: a script starts again in the run's folder, and reads its own checkpoints."""
+    effect = "starts the script again in its folder" if is_script_run(run) else "goes on from the last checkpoint"
     return f"`{resume_command(run)}` {effect}"
 
 

@@ -54,7 +54,7 @@ from paceline.explain.log import Log
 from paceline.explain.log_curves import judge_progress
 from paceline.explain.log_text import chunks_from, read_chunks
 from paceline.explain.reader import read_log
-from paceline.explain.recorded_end import apply_recorded_end, events_of, note_recoveries
+from paceline.explain.recorded_end import apply_recorded_end, events_of, note_good_end, note_recoveries
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, reach_verdict
@@ -150,6 +150,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     since, until = (unix_time(starts.get(number)) for number in (attempt, attempt + 1))
     explanation = replace(explanation, evidence=(*explanation.evidence, *state))
     explanation = add_findings(explanation, judge_run(run, since=since, until=until))
+    explanation = note_good_end(explanation, run, events)
     return note_recoveries(explanation, run, all_events, attempt)
 
 

@@ -22,7 +22,7 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.evidence import flight_recorder_logs
 from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
 from paceline.explain.log import Log
-from paceline.explain.recorded_end import DISK_FULL, HANG, explain_full_disk, hang_fix
+from paceline.explain.recorded_end import DISK_FULL, HANG, explain_full_disk, hang_fix, next_command
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
@@ -241,7 +241,7 @@ def explain_end(
             explanation, cause=HOST_MEMORY, summary=f"the kernel killed a data loader worker: {no_memory_left()}"
         )
     elif root.signal == "SIGKILL" and root.traceback is None and not root.consequence:
-        explanation = explain_kill(explanation, root, memory_ran_out=memory_ran_out)
+        explanation = explain_kill(explanation, root, run, memory_ran_out=memory_ran_out)
     if explanation.cause in (UNKNOWN, HEALTHY):
         explanation = explain_full_disk(explanation, run, events, free_bytes.get(root.host or ""), host=root.host)
     if explanation.cause == HEALTHY:  # its logs show no failure, and it failed
@@ -319,7 +319,7 @@ def no_memory_left() -> str:
     return f"{limit} of memory, and none was left"
 
 
-def explain_kill(explanation: Explanation, root: Failure, *, memory_ran_out: bool | None) -> Explanation:
+def explain_kill(explanation: Explanation, root: Failure, run: RunDir, *, memory_ran_out: bool | None) -> Explanation:
     """Explains a rank that SIGKILL ended: the kernel killed it for memory, or somebody outside the run did."""
     subject = "the launch agent" if root.rank is None else f"rank {root.rank}"
     subject += f" on {root.host}" if root.host else ""
@@ -332,7 +332,5 @@ def explain_kill(explanation: Explanation, root: Failure, *, memory_ran_out: boo
         return explanation
     summary = f"{subject} was killed by SIGKILL from outside the run"
     memory = "memory did not run out. " if memory_ran_out is False else ""
-    fix = (
-        f"{memory}A batch system's limit, the end of a container or a person sends this signal; the run can be resumed"
-    )
+    fix = f"{memory}A batch system's limit, the end of a container or a person sends this signal; {next_command(run)}"
     return replace(explanation, cause=KILLED, rank=root.rank, summary=summary, fix=fix, confidence=0.8)

@@ -13,9 +13,8 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,9 @@ from paceline.config import Config, cache_dir, check_config, check_utf8
 from paceline.config_file import checked_value, format_toml_value
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.catalogue import load_catalogue
+from paceline.explain.explanation import format_summary
+from paceline.explain.run_folder import explain_run
+from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.launch.attempts import Job, run_job
 from paceline.launch.background import detach
 from paceline.launch.cluster import Cluster
@@ -36,20 +38,29 @@ from paceline.launch.member import reach_early
 from paceline.launch.notify import checked_services
 from paceline.launch.policy import CRASHES, Abilities, AttemptEnd
 from paceline.launch.requeue import create_folder
+from paceline.launch.script_command import command_name, make_argv
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
 from paceline.launch.sync import find_script_files, send_script
-from paceline.options import ScriptOptions
+from paceline.options import LaunchOptions, ResumeOptions, ScriptOptions
 from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_world_size
-from paceline.rundir import RunDir, append_event, check_unused, lock_run, unwritable_run, write_atomic
+from paceline.rundir import (
+    RunDir,
+    append_event,
+    check_unused,
+    lock_run,
+    read_json_lines,
+    resume_command,
+    unwritable_run,
+    write_atomic,
+)
 from paceline.terminal import has_input, shows_colours
 from paceline.units import format_duration, format_number_of
-from paceline.watch.events import event_text
+from paceline.watch.events import end_state, event_text
+from paceline.watch.run_reader import MAX_EXPLAINED_BYTES
 
 PROGRESS_S = 600.0  # what a script saves is unknown: an attempt that lasted this long has made progress
 STOP_GRACE_S = 60.0
-LAUNCHER_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
-LAUNCHERS = {"torchrun", "deepspeed", "mpirun", "mpiexec", "horovodrun"}
 CONFIG_KEYS = {"command", "nproc", "device", "cwd"}
 
 
@@ -73,8 +84,29 @@ class Script:
     hosts: Mapping[str, str] = field(default_factory=dict)  # those of HOST_KEYS that are set
 
 
-def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = ()) -> int:
-    """Runs a script and returns its exit code; nodes: that have joined. Raises PacelineError for what the user can fix."""
+def resume_script(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] = ()) -> int:
+    """Starts the script of a run again in the run's own folder, as its next attempt, and returns the exit code.
+
+    The script finds what it saved in PACELINE_RUN. Raises PacelineError for what the user can fix.
+    """
+    known = {item.name: item for item in fields(ScriptOptions)}
+    allowed = set(known["keys"].metadata["names"]) - {"name"}
+    unused = [f"--{name.replace('_', '-')}" for name in options.keys if name not in allowed]
+    if unused := [*unused, *(["--slurm"] if options.slurm else [])]:
+        own = f"paceline run --name NEW -- {shlex.join(read_config(run.config_toml)['command'])}"
+        raise UsageError(f"{unused[0]} is not for the run of a script", fix=f"options of its own in a new run: {own}")
+    if end_state(read_json_lines(run.events)) == "finished":
+        fix = f"paceline run {shlex.quote(str(run.config_toml))} runs it again in a new folder"
+        raise PacelineError(f"{run.name} has finished: its script ended without an error", fix=fix)
+    shared = {item.name: getattr(options, item.name) for item in fields(LaunchOptions)}
+    return run_script(ScriptOptions(**shared, command=(str(run.config_toml),), keys=options.keys), nodes, run=run)
+
+
+def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = (), *, run: RunDir | None = None) -> int:
+    """Runs a script and returns its exit code; nodes: that have joined; run: one that goes on in its folder.
+
+    Raises PacelineError for what the user can fix.
+    """
     services = checked_services(options)
     request = read_request(options.command, options.keys)
     entries, config = hosts_of(request.config, nodes)
@@ -86,7 +118,8 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = ()) -> int:
         raise UsageError("--sync and --no-sync contradict each other", fix="leave one of them out")
     argv = make_argv(request.command, cwd=request.cwd)
     files = find_script_files(argv, cwd=request.cwd, sync=options.sync) if entries else None
-    run = choose_run(options.keys.get("name"), options.keys.get("runs_dir", Config.runs_dir), request)
+    is_new = run is None
+    run = run or choose_run(options.keys.get("name"), options.keys.get("runs_dir", Config.runs_dir), request)
     reaches = reach_early(entries, config.python, options)
     facts = script_facts(entries, config, run) if entries or options.check else None
     machine = StartCheck(facts, entries, lambda _: Intent(), is_on=options.check, stream=sys.stderr).machine()
@@ -101,7 +134,7 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = ()) -> int:
     if options.show_env:
         print(format_env(rows))
         return 0
-    run, lock = create_run(run, script, checked, is_named=options.keys.get("name") is not None)
+    run, lock = open_run(run, script, checked, is_new=is_new, is_named=options.keys.get("name") is not None)
     job, lines = ScriptJob(run, lock, checked.libuv, options, script, argv, env), list[str]()
     if options.detach and detach(run, lock, destinations=[e.destination for e in entries if not is_this_host(e)]):
         return 0
@@ -113,7 +146,7 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = ()) -> int:
             lines = send_script(cluster, files, run, sync=not options.no_sync)
         except BaseException:
             cluster.close()
-            if not options.detach:  # nothing has run; a log in the folder has the error
+            if is_new and not options.detach:  # nothing has run; a log in the folder has the error
                 shutil.rmtree(run.path)
             raise
     device = f"device  {format_devices(script, machine, num_hosts=len(entries))}"
@@ -217,11 +250,22 @@ class ScriptJob(Job):
         """Returns how the script ended and where its logs are."""
         logs = f"logs    {self.run.logs(outcome.attempt)}"
         if outcome.state == "interrupted":
-            return ["", f"interrupted after {format_duration(seconds)}", time_line, logs]
-        notes = []
+            next_line = f"next    {resume_command(self.run)}"
+            return ["", f"interrupted after {format_duration(seconds)}", time_line, logs, next_line]
+        notes = self.doubts(outcome.attempt)
         if outcome.joined is False and self.script.nproc > 1:
-            notes = [f"note    no rank joined a process group: each of the {self.script.nproc} ranks worked alone"]
+            notes.append(f"note    no rank joined a process group: each of the {self.script.nproc} ranks worked alone")
         return ["", *notes, f"done    in {format_duration(seconds)}", time_line, logs]
+
+    def doubts(self, attempt: int) -> list[str]:
+        """Returns what the output shows of a failure that the exit code 0 does not; nothing of output too long to be read here."""
+        logs = self.run.logs(attempt).glob("*.log")
+        if sum(path.stat().st_size for path in logs) > MAX_EXPLAINED_BYTES:
+            return []
+        explanation = explain_run(self.run, attempt=attempt)
+        if explanation.cause in (HEALTHY, UNKNOWN):
+            return []
+        return [f"note    exit code 0, and yet {format_summary(explanation)}: paceline explain {self.run.quoted}"]
 
 
 def script_facts(entries: Sequence[HostEntry], config: Config, run: RunDir) -> Future[HostFacts]:
@@ -306,13 +350,16 @@ def choose_run(name: str | None, runs_dir: str, request: Request) -> RunDir:
     return run
 
 
-def create_run(run: RunDir, script: Script, checked: CheckResult, *, is_named: bool) -> tuple[RunDir, int]:
-    """Creates the folder with what is known before the start; returns run and lock. config.toml comes last and makes it a run."""
+def open_run(run: RunDir, script: Script, checked: CheckResult, *, is_new: bool, is_named: bool) -> tuple[RunDir, int]:
+    """Writes what is known before the start to the run's folder, which it creates for a new one; returns run and lock.
+
+    config.toml comes last and makes it a run.
+    """
     config = format_config(script)
     check_utf8("the working directory", str(script.cwd))
     check_utf8("the command", " ".join(script.command))
     try:
-        run = create_folder(run, is_named=is_named)
+        run = create_folder(run, is_named=is_named) if is_new else run
         lock = lock_run(run)
         if checked.facts:
             save_check(run, checked)
@@ -321,78 +368,3 @@ def create_run(run: RunDir, script: Script, checked: CheckResult, *, is_named: b
     except OSError as error:
         raise unwritable_run(run, error) from error
     return run, lock
-
-
-def make_argv(command: Sequence[str], *, cwd: Path) -> list[str]:
-    """Returns what a rank executes: python for a .py file or -m, otherwise the program. Raises PacelineError if it cannot run."""
-    if not command:
-        raise UsageError("run needs a script", fix="paceline run -- train.py --lr 0.1")
-    refuse_launchers(command)
-    first, *arguments = command
-    if first == "-m":
-        if not arguments:
-            raise UsageError("-m needs a module", fix="paceline run -- -m package.train --lr 0.1")
-        if arguments[0].endswith(".py"):
-            raise UsageError(
-                f"-m {arguments[0]} is a file, not a module", fix=f"leave -m out: -- {shlex.join(arguments)}"
-            )
-        top = arguments[0].partition(".")[0]
-        if PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
-            fix = f"install it, or start in the folder that holds {top}"
-            raise PacelineError(f"there is no module {arguments[0]}", fix=fix)
-        return [sys.executable, "-m", *arguments]
-    if first.startswith("-"):
-        raise UsageError(f"{first} comes before the script", fix=f"paceline run -- SCRIPT.py {first} ...")
-    path = cwd / first
-    if first.endswith((".py", ".pyw")):
-        check_file(path, first)
-        return [sys.executable, first, *arguments]
-    if "/" in first or (path.is_file() and not shutil.which(first)):
-        check_file(path, first)
-        if not os.access(path, os.X_OK):
-            name, shell = shlex.quote(first), "bash" if first.endswith(".sh") else "python"
-            raise PacelineError(f"{first} is not executable", fix=f"chmod +x {name}, or -- {shell} {name} ...")
-        return [first if "/" in first else f"./{first}", *arguments]
-    if shutil.which(first) is None:
-        raise PacelineError(f"there is no script and no program {first}", fix="check its name, or give its path")
-    return [first, *arguments]
-
-
-def check_file(path: Path, name: str) -> None:
-    """Raises PacelineError where the script is not a file that can be read."""
-    if path.is_dir():
-        raise PacelineError(f"{name} is a folder", fix="the script in it, or -m for a package")
-    if not path.is_file():
-        raise PacelineError(f"script {name} does not exist in {path.parent}", fix="check its name and its path")
-    if not os.access(path, os.R_OK):
-        raise PacelineError(f"script {name} cannot be read", fix=f"chmod +r {shlex.quote(name)}")
-
-
-def refuse_launchers(command: Sequence[str]) -> None:
-    """Raises UsageError for another launcher: it would start all ranks once for each rank."""
-    args = list(command)
-    if Path(args[0]).name.startswith("python") and len(args) > 1:
-        args = args[1:]
-    if args[0] == "-m" and len(args) > 1:
-        args = args[1:]
-    name = Path(args[0]).name
-    is_accelerate = name == "accelerate" and args[1:2] == ["launch"]
-    if not is_accelerate and name not in LAUNCHERS and args[0] not in LAUNCHER_MODULES:
-        return
-    launcher = "accelerate launch" if is_accelerate else name
-    script = next((i for i, arg in enumerate(args) if arg.endswith(".py")), None)
-    script_text = "SCRIPT.py ..." if script is None else shlex.join(args[script:])
-    raise UsageError(
-        f"{launcher} starts ranks itself: each rank of paceline run would start them all again",
-        fix=f"the script alone: paceline run --nproc N -- {script_text}",
-    )
-
-
-def command_name(command: Sequence[str]) -> str:
-    """Returns the start of a run's default name: train.py -> train, -m package.train -> train, ./run.sh -> run."""
-    args = [arg for arg in command if arg != "-m"] if command[0] == "-m" else list(command)
-    if Path(args[0]).name.startswith("python") and not args[0].endswith(".py"):
-        args = [arg for arg in args[1:] if not arg.startswith("-")] or args
-    file = Path(args[0]).name
-    stem = file.rpartition(".")[2] if command[0] == "-m" else file.partition(".")[0]
-    return "".join(char if char.isalnum() or char in "-_" else "-" for char in stem).strip("-") or "script"

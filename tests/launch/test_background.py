@@ -105,12 +105,12 @@ def script_run(tmp_path):
     return run
 
 
-def test_a_stopped_script_is_started_again_by_run_as_resume_does_not_take_it(script_run):
+def test_a_stopped_script_is_started_again_by_resume(script_run):
     text = format_stop({"run": str(script_run.path), "pid": 7, "state": "stopped", "checkpoint_step": None})
-    assert text == f"stopped: {script_run.path}\nnext    paceline run '{script_run.config_toml}'"
+    assert text == f"stopped: {script_run.path}\nnext    paceline resume '{script_run.path}'"
     with pytest.raises(PacelineError, match=r"(?m)det is not running$") as error:
         stop_run(script_run, now=False)
-    assert error.value.fix == f"paceline run '{script_run.config_toml}' starts it again"
+    assert error.value.fix == f"paceline resume '{script_run.path}' starts it again"
 
 
 def test_a_finished_run_is_not_to_be_continued(script_run):

@@ -19,6 +19,7 @@ import torch
 from paceline.check.ready import CheckResult
 from paceline.cli import run_command
 from paceline.errors import Finding, PacelineError
+from paceline.explain.run_folder import explain_run
 from paceline.launch.script import Script, format_config, make_script, read_request, run_script
 from paceline.options import ScriptOptions
 from paceline.plan.machine import Machine
@@ -165,6 +166,40 @@ def test_the_run_folder_has_what_happened_and_repeats_the_run(bench):
     second = bench.run("--runs-dir", "more", bench.run_dir.config_toml, name="r2")
     assert sorted(second.out.splitlines()) == sorted(done.out.splitlines())
     assert (bench.folder / "more" / "r2" / "config.toml").read_text() == bench.run_dir.config_toml.read_text()
+
+
+def test_resume_starts_a_script_again_in_its_folder_and_a_good_end_does_not_hide_what_its_output_shows(
+    bench, capfd, monkeypatch
+):
+    bench.script("""
+        import os, signal, sys, traceback
+        from pathlib import Path
+        saved = Path(os.environ["PACELINE_RUN"]) / "step"
+        print("step", saved.read_text() if saved.exists() else 0, "attempt", os.environ["PACELINE_ATTEMPT"], flush=True)
+        if os.environ["PACELINE_ATTEMPT"] == "1":
+            saved.write_text("20")
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        except RuntimeError:
+            traceback.print_exc()
+    """)
+    assert bench.run("--nproc", 1, "--no-recover", "--", "train.py").returncode == 128 + signal.SIGKILL
+    monkeypatch.chdir(bench.folder)
+    explanation = explain_run(RunDir(Path("runs/r")))
+    assert explanation.cause == "killed-from-outside"  # as the kernel's counter showed the supervisor
+    assert "`paceline resume runs/r` starts the script again in its folder" in explanation.fix
+    resume = [*COMMAND[:-1], "resume", "r", "--no-check"]
+    done = subprocess.run(resume, cwd=bench.folder, env=ENV, text=True, capture_output=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "step 20 attempt 2")
+    assert "note    exit code 0, and yet a rank requested more memory than its GPU had: 2.00 GiB" in done.stderr
+    assert any("ended with exit code 0" in note for note in explain_run(RunDir(Path("runs/r"))).notes)
+    for args, message in (
+        ([], "r has finished: its script ended without an error"),
+        (["--num-steps", "4"], "--num-steps is not for the run of a script"),
+    ):
+        assert run_command(["resume", "r", *args]) != 0
+        assert message in capfd.readouterr().err
 
 
 def test_what_a_rank_leaves_running_behind_a_good_end_is_ended_and_named(bench):

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.command_line import parse
 from paceline.errors import PacelineError, UsageError
-from paceline.launch.script import command_name, make_argv
+from paceline.launch.script_command import command_name, make_argv
 from paceline.options import ScriptOptions
 
 

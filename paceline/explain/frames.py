@@ -81,6 +81,11 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         r"gym(?:nasium)?[/\\]envs[/\\]registration\.py\", line \d+, in make\b",
     ),
 )  # fmt: skip
+# of a queue whose reader is gone; its thread prints it and ends
+QUEUE, NO_READER = (
+    re.compile(r"multiprocessing[/\\](?:queues|connection)\.py"),
+    re.compile(r"BrokenPipeError|OSError: \[Errno 9\]"),
+)
 IN_THREAD = re.compile(r"threading\.py\", line \d+,? in _bootstrap")  # the first frame of what ends a thread alone
 NOT_LOADED = re.compile(r"(?i)could not|cannot|unable|fail|error")
 PACKAGE_IMPORT = re.compile(r"(?:site|dist)-packages[/\\].* in <module>$")  # the first frame is the package's own
@@ -122,6 +127,8 @@ def left_program_running(record: Record, log: Log) -> bool:
     if not record.frames:  # of one that threads have printed at once
         twins = (other for other in log.records if other.frames and other.text.startswith(record.text))
         return record.kind == "exception" and any(left_program_running(twin, log) for twin in twins)
+    if NO_READER.match(record.text) and all(map(QUEUE.search, record.frames)):
+        return True
     is_thread = IN_THREAD.search(record.frames[0]) is not None
     if outlived(record, log, is_thread=is_thread):
         return True

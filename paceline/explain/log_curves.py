@@ -242,6 +242,8 @@ def hardly_moves(series: MetricSeries) -> bool:
     values = list(filter(math.isfinite, series.values))
     if len(values) < MIN_FLAT or not is_whole(series):
         return False
+    if all(float(f"{value:.1g}") == value for value in values):  # printed with one digit, which shows no small change
+        return False
     tail = values[len(values) // 4 :]
     if abs(median(tail)) < LEARNED * abs(values[0]):
         return False

@@ -48,6 +48,7 @@ MAX_BEHIND = 6  # lines, from its announcement to an exception that Python ignor
 IGNORED = re.compile(
     r"^Exception (?:ignored (?:in|on|while)|happened during processing of request)"  # a server goes on
     r"|^Error in atexit|^Exception in Tkinter|^Error in (?P<hook>sys\.excepthook)"
+    r"|^Error processing line \d+ of \S+\.pth:$"  # of site-packages, of which Python leaves the others out
 )
 SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 ENDED_PROCESS = re.compile(r"(?:\S*Exception: )process (?P<rank>\d{1,4}) terminated with (?:signal|exit code)")
@@ -77,7 +78,7 @@ ONE_LINE = re.compile(
 )
 NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
     r"^\[|^\d{4}-\d\d|^(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|FATAL)\b|^(?:wandb|srun|slurmstepd|INFO|W|E|I) ?[:\[]"
-    r"|^Traceback|^During handling|^The above exception|^Exception ignored|^-- Process|^\$ |^>>> |^[=*#_-]{8,}"
+    r"|^Traceback|^During handling|^The above exception|^Exception (?:ignored|in thread)|^Error in sys\.excepthook|^-- Process|^\$ |^>>> |^[=*#_-]{8,}"
     r"|^Process \S+:$|^\s*File \"|^real\s|^NCCL |^terminate called|^Exception raised from|^frame #\d+|^Killed|^Aborted"
     r"|^Dumping (?:input data|scheduler output)\b|^\S+\.py:\d+: \w*Warning: "  # vLLM, all its settings; a warning
     r"|^make: |^In \[\d|^[WEIFC] \S+\.(?:py|cpp|cc|cu|h|hpp):\d+\]|^(?:Current )?[Tt]hread 0x|^Fatal Python error"

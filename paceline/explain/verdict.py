@@ -63,7 +63,7 @@ MAX_UNDECODED = 0.01  # of the characters at the end of a log: a model's answer 
 MIN_OUTPUT = 50  # lines: fewer whose end only announces work do not show that it was done
 ANNOUNCES = re.compile(
     r"(?i)(?<!exiting)(?:\.\.\.|…)\W*$|^\W*\{'\w+': (?!-?\d+\.\d)|\bNamespace\(|\bepoch\W*[01]\b(?!.*\d\.\d)"
-    r"|^(?:loading|retrying|starting)\b"
+    r"|^(?:loading|retrying|starting)\b|^SLURM auto-requeueing enabled"
     r"|(?:^\W*|- )(?:optimizer|(?:number of )?(?:trainable )?param(?:eter)?s?|args|arguments|config)\b.{0,20}:"
 )
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")

@@ -236,11 +236,7 @@ def explain_end(
         explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
     elif hang is not None:
         explanation = explain_hang(explanation, hang, run, recorder_logs=flight_recorder_logs(run, attempt, events))
-    elif memory_ran_out and explanation.cause == WORKER_KILLED:
-        explanation = replace(
-            explanation, cause=HOST_MEMORY, summary=f"the kernel killed a data loader worker: {no_memory_left()}"
-        )
-    elif root.signal == "SIGKILL" and root.traceback is None and not root.consequence:
+    elif (memory_ran_out and explanation.cause == WORKER_KILLED) or was_killed(root):
         explanation = explain_kill(explanation, root, run, memory_ran_out=memory_ran_out)
     if explanation.cause in (UNKNOWN, HEALTHY):
         explanation = explain_full_disk(explanation, run, events, free_bytes.get(root.host or ""), host=root.host)
@@ -310,21 +306,22 @@ def explain_host(explanation: Explanation, root: Failure) -> Explanation:
     return replace(explanation, cause=cause, rank=None, summary=summary, fix=root.fix or fix, confidence=1.0)
 
 
-def no_memory_left() -> str:
-    """Returns 'this host has 24 GiB of memory, and none was left'."""
-    host_bytes, group = physical_memory_bytes(), memory_limit()
-    limit = f"this host has {format_bytes(host_bytes)}"
-    if group is not None and group.limit_bytes < host_bytes:
-        limit = f"its cgroup may use {format_bytes(group.limit_bytes)}"
-    return f"{limit} of memory, and none was left"
+def was_killed(root: Failure) -> bool:
+    """Whether SIGKILL ended the rank itself, before anything else failed."""
+    return root.signal == "SIGKILL" and root.traceback is None and not root.consequence
 
 
 def explain_kill(explanation: Explanation, root: Failure, run: RunDir, *, memory_ran_out: bool | None) -> Explanation:
     """Explains a rank that SIGKILL ended: the kernel killed it for memory, or somebody outside the run did."""
     subject = "the launch agent" if root.rank is None else f"rank {root.rank}"
     subject += f" on {root.host}" if root.host else ""
+    subject = subject if was_killed(root) else f"a data loader worker of {subject}"
     if memory_ran_out or any((evidence.source or "").startswith(KERNEL_LOG) for evidence in explanation.evidence):
-        summary = f"the kernel killed {subject}: {no_memory_left()}"
+        host_bytes, group = physical_memory_bytes(), memory_limit()
+        limit = f"this host has {format_bytes(host_bytes)}"
+        if group is not None and group.limit_bytes < host_bytes:
+            limit = f"its cgroup may use {format_bytes(group.limit_bytes)}"
+        summary = f"the kernel killed {subject}: {limit} of memory, and none was left"
         if explanation.cause == HOST_MEMORY:
             summary = explanation.summary  # from the kernel's own log
         return replace(explanation, cause=HOST_MEMORY, rank=root.rank, summary=summary, confidence=1.0)

@@ -23,7 +23,7 @@ from paceline.heartbeat import Heartbeat, read_heartbeat
 from paceline.noise import seconds_per_step
 from paceline.rundir import RunDir, check_readable, is_locked, is_queued, read_text
 from paceline.slurm import JobId, JobReader, format_job, parse_job_id
-from paceline.typed_fields import typed_content, well_typed
+from paceline.typed_fields import damaged_files, typed_content, well_typed
 from paceline.units import unix_time
 from paceline.watch.about import expected
 from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, join_series, slow_ranks
@@ -49,15 +49,9 @@ SCRIPT_RANKS = 8  # ranks of a script whose logs are read for steps and losses
 LIVE_LOGS = 16  # logs whose last write counts as a sign that the run is alive
 GOODPUT_EVERY_S = 5.0
 MAX_EXPLAINED_BYTES = 64 << 20  # of an attempt with longer logs only the verdict in events.jsonl is shown
-EXPLAINED_EVENTS = (
-    "attempt",
-    "rank_failed",
-    "stopping",
-    "silence",
-    "hang",
-    "attempt_ended",
-    "verdict",
-)  # those explain_run reads
+EXPLAINED_EVENTS = (  # those explain_run reads
+    "attempt", "rank_failed", "stopping", "silence", "hang", "attempt_ended", "verdict",
+)  # fmt: skip
 READ_ERRORS = (KeyError, TypeError, ValueError, AttributeError)  # that a damaged file may cause
 
 
@@ -91,6 +85,8 @@ class RunReader:
             return self._folder_snapshot()
         spent = self.goodput()
         config, notes = self._config()
+        offsets = self._events_file.offset, self.metrics.file.offset
+        notes += self._cached("damage", offsets, lambda: damaged_files(self.run))
         self.marks, self.logs = self._marks(), self._logs()
         fields = self._shared_fields(spent) | {"notes": notes, "eval_tokens": config.get("eval_tokens")}
         return self._script_snapshot(config, fields) if "command" in config else self._training_snapshot(fields)

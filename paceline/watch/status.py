@@ -22,7 +22,7 @@ from paceline.explain.series import natural_order
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_preparing, is_queued, read_end, read_json_lines, read_text, to_utc
 from paceline.terminal import cells, pad
-from paceline.typed_fields import hints_of, well_typed
+from paceline.typed_fields import damaged_files, hints_of, well_typed
 from paceline.units import format_count
 from paceline.watch.about import check_links, csv_lines, link_out_of, read_about, read_config, read_notes
 from paceline.watch.events import end_state, is_complete, last_event_time, live_state
@@ -79,6 +79,7 @@ class RunStatus:
     command: list[str] | None = None  # of `paceline run`, whose runs have no metrics.jsonl
     tags: list[str] = field(default_factory=list)  # of `paceline runs tag`
     note: str = ""  # of `paceline runs note`
+    notes: list[str] = field(default_factory=list)  # what could not be read, one line each
 
 
 def run_status(run: RunDir) -> RunStatus:
@@ -102,7 +103,7 @@ def run_status(run: RunDir) -> RunStatus:
     status = RunStatus(
         name=run.name, path=str(run.path), state=state, num_steps=num_steps, attempts=attempts,
         time=max((time for time in times if isinstance(time, str)), default=None),
-        command=command, tags=tags, note=note, **values,
+        command=command, tags=tags, note=note, notes=damaged_files(run), **values,
     )  # fmt: skip
     return well_typed(status, RunStatus)  # type: ignore[no-any-return]
 
@@ -223,7 +224,8 @@ def format_runs(runs: list[RunStatus]) -> str:
             column = (name, *values)
             width = max(width for width in map(cells, column) if width <= MAX_COLUMN)
             columns.append([pad(cell, width, right=name not in ("run", "state", "tags")) for cell in column])
-    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+    notes = (f"{strip_escapes(status.name)}: {note}" for status in runs for note in status.notes)
+    return "\n".join(["  ".join(row).rstrip() for row in zip(*columns, strict=True)] + [*notes])
 
 
 def format_steps(status: RunStatus | Snapshot) -> str:

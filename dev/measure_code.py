@@ -23,10 +23,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 DUPLICATE_LINES = 8
 DISTINCT_SHAPES = 6  # of the eight lines: rows that look alike are data, not a duplicate
 LIMITS = {  # what is reached may not be lost
-    "modules": 198,
-    "lines of Python": 53_100,
+    "modules": 200,
+    "lines of Python": 53_900,
     "lines of JavaScript": 2_700,
-    "modules with a single importer": 32,
+    "modules with a single importer": 33,
     "import circles": 0,
     "files over 400 lines": 0,
     "functions over 60 lines": 0,

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -164,8 +165,7 @@ def runs(args: run_options.RunsOptions) -> None:
         statuses = run_list.read()
     if not statuses and not args.json:
         places = (args.runs_dir, f"runs/{args.runs_dir}")
-        run = next((path for path in places if Path(path, "config.toml").is_file()), None)
-        if run:
+        if run := next((path for path in places if Path(path, "config.toml").is_file()), None):
             raise PacelineError(f"{run} is a run, not a folder of runs", fix=f"paceline runs show {shlex.quote(run)}")
         raise PacelineError(f"no runs in {args.runs_dir}", fix="paceline train makes one")
     print(json.dumps(finite(list(map(asdict, statuses))), indent=1) if args.json else format_runs(statuses))
@@ -356,6 +356,7 @@ def main() -> None:
     if "_ARGCOMPLETE" in os.environ:  # a shell that asks for completions
         cards = lambda: [card.name for card in import_module("paceline.plan.gpu_table").gpu_table()]  # noqa: E731
         complete({name: takes for name, (_, takes) in COMMANDS.items()}, gpus=cards)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what a command has begun is removed
     sys.exit(run_command(sys.argv[1:]))
 
 

@@ -9,7 +9,7 @@ import json
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,9 +17,20 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from paceline.errors import PacelineError
-from paceline.rundir import RunDir, find_run, is_queued, is_script_run, read_text, resume_command
+from paceline.rundir import (
+    RunDir,
+    find_run,
+    is_queued,
+    is_script_run,
+    read_end,
+    read_json_lines,
+    read_text,
+    resume_command,
+)
 
 T = TypeVar("T")
+
+LAST_BYTES = 64 << 10  # of a file of records, of which a half-written line is none
 
 
 def well_typed(value: Any, kind: Any) -> Any:
@@ -122,3 +133,15 @@ def damaged(path: Path, problem: str) -> PacelineError:
         else f"start a new run with paceline train {shlex.quote(str(config))} --name NEW"
     )
     return PacelineError(f"{path} {problem}", fix=f"restore it, such as from a copy of the run, or {other}")
+
+
+def damaged_files(run: RunDir) -> list[str]:
+    """Returns a sentence for each file of records of whose lines none can be read, and for missing events beside metrics."""
+    notes = []
+    for path, effect in ((run.events, "how the run ended is not known"), (run.metrics, "its curves are lost")):
+        with suppress(OSError):
+            if read_end(path, LAST_BYTES)[0] and next(read_json_lines(path), None) is None:
+                notes.append(f"{path.name} is damaged, none of its lines can be read: {effect}")
+    if run.metrics.exists() and not run.events.exists():
+        notes.append(f"{run.events.name} is missing: how the run ended is not known")
+    return notes

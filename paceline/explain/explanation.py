@@ -69,6 +69,7 @@ class LogProgress:
     done_line: int | None = None  # reports that the work is done
     finished: bool = False  # the log reports that the work is done
     silent_end: bool = False  # the last line is a progress line
+    last_epoch: tuple[int, int] | None = None  # with their number, where the line of the last step has both
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are los
 EPOCH = re.compile(
     r"(?i)(?:^|[|\]] {0,3}| [-:] )\W*(?:(?:train|begin|start)\w*\W+)?(?:epoch(?: n\w{1,5})?|ep\b)\W{,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
 )
+EPOCH_OF = re.compile(r"(?i)\bepochs?\W{,4}(?P<epoch>\d{1,6})\s*(?:/|of)\s*(?P<of>\d{1,6})\b")  # Epoch [6/10]
 MIN_MEAN = 10  # steps whose mean loss counts, or that are a training behind which another begins
 AS_AT_FIRST = 0.8  # of the first loss, or it of that
 KERAS_BAR = re.compile(r"\s*(?P<at>\d+)/(?P<of>\d+) (?:\[[=>.]{10,}\]|[━╸]{10,})")
@@ -82,6 +83,28 @@ class LossPoint(NamedTuple):
     epoch: int | None = None
 
 
+class EpochSteps:
+    """Counts the steps of all epochs of a log that counts them in each: step 80/250 in epoch 6/10 is step 1330/2500."""
+
+    def __init__(self) -> None:
+        self.first_epoch = 1  # 0 behind a line of epoch 0
+        self.restarts = False  # some step cannot be one of all epochs
+
+    def find_first_epoch(self, text: str) -> None:
+        """Takes the first epoch from the beginning of a log, of which only the end is read."""
+        self.first_epoch = min([self.first_epoch, *(int(match["epoch"]) for match in EPOCH_OF.finditer(text))])
+
+    def count(self, step: int, *, num_steps: int, epoch: int, num_epochs: int) -> tuple[int, int]:
+        """Returns the step and the number of steps of all epochs, by the values of a line."""
+        self.first_epoch = min(self.first_epoch, epoch)
+        epochs_before = epoch - self.first_epoch
+        self.restarts |= not epochs_before * num_steps <= step * num_epochs <= (epochs_before + 1) * num_steps
+        if epochs_before and not self.restarts:  # the log counts the steps of all epochs itself
+            return step, num_steps
+        # epochs from 0 on may be shown as "0/9 to 9/9"
+        return epochs_before * num_steps + step, max(num_epochs, epochs_before + 1) * num_steps
+
+
 class ProgressTracker:
     """Collects the progress of one log, line by line."""
 
@@ -100,6 +123,7 @@ class ProgressTracker:
         self._columns: tuple[str, ...] = ()  # of the table whose rows may follow
         self._num_lines = 0
         self._last_step: int | None = None
+        self._last_epoch: tuple[int, int] | None = None  # with their number, where the line of the last step has both
         self._last_loss: float | None = None
         self._done_line: int | None = None
         self._is_last = False  # the last progress line is step 100/100
@@ -153,6 +177,9 @@ class ProgressTracker:
             store(self.scores, self._point(self._last_step, "score", score))
         if progress is not None:
             self._add_progress(number, line.rank, progress)
+            if progress.step is not None:
+                place = EPOCH_OF.search(text) if match is not None else None
+                self._last_epoch = (int(place["epoch"]), int(place["of"])) if place else None
             if self._lost or "nan" in lowered:
                 self._add_labels(text, (number, line.rank, self._last_step))
             elif len(self._finite_lines) < LABELLED_LINES:
@@ -287,7 +314,8 @@ class ProgressTracker:
         finished = self._done_line is not None or self._is_last
         silent_end = bool(self.lines) and self.lines[-1][0] == last_line and not finished
         reached = LogProgress(
-            steps=self._num_lines, first_step=self.first_step, last_step=self._last_step, last_loss=self._last_loss,
+            steps=self._num_lines, first_step=self.first_step, last_step=self._last_step, last_epoch=self._last_epoch,
+            last_loss=self._last_loss,
             done_line=self._done_line, finished=finished, silent_end=silent_end,
         )  # fmt: skip
         for label, places in self._lost.items():

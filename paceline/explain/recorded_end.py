@@ -148,10 +148,8 @@ def explain_silence(explanation: Explanation, run: RunDir, attempt: int, silence
         return explanation
     text = str(silence.get("text"))
     if not silence.get("is_seen"):
-        first, rest = explanation.fix.removeprefix("nothing is broken: "), f"if it hung, {hang_fix(run, attempt)}"
-        return replace(
-            explanation, summary=f"{explanation.summary}; before that {text}", fix=f"{rest}; if not, {first}"
-        )
+        fix = f"if it hung, {hang_fix(run, attempt)}; if not, {explanation.fix.removeprefix('nothing is broken: ')}"
+        return replace(explanation, summary=f"{explanation.summary}; before that {text}", fix=fix)
     step, rank = silence.get("step"), silence.get("rank")
     evidence = (*hang_evidence(run, attempt, rank), *explanation.evidence)
     return replace(

@@ -70,7 +70,7 @@ from paceline.rundir import (
     read_text,
     resume_command,
 )
-from paceline.typed_fields import typed_content, well_typed
+from paceline.typed_fields import damaged_files, typed_content, well_typed
 from paceline.units import format_number_of, parse_time, unix_time
 
 SURE = 0.8
@@ -151,6 +151,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     explanation = replace(explanation, evidence=(*explanation.evidence, *state))
     explanation = add_findings(explanation, judge_run(run, since=since, until=until))
     explanation = note_good_end(explanation, run, events)
+    explanation = replace(explanation, notes=(*explanation.notes, *damaged_files(run)))
     return note_recoveries(explanation, run, all_events, attempt)
 
 
@@ -276,7 +277,7 @@ def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Exp
 def find_runs(name: str, *, runs_dir: str) -> list[RunDir]:
     """The run that a folder or a name means, or all runs in a folder; none for a log."""
     for run in (RunDir(Path(name)), RunDir(Path(runs_dir) / name)):
-        if (run.config_toml.is_file() and run.events.is_file()) or is_queued(run):
+        if (run.config_toml.is_file() and (run.events.is_file() or run.plan_json.is_file())) or is_queued(run):
             return [run]
     folders = (RunDir(path.parent) for path in Path(name).rglob("events.jsonl"))
     return [run for run in folders if run.config_toml.is_file()]

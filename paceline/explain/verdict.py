@@ -326,6 +326,8 @@ def explain_health(progress: LogProgress) -> Explanation:
         loss = f", loss {progress.last_loss:g}" if progress.last_loss is not None else ""
         first, last = progress.first_step or 0, progress.last_step
         steps = "" if last is None or first == last else f", step {first:,} to {last:,}"
+        if progress.last_epoch is not None:
+            steps = ", to epoch {:,} of {:,}, step {:,}".format(*progress.last_epoch, last)
         summary += f": {format_number_of(progress.steps, 'progress line')}{steps}{loss}"
     if progress.silent_end:
         summary += "; the log stops there without an error or a final message"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.explain.progress import EpochSteps
 from paceline.locks import NoLocks, try_lock
 from paceline.redaction import redact
 from paceline.rundir import RunDir, append_event, holder_of, is_locked, read_json_lines, write_atomic
@@ -28,7 +29,7 @@ from paceline.track.trackers import Position, TrackerRow, open_tracker, start_ti
 from paceline.units import format_number_of, unix_time
 from paceline.watch.events import end_state
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines
-from paceline.watch.log_reader import progress_lines, read_line
+from paceline.watch.log_reader import counted, progress_lines, read_line
 
 POLL_S = 2.0
 SAVING_POLL_S = 0.2
@@ -261,6 +262,7 @@ class LogRows:
         self.path = path
         self.file = GrowingFile(path, ends=STATE_ENDS)
         self.step: int | None = None
+        self.epoch_steps = EpochSteps()
         self.values: dict[str, float] = {}
 
     def read(self, *, last: bool) -> Iterator[tuple[int, float, dict[str, float]]]:
@@ -272,6 +274,7 @@ class LogRows:
                 line = read_line(raw.decode(errors="replace"))
                 if line is None:
                     continue
+                line = counted(line, self.epoch_steps)
                 if line.step is not None and line.step != self.step:
                     if self.step is not None and self.values:
                         yield self.step, written, self.values

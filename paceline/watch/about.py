@@ -7,6 +7,8 @@ Large files are read in part, and links that lead out of the run folder are skip
 import csv
 import hashlib
 import json
+import os
+import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -195,3 +197,23 @@ def write_notes(run: RunDir, *, tags: list[str], note: str) -> None:
         write_atomic(run.notes, json.dumps({"tags": tags, "note": note}, ensure_ascii=False) + "\n")
     except OSError as error:
         raise unwritable_run(run, error) from error
+
+
+def check_links(path: Path) -> None:
+    if link := link_out_of(path):
+        raise PacelineError(
+            f"{link} is a link that leads out of the run folder, so the browser may not show this run",
+            fix=f"paceline watch {shlex.quote(str(path))} shows it in the terminal",
+        )
+
+
+def link_out_of(path: Path) -> Path | None:
+    """Returns a link that leads out of the run folder, among the files that are read. The folder may be a link itself."""
+    run, inside = RunDir(path), os.path.realpath(path)
+    files = (run.config_toml, run.plan_json, run.findings, run.events, run.metrics)
+    folders = [path / "facts", run.health_dir, run.samples]
+    folders += [place(0).parent for place in (run.progress, run.logs, run.hang)]
+    for path in (*files, *folders, *(child for folder in folders for child in folder.rglob("*"))):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
+            return path
+    return None

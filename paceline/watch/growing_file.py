@@ -86,6 +86,25 @@ class GrowingFile:
         self.offset, self._before = offset, before[-REMEMBERED_BYTES:]
 
 
+def head_and_tail(path: Path, *, first: int, last: int) -> Iterator[bytes]:
+    """Yields the whole lines at both ends of a file: of so many first and last bytes."""
+    with open_file(path) as file:
+        head = file.read(first)
+        yield head[: last_end(head, LINE_ENDS)]
+        file.seek(-last, os.SEEK_END)
+        file.readline(BLOCK_BYTES)
+        yield from iter(lambda: file.read(BLOCK_BYTES), b"")
+
+
+def unreadable(path: Path) -> str | None:
+    """Why a file cannot be read; None where it can be."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        return str(error.strerror)
+    return None
+
+
 def last_end(block: bytes, ends: bytes) -> int:
     """Where the last whole line of a block ends; 0 where it has none."""
     return max(map(block.rfind, ends)) + 1

@@ -27,12 +27,12 @@ from paceline.errors import PacelineError
 from paceline.explain.curve_verdict import MEMORY_GROWS, OVERFITS, SLOWS_DOWN, STANDS_STILL
 from paceline.explain.line_measures import BAR, parse_count, read_step_and_loss, strip_bars
 from paceline.explain.lines import split_prefix, strip_escapes
+from paceline.explain.progress import EPOCH_OF, EpochSteps
 from paceline.explain.run_folder import explain
 from paceline.explain.verdict import HEALTHY, UNKNOWN
-from paceline.rundir import open_file
 from paceline.units import format_bytes
 from paceline.watch.curves import Curve, HostHealth
-from paceline.watch.growing_file import LINE_ENDS, STATE_ENDS, GrowingFile, last_end
+from paceline.watch.growing_file import STATE_ENDS, GrowingFile, head_and_tail, unreadable
 from paceline.watch.snapshot import LIVE, LogView, Snapshot, State
 from paceline.watch.summary import max_silence_s
 
@@ -63,7 +63,7 @@ STEPS_OF = re.compile(
 )
 BAR_SPEED = re.compile(r"(?P<value>\d+(?:\.\d+)?)\s*(?P<unit>it/s|s/it|steps?/s)")
 TRAINING_BAR = re.compile(r"(?i)\b(?:epoch|train|step|iter)|^\W*$")
-EPOCH_BAR = re.compile(r"(?i)\bepoch:? (?P<epoch>\d+)(?:/\d+)?$")
+EPOCH_BAR = re.compile(r"(?i)\bepoch:? (?P<epoch>\d+)$")
 EPOCH = re.compile(r"['\"]epoch['\"]: ['\"]?(?P<value>\d+\.?\d*)")  # transformers' Trainer
 STEP_FIRST = re.compile(r"(?i)^\W*(?:global[_ ]?)?(?:step|iter(?:ation)?)\b")
 RUN_SUMMARY = re.compile(r"train_runtime")  # the loss on such a line is the mean of all steps
@@ -136,7 +136,8 @@ class TrainingLogReader:
     def _explain(self, size: int) -> dict[str, Any] | None:
         explained_size, explained_at = self._explained_at
         if size != explained_size and time.monotonic() - explained_at > EXPLAIN_EVERY_S:
-            log = self.path if size <= EXPLAINED_BYTES else head_and_tail(self.path, size)
+            parts = head_and_tail(self.path, first=FIRST_BYTES, last=EXPLAINED_BYTES - FIRST_BYTES)
+            log = self.path if size <= EXPLAINED_BYTES else parts
             with suppress(PacelineError, OSError):
                 self._explanation = asdict(explain(log))
             self._explained_at = (size, time.monotonic())
@@ -188,25 +189,6 @@ class LogAndMachine(TrainingLogReader):
                 return
 
 
-def unreadable(path: Path) -> str | None:
-    """Why a file cannot be read; None where it can be."""
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        return str(error.strerror)
-    return None
-
-
-def head_and_tail(path: Path, size: int) -> Iterator[bytes]:
-    """Yields the whole lines at both ends of a file."""
-    with open_file(path) as file:
-        first = file.read(FIRST_BYTES)
-        yield first[: last_end(first, LINE_ENDS)]
-        file.seek(size - EXPLAINED_BYTES + FIRST_BYTES)
-        file.readline(PIECE_BYTES)
-        yield from iter(lambda: file.read(WHOLE_BYTES), b"")
-
-
 def log_state(explanation: dict[str, Any] | None, *, silent: bool) -> State:
     """The state of a log; explanation: None where it could not be explained. silent: it has not grown for long."""
     if explanation is None:
@@ -235,6 +217,7 @@ class LogCurves:
         self.framework: str | None = None
         self.step: int | None = None
         self.num_steps: int | None = None
+        self._epoch_steps, self._line_steps = EpochSteps(), 0  # the last number of steps on a line
         self.first_step: int | None = None
         self.num_lines = 0  # with progress, of those that were read
         self._silences: deque[float] = deque(maxlen=NUM_SILENCES)
@@ -297,8 +280,9 @@ class LogCurves:
             text = raw.decode(errors="replace")
             self.framework = self.framework or framework_of(text)
             line = read_line(text)
-            if line is None or (line.by_bar and (line.num_steps or math.inf) < (self.num_steps or 0)):
+            if line is None or (line.by_bar and (line.num_steps or math.inf) < self._line_steps):
                 continue  # a shorter bar is that of an evaluation
+            self._line_steps, line = line.num_steps or self._line_steps, counted(line, self._epoch_steps)
             self.num_steps = line.num_steps or self.num_steps
             self.num_lines += 1
             if line.step is not None:
@@ -341,6 +325,7 @@ class LineValues(NamedTuple):
     num_steps: int | None
     values: dict[str, float]
     by_bar: bool
+    epochs: tuple[int, int] | None = None  # the epoch and their number, of a line that may count steps in each epoch
 
 
 def read_line(raw: str) -> LineValues | None:
@@ -348,6 +333,7 @@ def read_line(raw: str) -> LineValues | None:
     line = split_prefix(strip_escapes(raw)).text
     if RUN_SUMMARY.search(line):
         return None
+    epochs = (int(epoch["epoch"]), int(epoch["of"])) if (epoch := EPOCH_OF.search(line)) else None
     text, bar = strip_bars(line)[0], bar_of(line)
     if bar is not None and bar.step is None:  # a bar that was reset still shows the measures of before
         line = text
@@ -360,10 +346,22 @@ def read_line(raw: str) -> LineValues | None:
         values = {**bar.values, **values}
     elif (total := STEPS_OF.search(text)) is not None:
         num_steps = parse_count(total["of"])
+        epochs = None if total[0].lower().startswith("global") else epochs
     elif not values and not STEP_FIRST.search(text):
         return None  # "total steps: 1000"
     values = {name: value for name, value in values.items() if math.isfinite(value) or name == "loss"}
-    return LineValues(step, num_steps, values, bar is not None) if values or step is not None else None
+    return LineValues(step, num_steps, values, bar is not None, epochs) if values or step is not None else None
+
+
+def counted(line: LineValues, epoch_steps: EpochSteps) -> LineValues:
+    """Returns a line with the steps of all epochs, where it has the epoch and their number."""
+    if line.step is None or not line.num_steps or line.epochs is None:
+        return line
+    epoch, num_epochs = line.epochs
+    if line.by_bar and line.num_steps == num_epochs:  # the bar counts epochs
+        return line
+    step, num_steps = epoch_steps.count(line.step, num_steps=line.num_steps, epoch=epoch, num_epochs=num_epochs)
+    return line._replace(step=step, num_steps=num_steps)
 
 
 def bar_of(text: str) -> LineValues | None:

@@ -23,7 +23,7 @@ from paceline.heartbeat import Heartbeat, read_heartbeat
 from paceline.noise import seconds_per_step
 from paceline.rundir import RunDir, check_readable, is_locked, is_queued, read_text
 from paceline.slurm import JobId, JobReader, format_job, parse_job_id
-from paceline.typed_fields import typed_content, well_typed
+from paceline.typed_fields import damaged_files, typed_content, well_typed
 from paceline.units import unix_time
 from paceline.watch.about import expected
 from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, join_series, slow_ranks
@@ -49,15 +49,8 @@ SCRIPT_RANKS = 8  # ranks of a script whose logs are read for steps and losses
 LIVE_LOGS = 16  # logs whose last write counts as a sign that the run is alive
 GOODPUT_EVERY_S = 5.0
 MAX_EXPLAINED_BYTES = 64 << 20  # of an attempt with longer logs only the verdict in events.jsonl is shown
-EXPLAINED_EVENTS = (
-    "attempt",
-    "rank_failed",
-    "stopping",
-    "silence",
-    "hang",
-    "attempt_ended",
-    "verdict",
-)  # those explain_run reads
+# those explain_run reads
+EXPLAINED_EVENTS = ("attempt", "rank_failed", "stopping", "silence", "hang", "attempt_ended", "verdict")
 READ_ERRORS = (KeyError, TypeError, ValueError, AttributeError)  # that a damaged file may cause
 
 
@@ -91,6 +84,8 @@ class RunReader:
             return self._folder_snapshot()
         spent = self.goodput()
         config, notes = self._config()
+        sizes = self._events_file.offset, self.metrics.file.offset
+        notes += self._cached("damage", sizes, lambda: damaged_files(self.run))
         self.marks, self.logs = self._marks(), self._logs()
         fields = self._shared_fields(spent) | {"notes": notes, "eval_tokens": config.get("eval_tokens")}
         return self._script_snapshot(config, fields) if "command" in config else self._training_snapshot(fields)
@@ -358,9 +353,8 @@ class RunReader:
         The next attempt has logs before it has begun. What looks healthy is no explanation of a failure, and while the
         supervisor retries by itself, there is nothing to fix.
         """
-        attempts = [
-            event["attempt"] for event in self.events if event.get("event") in EXPLAINED_EVENTS and "attempt" in event
-        ]
+        explained = [event for event in self.events if event.get("event") in EXPLAINED_EVENTS]
+        attempts = [event["attempt"] for event in explained if "attempt" in event]
         attempt = attempts[-1] if attempts else max((log.attempt for log in self.logs), default=None)
         if attempt is None:
             return None
@@ -376,8 +370,7 @@ class RunReader:
             verdicts = [e for e in self.events if e.get("event") == "verdict" and e.get("attempt") == attempt]
             return dict(verdicts[-1]) if verdicts else None
 
-        key = (attempt, size, sum(event.get("event") in EXPLAINED_EVENTS for event in self.events))
-        explanation: dict[str, Any] | None = self._cached("explanation", key, compute)
+        explanation: dict[str, Any] | None = self._cached("explanation", (attempt, size, len(explained)), compute)
         return {**explanation, "fix": None} if explanation and state == "recovering" else explanation
 
     def _content(self, path: Path, parse: Callable[[str], Any], absent: Any) -> Any:

@@ -8,8 +8,6 @@ outside. A run with a link that leads out of its folder is not shown. A run that
 """
 
 import json
-import os
-import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -24,9 +22,9 @@ from paceline.explain.series import natural_order
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_preparing, is_queued, read_end, read_json_lines, read_text, to_utc
 from paceline.terminal import cells, pad
-from paceline.typed_fields import hints_of, well_typed
+from paceline.typed_fields import damaged_files, hints_of, well_typed
 from paceline.units import format_count
-from paceline.watch.about import csv_lines, read_about, read_config, read_notes
+from paceline.watch.about import check_links, csv_lines, link_out_of, read_about, read_config, read_notes
 from paceline.watch.events import end_state, is_complete, last_event_time, live_state
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines, read_part, search
 from paceline.watch.measures import format_bpb, format_figure, format_step, format_time
@@ -81,6 +79,7 @@ class RunStatus:
     command: list[str] | None = None  # of `paceline run`, whose runs have no metrics.jsonl
     tags: list[str] = field(default_factory=list)  # of `paceline runs tag`
     note: str = ""  # of `paceline runs note`
+    notes: list[str] = field(default_factory=list)  # what could not be read, one line each
 
 
 def run_status(run: RunDir) -> RunStatus:
@@ -104,7 +103,7 @@ def run_status(run: RunDir) -> RunStatus:
     status = RunStatus(
         name=run.name, path=str(run.path), state=state, num_steps=num_steps, attempts=attempts,
         time=max((time for time in times if isinstance(time, str)), default=None),
-        command=command, tags=tags, note=note, **values,
+        command=command, tags=tags, note=note, notes=damaged_files(run), **values,
     )  # fmt: skip
     return well_typed(status, RunStatus)  # type: ignore[no-any-return]
 
@@ -136,19 +135,26 @@ def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
 
 def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[str, Any]:
     """Returns the last value of each field near the end of a script's log. to_end: nothing follows a last line without an end."""
-    from paceline.watch.log_reader import PATTERNS, read_line
+    from paceline.explain.progress import EpochSteps
+    from paceline.watch.log_reader import PATTERNS, LineValues, counted, read_line
 
     file = GrowingFile(path, ends=STATE_ENDS)
+    epoch_steps, last = EpochSteps(), LineValues(None, None, {}, by_bar=False)
     with suppress(OSError):
         file.skip_to(max(0, path.stat().st_size - END_BYTES), before=b"")
+        epoch_steps.find_first_epoch(read_part(path, start=0, max_bytes=END_BYTES)["text"])
     is_cut, values = file.offset > 0, dict[str, Any]()
     lines = b"".join(file.blocks(to_end=to_end)).decode("utf-8", "replace").splitlines()[is_cut:]
-    needles = [("step", ""), ("loss", ""), *((name, needle) for name, needle, _ in PATTERNS if name != "loss")]
+    needles = [("loss", ""), *((name, needle) for name, needle, _ in PATTERNS if name != "loss")]
     for line in reversed(lines):
         missing = [needle for name, needle in needles if name in names and name not in values]
-        if any(needle in line.lower() for needle in missing) and (shown := read_line(line)):
-            steps = {"step": shown.step, "num_steps": shown.num_steps} if shown.step is not None else {}
-            values = {**shown.values, **steps, **values}
+        is_open = last.step is None or (last.epochs is not None and not epoch_steps.restarts)
+        if (is_open or any(needle in line.lower() for needle in missing)) and (shown := read_line(line)):
+            counted(shown, epoch_steps)  # lines before the last step may tell how to count it
+            last = shown if last.step is None else last
+            values = {**shown.values, **values}
+    last = counted(last, epoch_steps)
+    values |= {"step": last.step, "num_steps": last.num_steps if last.step is not None else None}
     return {name: values[name] for name in (*names, "num_steps") if values.get(name) is not None}
 
 
@@ -218,7 +224,8 @@ def format_runs(runs: list[RunStatus]) -> str:
             column = (name, *values)
             width = max(width for width in map(cells, column) if width <= MAX_COLUMN)
             columns.append([pad(cell, width, right=name not in ("run", "state", "tags")) for cell in column])
-    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+    notes = (f"{strip_escapes(status.name)}: {note}" for status in runs for note in status.notes)
+    return "\n".join(["  ".join(row).rstrip() for row in zip(*columns, strict=True)] + [*notes])
 
 
 def format_steps(status: RunStatus | Snapshot) -> str:
@@ -378,23 +385,3 @@ class Shelf:
             if (log.attempt, log.rank, log.name) == (attempt, rank, log_name):
                 return Path(log.path)
         raise KeyError(f"no log of attempt {attempt}, rank {rank}, {log_name}")
-
-
-def check_links(path: Path) -> None:
-    if link := link_out_of(path):
-        raise PacelineError(
-            f"{link} is a link that leads out of the run folder, so the browser may not show this run",
-            fix=f"paceline watch {shlex.quote(str(path))} shows it in the terminal",
-        )
-
-
-def link_out_of(path: Path) -> Path | None:
-    """Returns a link that leads out of the run folder, among the files that are read. The folder may be a link itself."""
-    run, inside = RunDir(path), os.path.realpath(path)
-    files = (run.config_toml, run.plan_json, run.findings, run.events, run.metrics)
-    folders = [path / "facts", run.health_dir, run.samples]
-    folders += [place(0).parent for place in (run.progress, run.logs, run.hang)]
-    for path in (*files, *folders, *(child for folder in folders for child in folder.rglob("*"))):
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
-            return path
-    return None

@@ -38,11 +38,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.errors import PacelineError
 from paceline.units import format_number_of
-from paceline.watch.about import group_key
+from paceline.watch.about import check_links, group_key
 from paceline.watch.connections import TimedConnection, listen, opened_browser
 from paceline.watch.panels import log_levels, run_panels, run_row, seed_groups
 from paceline.watch.snapshot import Snapshot, changes, to_text
-from paceline.watch.status import Shelf, check_links, open_reader
+from paceline.watch.status import Shelf, open_reader
 from paceline.watch.summary import summarize
 
 Messages = AsyncIterator[dict[str, Any] | None]  # None: nothing new

@@ -370,7 +370,8 @@ def test_a_run_that_was_stopped_with_ctrl_c_is_not_broken(works, capsys):
     assert second == f"  fix: nothing is broken: {resume}"
     write_atomic(works.config_toml, 'command = ["own.py"]\ncwd = "/"\n')  # resume refuses a script
     _, second, *_ = explained(capsys, works.path).splitlines()
-    assert second == f"  fix: nothing is broken: `paceline run {shlex.quote(str(works.config_toml))}` runs it again"
+    again = f"`paceline resume {shlex.quote(str(works.path))}` starts the script again in its folder"
+    assert second == f"  fix: nothing is broken: {again}"
 
 
 def test_what_the_supervisor_recorded_counts_where_the_logs_show_no_failure(works, capsys):
@@ -393,6 +394,6 @@ def test_an_attempt_without_an_end_that_no_process_holds_has_lost_its_command(wo
     assert second.endswith(f"`paceline resume {shlex.quote(str(works.path))}` goes on from the last checkpoint")
     write_atomic(works.config_toml, 'command = ["own.py"]\ncwd = "/"\n')
     _, second, *_ = explained(capsys, works.path).splitlines()
-    assert second.endswith(f"`paceline run {shlex.quote(str(works.config_toml))}` runs it again")
+    assert second.endswith(f"`paceline resume {shlex.quote(str(works.path))}` starts the script again in its folder")
     append_event(works, "attempt_ended", attempt=1, state="succeeded", exit_code=0)
     assert explained(capsys, works.path).startswith("healthy: ")

@@ -156,6 +156,11 @@ def test_a_healthy_log_is_reported_with_its_progress():
     assert explanation.summary == "no failure found: 10 progress lines, step 0 to 9, loss 2.82"
 
 
+def test_the_summary_of_a_log_with_epochs_and_their_number_has_the_epoch():
+    lines = (f"Epoch [{epoch}/10], Step [{step}/250], Loss: 2.5\n" for epoch in (1, 2) for step in (100, 200))
+    assert "4 progress lines, to epoch 2 of 10, step 200, loss 2.5" in verdict("".join(lines)).summary
+
+
 def test_a_log_that_stops_at_a_step_is_reported_as_possibly_cut_off():
     explanation = verdict(STEPS)
     assert explanation.cause == "healthy"

@@ -39,11 +39,11 @@ def preparing(tmp_path):
     (tmp_path / "books.txt").write_text("\n".join(" ".join(chance.choices(words, k=100)) for _ in range(6000)))
     keys = ["--data", "books.txt", "--vocab-size", "1024", "--cache-dir", str(tmp_path / "cache")]
     process = subprocess.Popen(
-        [*TRAIN, *keys], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        [*TRAIN, *keys], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
     yield process, RunDir(tmp_path / "runs" / "books")
     process.kill()
-    process.wait()
+    process.communicate()
 
 
 def wait_for(condition):
@@ -54,7 +54,8 @@ def wait_for(condition):
     return value
 
 
-def test_text_that_is_prepared_is_a_state_with_progress_and_an_end_of_the_command_is_reported(preparing):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_text_that_is_prepared_is_a_state_with_progress_and_an_end_of_the_command_is_reported(preparing, signum):
     process, run = preparing
     wait_for(run.preparing_json.exists)
     reader = open_reader(run.path)
@@ -72,8 +73,9 @@ def test_text_that_is_prepared_is_a_state_with_progress_and_an_end_of_the_comman
     assert "tokenize, " in summarize(snapshot, now=time.time()).text
     assert "preparing" in format_once(snapshot, now=time.time(), width=80)
     assert run_panels(snapshot, now=time.time())["head"]["progress"]["percent"] > 0
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signum)
     assert process.wait(DEADLINE_S) == 130
+    assert process.stderr.read().splitlines()[-1] == b"interrupted"
     assert not run.path.exists()
     text = "The command ended before the training began; its own output shows why."
     assert (reader.update().state, summarize(reader.update(), now=time.time()).text) == ("gone", text)

@@ -103,6 +103,14 @@ def test_the_rows_of_a_script_come_from_its_output(run):
     assert rows_of(run, position) == []
 
 
+def test_the_steps_of_a_script_with_epochs_are_counted_over_all_of_them(run):
+    run.metrics.unlink()
+    run.rank_log(1, 0).parent.mkdir(parents=True)
+    lines = (f"Epoch [{epoch}/2], Step [{step}/20], Loss: 2.5\n" for epoch in (1, 2) for step in (10, 20))
+    run.rank_log(1, 0).write_text("".join(lines))
+    assert [step for step, _, _ in rows_of(run, Position()) if step is not None] == [10, 20, 30, 40]
+
+
 @pytest.fixture(autouse=True)
 def first_files(monkeypatch):
     """TensorBoard numbers the files of a process, and of one second it reads the tenth before the ninth."""

@@ -142,6 +142,52 @@ def test_lines_without_a_step_are_points_of_the_curves_and_no_steps(tmp_path):
     assert snapshot.notes == ["no line shows a step: the curves count lines"]
 
 
+def epoch_lines(form, *, first, last, step_of=lambda epoch, step: step):
+    epochs = range(first, last[0] + 1)
+    places = [(epoch, step) for epoch in epochs for step in range(0, 250, 10) if (epoch, step) <= last]
+    return "".join(form.format(epoch=epoch, step=step_of(epoch, step)) + "\n" for epoch, step in places)
+
+
+@pytest.mark.parametrize(
+    ("form", "first", "last", "expected"),
+    [
+        ("Epoch [{epoch}/10], Step [{step}/250], Loss: 2.5", 1, (6, 80), (1330, 2500)),
+        (
+            "Epoch [{epoch}/10], Step [{step}/250], Loss: 2.5",
+            1,
+            (6, 130),
+            (1380, 2500),
+        ),  # as 130 of all 250 steps would be
+        ("Epoch [{epoch}/10], Step [{step}/250], Loss: 2.5", 1, (1, 10), (10, 2500)),
+        ("Epoch: 00{epoch}/010 | Batch 0{step}/0250 | Cost: 2.5", 1, (6, 80), (1330, 2500)),
+        ("Epoch {epoch}/10, step {step}/250, loss: 2.5", 0, (6, 80), (1580, 2500)),  # epochs 0 to 9
+        ("Epoch {epoch}/9, step {step}/250, loss: 2.5", 0, (9, 240), (2490, 2500)),
+        ("Epoch {epoch}/10:  32%|███  | {step}/250 [00:10<00:20, 8.00it/s, loss=2.5]", 1, (6, 80), (1330, 2500)),
+        ("Epoch {epoch}/10 [Train]:  32%|███  | {step}/250 [00:10<00:20, 8.00it/s]", 1, (6, 80), (1330, 2500)),
+        ("Epoch {epoch}, step {step}/250, loss: 2.5", 1, (6, 80), (80, 250)),  # how many epochs is not known
+        ("Epoch {epoch}/10, global_step {step}/250, loss: 2.5", 1, (6, 80), (80, 250)),
+        ("Epoch {epoch}/10:  60%|███  | {epoch}/10 [00:10<00:20, 8.00it/s, loss=2.5]", 1, (6, 80), (6, 10)),
+    ],
+)
+def test_steps_of_an_epoch_are_counted_over_all_epochs(tmp_path, form, first, last, expected):
+    snapshot = write(tmp_path / "out.log", epoch_lines(form, first=first, last=last)).update()
+    assert (snapshot.step, snapshot.num_steps) == expected
+
+
+@pytest.mark.parametrize(
+    "form", ["Epoch {epoch}/10, step {step}/2500, loss: 2.5", "Epoch {epoch}/10:  5%|█ | {step}/2500 [00:10]"]
+)
+def test_steps_that_a_log_counts_over_all_epochs_itself_are_not_counted_twice(tmp_path, form):
+    text = epoch_lines(form, first=1, last=(6, 80), step_of=lambda epoch, step: 250 * (epoch - 1) + step)
+    snapshot = write(tmp_path / "out.log", text).update()
+    assert (snapshot.step, snapshot.num_steps) == (1330, 2500)
+
+
+def test_the_curve_of_a_log_with_epochs_has_all_of_them(tmp_path):
+    text = "".join(f"Epoch [{epoch}/2], Step [{step}/20], Loss: 2.5\n" for epoch in (1, 2) for step in (10, 20))
+    assert write(tmp_path / "out.log", text).update().series["loss"].steps == [10, 20, 30, 40]
+
+
 def test_a_growing_log_is_followed_and_a_truncated_one_is_read_from_its_start(tmp_path):
     path = tmp_path / "out.log"
     reader = write(path, "step 1 loss: 3.0\nstep 2 loss: 2")

@@ -246,6 +246,19 @@ def test_a_script_s_log_is_read_from_its_end_back_to_the_last_value_of_each_fiel
     assert read == [lines[-1], lines[-2], lines[1], lines[0]]
 
 
+@pytest.mark.parametrize(("first", "expected"), [(1, (1370, 2500)), (0, (1620, 2500))])
+def test_the_list_of_runs_counts_the_steps_of_all_epochs_though_it_reads_only_the_end(
+    tmp_path, monkeypatch, first, expected
+):
+    monkeypatch.setattr("paceline.watch.status.END_BYTES", 1000)
+    lines = [
+        f"Epoch [{epoch}/10], Step [{step}/250], Loss: 2.5" for epoch in range(first, 7) for step in range(0, 250, 10)
+    ]
+    (tmp_path / "0.log").write_text("\n".join([*lines[:-12], ""]))
+    values = printed_values(tmp_path / "0.log", ("step", "loss"), to_end=True)
+    assert (values["step"], values["num_steps"]) == expected
+
+
 def test_progress_in_one_line_is_read_to_its_last_state_once_the_script_has_ended(tmp_path):
     run = RunDir(tmp_path / "a")
     run.logs(1).mkdir(parents=True)

@@ -111,6 +111,36 @@ def test_a_config_that_cannot_be_parsed_is_a_note_in_every_view_and_a_script_sta
     assert run_panels(snapshot, now=NOW)["head"]["notes"] == snapshot.notes
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "note"),
+    [
+        (
+            "events.jsonl",
+            b"\x93\n\x00\xff" * 1000,
+            "events.jsonl is damaged, none of its lines can be read: how the run ended is not known",
+        ),
+        ("events.jsonl", None, "events.jsonl is missing: how the run ended is not known"),
+        (
+            "metrics.jsonl",
+            b"\x93\n\x00\xff" * 1000,
+            "metrics.jsonl is damaged, none of its lines can be read: its curves are lost",
+        ),
+    ],
+)
+def test_a_damaged_file_of_records_is_one_line_in_every_view(run, name, content, note, monkeypatch, capsys):
+    (run.path / name).unlink() if content is None else (run.path / name).write_bytes(content)
+    monkeypatch.chdir(run.path.parent)
+    for view in [["runs", "."], *([*view, "--runs-dir", "."] for view in (*VIEWS[:2], VIEWS[3], ["explain", "kept"]))]:
+        run_command(view)
+        assert note in capsys.readouterr().out, view
+
+
+def test_a_line_that_is_still_written_is_no_damage(run, capsys):
+    run.metrics.write_text('{"step": 1, "lo')
+    assert run_command(["runs", str(run.path.parent)]) == 0
+    assert "damaged" not in capsys.readouterr().out
+
+
 def test_the_browser_is_told_why_a_run_cannot_be_read(run):
     run.metrics.unlink()
     os.mkfifo(run.metrics)

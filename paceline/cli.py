@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -37,16 +37,9 @@ def train(args: options.TrainOptions) -> int:
 
 @tolerant_output()
 def resume(args: options.ResumeOptions) -> int:
-    from paceline.launch import connect, script, train
-    from paceline.rundir import find_run, is_script_run
+    from paceline.launch import connect, script
 
-    def lead(nodes: Sequence[Any]) -> int:  # other nodes may lack the run
-        place = {"runs_dir": args.keys.get("runs_dir", "runs")}
-        if is_script_run(run := find_run(args.run, **place)):
-            return script.resume_script(run, args, nodes)
-        return train.resume_run(find_training_run(args.run, **place), args, nodes)
-
-    return connect.run_at_place(args, lead, ports=args.keys.get("ports"))
+    return connect.run_at_place(args, partial(script.resume, args), ports=args.keys.get("ports"))
 
 
 @tolerant_output()

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ from paceline.rundir import (
     RunDir,
     append_event,
     check_unused,
+    find_run,
+    is_script_run,
     lock_run,
     read_json_lines,
     resume_command,
@@ -55,6 +58,7 @@ from paceline.rundir import (
     write_atomic,
 )
 from paceline.terminal import has_input, shows_colours
+from paceline.typed_fields import find_training_run
 from paceline.units import format_duration, format_number_of
 from paceline.watch.events import end_state, event_text
 from paceline.watch.run_reader import MAX_EXPLAINED_BYTES
@@ -82,6 +86,16 @@ class Script:
     device: str
     cwd: Path
     hosts: Mapping[str, str] = field(default_factory=dict)  # those of HOST_KEYS that are set
+
+
+def resume(options: ResumeOptions, nodes: Sequence[HostEntry] = ()) -> int:
+    """Resumes a training run or a script's, and returns the exit code; nodes: that have joined."""
+    runs_dir = options.keys.get("runs_dir", Config.runs_dir)
+    run = find_run(options.run, runs_dir=runs_dir)
+    if is_script_run(run):
+        return resume_script(run, options, nodes)
+    resume_run = import_module("paceline.launch.train").resume_run  # a script needs none of it
+    return int(resume_run(find_training_run(options.run, runs_dir=runs_dir), options, nodes))
 
 
 def resume_script(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] = ()) -> int:

@@ -155,6 +155,8 @@ class ResumeOptions(LaunchOptions, RejoinOption, SubmitOptions):
     A larger --num-steps extends a finished run; its learning rates are then computed for the whole new length. Keys that
     shape weights or choose rows cannot change, by a flag or in its config.toml; --data says where its text is now.
 
+    A script's run starts again in its folder, PACELINE_RUN, as the next attempt.
+
     $ paceline resume books --nproc 1
     """
 

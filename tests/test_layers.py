@@ -88,7 +88,7 @@ def test_a_command_that_needs_no_torch_imports_none(tmp_path):
         "import sys; from paceline.cli import run_command\n"
         "for command in sys.argv[1:]:\n"
         "    run_command(command.split())\n"
-        "    heavy = {'torch', 'rich', 'tokenizers', 'datasets', 'pyarrow', 'numpy'} & set(sys.modules)\n"
+        "    heavy = {'torch', 'rich', 'tokenizers', 'tiktoken', 'datasets', 'pyarrow', 'numpy'} & set(sys.modules)\n"
         "    print(f'{command} loaded {sorted(heavy)}')"
     )
     done = subprocess.run(

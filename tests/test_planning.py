@@ -251,7 +251,7 @@ def test_exact_traces_the_plan_that_was_found(capsys, monkeypatch):
 def test_without_torch_numpy_and_rich_a_plan_is_made(tmp_path):
     code = (
         "import sys\n"
-        "for name in ('torch', 'numpy', 'rich', 'tokenizers', 'safetensors', 'psutil'): sys.modules[name] = None\n"
+        "for name in ('torch', 'numpy', 'rich', 'tokenizers', 'tiktoken', 'safetensors', 'psutil'): sys.modules[name] = None\n"
         "from paceline.cli import run_command\n"
         "sys.exit(run_command(['plan', '--gpu', 'RTX 5090', '--gpus', '2']))"
     )

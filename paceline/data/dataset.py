@@ -9,8 +9,8 @@ what falls outside is permuted again until it is inside: Black and Rogaway, "Cip
 generalized Feistel and cycle walking). The round function is the finalizer of SplitMix64 (Steele et al., OOPSLA 2014).
 
 Shards are mapped, not read: the workers of a host share one copy in the page cache. They are written by one thread, in the order of
-the documents, while threads of the `tokenizers` library encode batches of them (it releases the interpreter meanwhile): same bytes
-for any number of workers, memory bounded by the batches under way, and no child process to clean up after Ctrl-C.
+the documents, while other threads encode batches of them (the tokenizer releases the interpreter meanwhile): same bytes for any
+number of workers, memory bounded by the batches under way, and no child process to clean up after Ctrl-C.
 """
 
 import hashlib

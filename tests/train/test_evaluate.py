@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import poison
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.cli import run_command
@@ -167,6 +168,15 @@ def test_a_damaged_checkpoint_is_refused_by_step_and_otherwise_noted_beside_the_
     assert run_command([*words, "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["samples"] and "using step_000030 instead\n" in err
+
+
+@pytest.mark.parametrize("command", ["sample", "eval", "export"])
+def test_weights_that_hold_nan_are_refused_with_the_steps_that_are_left(command, unbroken, capsys, tmp_path):
+    run = Path(shutil.copytree(unbroken, tmp_path / "books"))
+    poison(run, "model.wte.weight", 3, math.nan)
+    assert run_command([command, str(run), *([] if command == "export" else ["--device=cpu"])]) == 1
+    error = "the weights of checkpoint step_000040 hold NaN or infinity, first in wte.weight"
+    assert capsys.readouterr().err == f"error: {error}\n  fix: --step 30\n"
 
 
 def test_a_checkpoint_that_the_trainer_removes_while_it_is_read_is_not_damaged(unbroken, capsys, monkeypatch, tmp_path):

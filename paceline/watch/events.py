@@ -85,16 +85,16 @@ def event_view(event: Record) -> EventView | None:
     )
 
 
-def event_line(event: Record, *, num_steps: int) -> str | None:
+def event_line(event: Record, *, num_steps: int, has_steps: bool = True) -> str | None:
     """Returns the line that the launching terminal prints; None for events that it does not print.
 
-    The line opens with the step's label where the event has a step.
+    The line opens with the step's label where the event has a step. has_steps: there is something to save.
     """
     kind, step = event.get("event"), event.get("step")
     if kind not in PRINTED:
         return None
     if kind == "stopping":
-        return f"{event_text(event)}: saving a checkpoint; Ctrl-C again to end now"
+        return f"{event_text(event)}{': saving a checkpoint' if has_steps else ''}; Ctrl-C again to end now"
     text = event_text(event, labelled=True, max_chars=None)
     return f"{step_label(step, num_steps)} | {text}" if isinstance(step, int) and kind != "step_time" else text
 

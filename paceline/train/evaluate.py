@@ -51,6 +51,7 @@ from paceline.terminal import show_progress
 from paceline.train.loop import to_device
 from paceline.train.process import all_reduce_sum
 from paceline.typed_fields import read_run_file
+from paceline.units import format_number_of
 
 log = logging.getLogger("paceline")
 
@@ -276,7 +277,7 @@ def choose_loss(model: GPT) -> None:
 
 def format_evaluation(result: Mapping[str, Any], *, name: str) -> str:
     """Returns the line of `paceline eval` for a result of evaluate_run. name: the run's."""
-    step, tokens = f"step {result['step']:,}", f"{result['tokens']:,} tokens of {result['data']}"
+    step, tokens = f"step {result['step']:,}", f"{format_number_of(result['tokens'], 'token')} of {result['data']}"
     return f"{name} at {step}: val_bpb {result['val_bpb']:.4f} on {tokens}"
 
 

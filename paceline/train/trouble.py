@@ -17,6 +17,7 @@ from paceline.model.checkpoint import resume_before
 from paceline.model.manifest import list_checkpoints
 from paceline.rundir import RunDir, append_event, resume_command, utc_now, write_atomic
 from paceline.train.process import broadcast_object
+from paceline.units import format_number_of
 
 MAX_ROLLBACKS = 3  # in the whole life of a run: more are not caused by the text alone
 MEAN_STEPS = 20  # steps whose mean loss a spike is measured against, about
@@ -86,7 +87,8 @@ def find_trouble(
     if gradient_bad:
         message = f"the gradient is not finite at step {step}, the loss still is"
         if skipped_steps:
-            message += f"; {skipped_steps} steps before it were skipped for that, each with half the loss scale"
+            skipped = format_number_of(skipped_steps, "step before it was", "steps before it were")
+            message += f"; {skipped} skipped for that, each with half the loss scale"
         return Trouble("gradient-nan", step, message, loss)
     rise = guard.check(loss)
     if rise is None:

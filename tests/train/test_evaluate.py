@@ -20,7 +20,8 @@ from paceline.config import ModelConfig
 from paceline.model.gpt import GPT
 from paceline.plan.activations import CPU_CHUNK_BYTES
 from paceline.train import evaluate
-from paceline.train.evaluate import choose_loss, eval_rows, val_bpb
+from paceline.train.evaluate import choose_loss, eval_rows, format_evaluation, val_bpb
+from paceline.watch.measures import format_bpb
 
 CONFIG = ModelConfig(n_layer=1, n_embd=32, n_head=1, n_kv_head=1, head_dim=32, sequence_len=8, vocab_size=64)
 
@@ -155,6 +156,19 @@ def test_sample_reports_the_prompt_that_it_read_from_standard_input(unbroken, ca
     monkeypatch.setattr(sys, "stdin", io.StringIO("def "))
     answer = json_of(capsys, "sample", str(unbroken), "--prompt=-", "--tokens=2", "--device=cpu")
     assert answer["prompt"] == "def "
+
+
+def test_tokenizer_info_takes_a_run(unbroken, capsys, monkeypatch):
+    monkeypatch.chdir(unbroken.parent.parent)
+    by_name = json_of(capsys, "tokenizer", "info", "unbroken")
+    assert by_name == json_of(capsys, "tokenizer", "info", "runs/unbroken/tokenizer/tokenizer.json")
+    assert by_name == json_of(capsys, "tokenizer", "info", "runs/unbroken")
+
+
+def test_one_token_is_not_called_one_tokens():
+    result = {"step": 1, "val_bpb": 2.0, "tokens": 1, "data": "builtin"}
+    assert format_evaluation(result, name="a") == "a at step 1: val_bpb 2.0000 on 1 token of builtin"
+    assert format_bpb(2.0, 1) == "2.0000 on 1 token"
 
 
 def test_a_damaged_checkpoint_is_refused_by_step_and_otherwise_noted_beside_the_json(unbroken, capsys, tmp_path):

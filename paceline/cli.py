@@ -156,7 +156,7 @@ def runs(args: run_options.RunsOptions) -> None:
     if queued := [status.path for status in statuses if status.state == "queued"]:  # a job may have ended in the queue
         import_module("paceline.launch.queue").record_job_ends(queued, runs_dir=args.runs_dir)
         statuses = run_list.read()
-    if not statuses and not args.json:
+    if not statuses and not (args.json and Path(args.runs_dir).is_dir()):
         places = (args.runs_dir, f"runs/{args.runs_dir}")
         if run := next((path for path in places if Path(path, "config.toml").is_file()), None):
             raise PacelineError(f"{run} is a run, not a folder of runs", fix=f"paceline runs show {shlex.quote(run)}")
@@ -290,11 +290,11 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
 
 
 def tokenizer_info(args: options.TokenizerInfoOptions) -> None:
+    from paceline.data import prepare
     from paceline.data import tokenizer as bpe
 
-    print_facts(
-        bpe.tokenizer_info(bpe.Tokenizer.load(args.file), sample=args.text or bpe.SAMPLE_TEXT), as_json=args.json
-    )
+    tokenizer = bpe.Tokenizer.load(prepare.find_tokenizer(args.file))
+    print_facts(bpe.tokenizer_info(tokenizer, sample=args.text or bpe.SAMPLE_TEXT), as_json=args.json)
 
 
 def completion(args: options.CompletionOptions) -> None:

@@ -373,7 +373,7 @@ class TokenizerInfoOptions(JsonOption):
     $ paceline tokenizer info books.json --text "Once upon a time"
     """
 
-    file: Path = positional("FILE", "a tokenizer.json")
+    file: Path = positional("FILE|RUN", "a tokenizer.json, or a run's name in runs/ or its folder")
     text: str | None = option(None, "the text to cut into tokens; auto: a few lines of Python")
 
 

@@ -63,7 +63,7 @@ class ReportOptions(RunsOption):
 
     run: str = positional("RUN", ANY_RUN)
     markdown: bool = option(False, "write Markdown, for an issue, to standard output")
-    output: str | None = option(
+    out: str | None = option(
         None,
         "the file to write, as Markdown if it ends in .md, or - for standard output; auto: NAME.html here",
         value="FILE",

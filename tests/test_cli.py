@@ -272,8 +272,10 @@ def test_the_configs_of_the_package_are_listed_and_printed(capsys):
     assert run_command(["configs", "balanced", "--json"]) == 0
     [facts] = json.loads(capsys.readouterr().out)
     assert (facts["name"], facts["depth"], facts["total_batch_size"]) == ("balanced", 16, 49_152)
-    assert run_command(["configs", "balancd"]) == 2
+    assert run_command(["configs", "balancd"]) == 1  # as `plan balancd`
     assert capsys.readouterr().err == "error: no config balancd\n  fix: paceline configs balanced\n"
+    assert run_command(["configs", "nosuch"]) == 1
+    assert capsys.readouterr().err.endswith("  fix: one of tiny, conservative, balanced, aggressive\n")
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(capsys, monkeypatch, tmp_path):

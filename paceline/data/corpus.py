@@ -149,8 +149,8 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
             without_text = f"; the text of {rows} is null or empty, first in {next(iter(notes.empty_rows))}"
             fix = "write the text into the field `text`, or remove that field where another one holds it"
         raise PacelineError(
-            f"{name} is too small: {num_bytes:,} bytes of text in {len(digests)} distinct"
-            f" documents, and one must be held out{without_text}",
+            f"{name} is too small: {num_bytes:,} bytes of text in {format_number_of(len(digests), 'distinct document')}"
+            f", and one must be held out{without_text}",
             fix=fix,
         )
     return min(digests) + 1

@@ -33,7 +33,7 @@ from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_fi
 from paceline.errors import PacelineError, expand_home
 from paceline.locks import NoLocks, try_lock
 from paceline.rundir import RunDir, write_atomic
-from paceline.typed_fields import read_run_file
+from paceline.typed_fields import find_training_run, read_run_file
 from paceline.units import format_bytes, format_duration, format_number_of
 
 if TYPE_CHECKING:
@@ -233,6 +233,13 @@ def run_tokenizer(run: RunDir) -> Path:
             fix = shlex.join(["cp", str(source), str(own)])
     problem = "is not the tokenizer that the run was trained with" if own.exists() else "is missing"
     raise PacelineError(f"{own} {problem}", fix=fix)
+
+
+def find_tokenizer(path: Path) -> Path:
+    """Returns the tokenizer that a path means: the file itself, or that of a run, by its name in runs/ too."""
+    if (path / "config.toml").is_file() or (path.suffix != ".json" and not path.exists()):
+        return run_tokenizer(find_training_run(str(path), runs_dir="runs"))
+    return path
 
 
 def verify(dataset: TokenDataset, *, files: Collection[str] | None = None, progress: Progress | None = None) -> None:

@@ -169,6 +169,10 @@ def _read_jsonl(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Iterator
                 yield b"", min(1.0, raw.tell() / file.num_bytes)
                 continue
             notes.text_fields.add(name)
+            if name != TEXT_FIELD and isinstance(record.get(TEXT_FIELD), str):
+                renames = _text_fix(file, f".{TEXT_FIELD} //= {_jq_path(name)}")
+                problem = f"{where} has the field {TEXT_FIELD!r}, and the lines before it have their text in {name!r}"
+                raise UnreadableFile(problem, fix=renames.for_file(file.path), file_fix=renames)
             if name not in record:
                 raise UnreadableFile(
                     f"{where} has no field {name!r}, which the lines before it have; it has {', '.join(record) or 'none'}",

@@ -26,6 +26,9 @@ NEXT_BATCH = b"_try_get_data"  # of a rank that waits for a worker of its data l
 AFTERMATH = {PREEMPTED, PEER_DIED, "terminal-hangup"}
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE", "SIGXCPU"}
 FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any output
+DAMAGE_FIX = (
+    "check the disk (smartctl -a DEVICE, dmesg), and the copy if the run was copied: files do not change by themselves"
+)
 HANG_LINES = (  # of hangs/<attempt>/<rank>.txt: the heartbeat, the process, and the first frame of faulthandler or py-spy
     re.compile(r"mark: (?!none)"),
     re.compile(r"State:"),
@@ -89,15 +92,19 @@ def apply_recorded_end(
 
 
 def note_recoveries(
-    explanation: Explanation, run: RunDir, all_events: Iterable[Mapping[str, Any]], attempt: int
+    explanation: Explanation, run: RunDir, all_events: Sequence[Mapping[str, Any]], attempt: int
 ) -> Explanation:
-    """Adds to a healthy attempt why those before it failed, and of a script that its progress is not that of the whole run."""
+    """Adds checkpoints whose files had changed, and to a healthy attempt why those before it failed.
+
+    Of a script: that its progress is not that of the whole run.
+    """
+    damage = [f"{event.get('message')}; {DAMAGE_FIX}" for event in all_events if event.get("event") == "damaged"]
+    notes = [*explanation.notes, *damage[-1:]]
     verdicts = [
         event for event in all_events if event.get("event") == "verdict" and event.get("attempt", attempt) < attempt
     ]
     if explanation.cause != HEALTHY:
-        return explanation
-    notes = list(explanation.notes)
+        return replace(explanation, notes=tuple(notes))
     if attempt > 1 and is_script_run(run):
         notes.append(f"this is the progress of attempt {attempt} alone; paceline watch {run.quoted} has all attempts")
     if verdicts:

@@ -249,6 +249,7 @@ def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) 
             cause, confidence = explanation.cause, max(explanation.confidence, SURE)
             if cause == UNKNOWN or explanation.confidence < SURE:
                 cause = UNKNOWN if exit_code == TrainingFailed.exit_code else "config-error"
+            cause = error["cause"] if error.get("cause") in load_catalogue().causes else cause
             if fix := error.get("fix"):
                 return replace(explanation, cause=cause, rank=rank, summary=message, fix=fix, confidence=confidence)
     return explanation

@@ -112,7 +112,7 @@ class Digest:
         self.stop_shown = kind == "stopping" or (self.stop_shown and kind != "attempt")
         if kind == "finding":
             self.show(format_findings([Finding(**{field.name: event[field.name] for field in fields(Finding)})]))
-        elif text := event_line(event, num_steps=self.num_steps):
+        elif text := event_line(event, num_steps=self.num_steps, has_steps=bool(self.recent)):
             self.show(text)
 
     def show(self, text: str) -> None:

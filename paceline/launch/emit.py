@@ -227,7 +227,7 @@ def summary(config: Config, plan: Plan) -> Iterator[str]:
     if plan.device == "cpu":
         devices = format_number_of(per_node, "CPU process", "CPU processes")
     nodes = f"{plan.hosts} nodes, each " if plan.hosts > 1 else ""
-    length = f"{config.time} of training" if config.time else f"{plan.num_steps:,} steps"
+    length = f"{config.time} of training" if config.time else format_number_of(plan.num_steps, "step")
     yield f"paceline {paceline.__version__}: depth {plan.model.n_layer}, {length}, on {nodes}{devices}"
     card = plan.memory.get("process_bytes", {}).get("expected")
     if plan.device == "cuda" and card:

@@ -40,7 +40,7 @@ from paceline.plan.replan import MakePlan, fewer_ranks, format_change, replan, s
 from paceline.plan.speeds import remember_step
 from paceline.plan.step_time import StepTime
 from paceline.rundir import RunDir, append_event, read_json_lines, resume_command, write_atomic
-from paceline.units import format_duration
+from paceline.units import format_duration, format_number_of
 from paceline.watch.events import end_state
 from paceline.watch.measures import format_bpb
 from paceline.watch.status import run_status
@@ -224,7 +224,7 @@ class TrainingJob(Job):
         best_lines = [f"best    val_bpb {best.val_bpb:.4f} at step {best.step:,}; {take} {best.step}"] if best else []
         lines = [
             "",
-            f"done    {status.step:,} steps{own_steps} in {format_duration(seconds)}, val_bpb {bpb}",
+            f"done    {format_number_of(status.step or 0, 'step')}{own_steps} in {format_duration(seconds)}, val_bpb {bpb}",
             time_line,
             *best_lines,
             f"run     {run.path}",

@@ -30,7 +30,7 @@ from paceline.plan.replan import MakePlan
 from paceline.rundir import RunDir, resume_command, write_atomic
 from paceline.terminal import show_progress
 from paceline.typed_fields import read_run_file
-from paceline.units import format_list
+from paceline.units import format_list, format_number_of
 
 # `resume` takes no other value of these
 FIXED_KEYS = (
@@ -69,7 +69,7 @@ def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, ot
         raise PacelineError(f"{key} is {own} in {run.name} and cannot change within a run", fix=fix)
     if changes.get("time") is not None:
         raise PacelineError(
-            f"time sets the length of a new run; {run.name} keeps its {config.num_steps or 0:,} steps",
+            f"time sets the length of a new run; {run.name} keeps its {format_number_of(config.num_steps or 0, 'step')}",
             fix=f"--num-steps {2 * (config.num_steps or 0)} makes it longer",
         )
 

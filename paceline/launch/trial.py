@@ -148,7 +148,7 @@ def with_length(config: Config, plan: Plan, speed: Speed) -> tuple[Config, str]:
     )
     step = f"{speed.step_s:.2f} s" if speed.step_s >= 0.1 else format_ms(1000 * speed.step_s)
     least = ", the fewest that a run takes" if num_steps * speed.step_s > time_s else ""
-    text = f"length  {num_steps:,} steps: {step} a step, {config.time} requested{least}"
+    text = f"length  {format_number_of(num_steps, 'step')}: {step} a step, {config.time} requested{least}"
     return replace(config, time=None, num_steps=num_steps, eval_tokens=eval_tokens), text
 
 

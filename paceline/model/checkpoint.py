@@ -8,6 +8,7 @@ what the numbers in `state` mean.
 """
 
 import json
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from torch import Tensor
 
 import paceline
 from paceline.errors import PacelineError
-from paceline.model.manifest import RawTensor, num_rows, read_manifest
+from paceline.model.manifest import RawTensor, num_rows, read_manifest, step_folders, step_of
 from paceline.model.publish import NoSpace, PendingSave, explained, give_up, prune, publish, shard_name, write_part
 from paceline.mounts import free_space
 from paceline.plan.shapes import ParamShape
@@ -187,6 +188,27 @@ class CheckpointWriter:
             self.on_no_space(error)
 
 
+class NonFiniteWeights(PacelineError):
+    """A checkpoint is intact, but its weights hold NaN or infinity. The fix is for who resumes."""
+
+    def __init__(self, path: Path, name: str):
+        super().__init__(
+            f"the weights of checkpoint {path.name} hold NaN or infinity, first in {name}", fix=resume_before(path)
+        )
+        self.record = {"cause": "loss-nan"}  # for the rank's error file
+
+
+def resume_before(path: Path) -> str:
+    """Returns the fix that continues a run from the checkpoint before `path`, or from its start."""
+    earlier = next((step_of(other) for other in step_folders(path.parent) if step_of(other) < step_of(path)), None)
+    place = "the start" if earlier is None else f"step {earlier:,}"
+    move = shlex.join(["mv", str(path), f"{path}.nan"])
+    return (
+        f"{move} && {resume_command(RunDir(path.parent.parent))}: goes on from {place}, with a lower --matrix-lr"
+        " or --embedding-lr if NaN comes again"
+    )
+
+
 class CheckpointReader:
     """Reads a checkpoint's tensors by key and rows, whichever ranks saved them, and only the requested rows from disk."""
 
@@ -215,7 +237,10 @@ class CheckpointReader:
             )
 
     def read(self, key: str, lo: int = 0, hi: int | None = None) -> Tensor:
-        """Returns rows [lo, hi), or from lo on, on the CPU, in the dtype that was saved; a scalar's one row has shape ()."""
+        """Returns rows [lo, hi), or from lo on, on the CPU, in the dtype that was saved; a scalar's one row has shape ().
+
+        Raises NonFiniteWeights for NaN and infinity in a parameter of the model.
+        """
         entry = self._tensors.get(key)
         if entry is None:
             near = get_close_matches(key, self.keys(), n=1)
@@ -233,6 +258,8 @@ class CheckpointReader:
                 rows[first - lo : last - lo] = stored[first - part.rows[0] : last - part.rows[0]]
             elif first < last:
                 rows[0] = self._file(part.file).get_tensor(part.name)
+        if key.startswith("model.") and not rows.isfinite().all():
+            raise NonFiniteWeights(self.path, key.removeprefix("model."))
         return rows if entry.shape else rows[0]
 
     def load_model_state(self) -> dict[str, Tensor]:

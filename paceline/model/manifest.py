@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.units import format_number_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -185,10 +186,11 @@ def newest_good(directory: Path, *, set_aside: bool) -> tuple[Path, list[str]]:
             if path.exists():  # otherwise the trainer has just pruned it
                 damaged.append((path, error))
             continue
-        action = "going on from {0}, {1} steps are done again" if set_aside else "using {0} instead"
-        notes = [
-            f"{error.message}: {action.format(path.name, step_of(other) - step_of(path))}" for other, error in damaged
-        ]
+        notes = []
+        for other, problem in damaged:
+            repeated = format_number_of(step_of(other) - step_of(path), "step is", "steps are")
+            action = f"going on from {path.name}, {repeated} done again" if set_aside else f"using {path.name} instead"
+            notes.append(f"{problem.message}: {action}")
         if set_aside:
             for other, _ in damaged:
                 endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))

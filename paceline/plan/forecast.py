@@ -239,7 +239,7 @@ def plan_lines(plan: Plan) -> list[str]:
         states += ", states on the host" if plan.precision == "fp32" else ", masters and states on the host"
     states += "" if plan.optimizer_states == "fp32" else ", 8-bit states"
     epochs = f", {plan.epochs:.3g} epochs" if plan.epochs else ""
-    length = f"{plan.num_steps:,} steps, {format_count(plan.num_steps * plan.total_batch_size)} tokens{epochs}"
+    length = f"{format_number_of(plan.num_steps, 'step')}, {format_count(plan.num_steps * plan.total_batch_size)} tokens{epochs}"
     if plan.time is not None:
         about = f": about {length}" if plan.cost.get("seconds") else ""
         length = f"as many steps as {plan.time} allows, measured at the start{about}"
@@ -369,7 +369,7 @@ def format_run(run: RunCost, plan: Plan) -> str:
     low, expected, high = (
         format_duration(3600 * hours) for hours in (run.hours.low, run.hours.expected, run.hours.high)
     )
-    parts = [f"{expected} ({low} to {high}) for {plan.num_steps:,} steps, {tokens} tokens"]
+    parts = [f"{expected} ({low} to {high}) for {format_number_of(plan.num_steps, 'step')}, {tokens} tokens"]
     if run.kwh is not None:
         parts.append(f"{format_kwh(run.kwh)} kWh")
     if run.money is not None:

@@ -142,7 +142,8 @@ def answer_configs(options: ConfigsOptions) -> str:
     paths = packaged_configs()
     if options.name is not None and options.name not in paths:
         near = nearest(options.name, paths)
-        raise UsageError(f"no config {options.name}", fix=f"paceline configs {near or ''}".rstrip())
+        fix = f"paceline configs {near}" if near else f"one of {', '.join(paths)}"
+        raise PacelineError(f"no config {options.name}", fix=fix)
     if options.name is not None and not options.json:
         return paths[options.name].read_text(encoding="utf-8").rstrip("\n")
     rows = [config_facts(name, path) for name, path in paths.items() if options.name in (None, name)]

@@ -29,7 +29,7 @@ from paceline.data.prepare import TokenDataset, run_tokenizer
 from paceline.data.tokenizer import DecodeStream, Tokenizer
 from paceline.errors import PacelineError
 from paceline.model.attention import KVCache, attention_problem
-from paceline.model.checkpoint import CheckpointReader
+from paceline.model.checkpoint import CheckpointReader, NonFiniteWeights
 from paceline.model.gpt import DTYPES, GPT
 from paceline.model.layers import fused_loss_problem
 from paceline.model.manifest import (
@@ -51,6 +51,7 @@ from paceline.terminal import show_progress
 from paceline.train.loop import to_device
 from paceline.train.process import all_reduce_sum
 from paceline.typed_fields import read_run_file
+from paceline.units import format_number_of
 
 log = logging.getLogger("paceline")
 
@@ -172,11 +173,8 @@ def load_model(run: RunDir, *, step: int | str | None, device: str | None) -> tu
     else:
         path = run.checkpoints / step_folder_name(step)
         if not path.is_dir():
-            steps = [str(step_of(folder)) for folder in reversed(step_folders(run.checkpoints))]
-            raise PacelineError(
-                f"{run.name} has no checkpoint at step {step}",
-                fix="--step " + (" or ".join(steps) or "after a save; none yet"),
-            )
+            fix = format_steps(run) or "--step after a save; none yet"
+            raise PacelineError(f"{run.name} has no checkpoint at step {step}", fix=fix)
         verify(path)
         reader, state = read_checkpoint(path, plan)
     dtype, attention = DTYPES[plan.precision], choose_way(plan, torch.device(device))
@@ -206,7 +204,19 @@ def read_checkpoint(path: Path, plan: Plan) -> tuple[CheckpointReader, dict[str,
     """Returns a checkpoint and its parameters by their names in the module, fp32."""
     reader = CheckpointReader(path)
     reader.check_model(param_shapes(plan.model))
-    return reader, reader.load_model_state()
+    try:
+        return reader, reader.load_model_state()
+    except NonFiniteWeights as error:
+        fix = (
+            format_steps(RunDir(path.parent.parent), without=reader.step) or f"no other checkpoint is left; {error.fix}"
+        )
+        raise PacelineError(error.message, fix=fix) from error
+
+
+def format_steps(run: RunDir, *, without: int | None = None) -> str:
+    """Returns `--step 20 or 40`, the checkpoints of a run but `without`; empty where there are none."""
+    steps = [str(step) for folder in reversed(step_folders(run.checkpoints)) if (step := step_of(folder)) != without]
+    return "--step " + " or ".join(steps) if steps else ""
 
 
 def choose_way(plan: Plan, device: torch.device) -> str:
@@ -267,7 +277,7 @@ def choose_loss(model: GPT) -> None:
 
 def format_evaluation(result: Mapping[str, Any], *, name: str) -> str:
     """Returns the line of `paceline eval` for a result of evaluate_run. name: the run's."""
-    step, tokens = f"step {result['step']:,}", f"{result['tokens']:,} tokens of {result['data']}"
+    step, tokens = f"step {result['step']:,}", f"{format_number_of(result['tokens'], 'token')} of {result['data']}"
     return f"{name} at {step}: val_bpb {result['val_bpb']:.4f} on {tokens}"
 
 

@@ -314,9 +314,9 @@ def resume(loop: Loop) -> int:
     if rank == 0 and run.checkpoints.is_dir():
         clean_leftovers(run.checkpoints)
         with contextlib.suppress(NoCheckpoint):
-            newest, notes = newest_good(run.checkpoints, set_aside=True)
-            choice = (newest.name, notes)
-    path, notes = broadcast_object(choice)  # each host may have its own folder of the run
+            newest, damage = newest_good(run.checkpoints, set_aside=True)
+            choice = (newest.name, damage)
+    path, damage = broadcast_object(choice)  # each host may have its own folder of the run
     if path is None:
         if rank == 0 and (dropped := drop_metrics_after(run, -1)):  # an attempt that ended before its first checkpoint
             append_event(run, "resumed", step=0, from_world_size=None, dropped_metrics=dropped)
@@ -334,7 +334,9 @@ def resume(loop: Loop) -> int:
     if loop.device.type == "cuda" and f"rng.cuda.{rank}" in keys:
         torch.cuda.set_rng_state(checkpoint.read(f"rng.cuda.{rank}"), loop.device)
     if rank == 0:
-        for note in (*notes, *conversion_notes(keys, loop.plan.optimizer_states)):
+        for message in damage:
+            append_event(run, "damaged", message=message)
+        for note in conversion_notes(keys, loop.plan.optimizer_states):
             append_event(run, "note", text=note)
         dropped = drop_metrics_after(run, checkpoint.step)
         append_event(

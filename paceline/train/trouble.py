@@ -13,9 +13,11 @@ from typing import Any, Literal
 
 from paceline.data.dataset import batch_of_step
 from paceline.errors import TrainingFailed
+from paceline.model.checkpoint import resume_before
 from paceline.model.manifest import list_checkpoints
 from paceline.rundir import RunDir, append_event, resume_command, utc_now, write_atomic
 from paceline.train.process import broadcast_object
+from paceline.units import format_number_of
 
 MAX_ROLLBACKS = 3  # in the whole life of a run: more are not caused by the text alone
 MEAN_STEPS = 20  # steps whose mean loss a spike is measured against, about
@@ -85,7 +87,8 @@ def find_trouble(
     if gradient_bad:
         message = f"the gradient is not finite at step {step}, the loss still is"
         if skipped_steps:
-            message += f"; {skipped_steps} steps before it were skipped for that, each with half the loss scale"
+            skipped = format_number_of(skipped_steps, "step before it was", "steps before it were")
+            message += f"; {skipped} skipped for that, each with half the loss scale"
         return Trouble("gradient-nan", step, message, loss)
     rise = guard.check(loss)
     if rise is None:
@@ -105,16 +108,36 @@ def load_skipped(run: RunDir) -> list[dict[str, Any]]:
     return skipped
 
 
-def answer_trouble(run: RunDir, error: LossTrouble, *, on_nan: str, rank: int) -> LossTrouble:
-    """Records the trouble on rank 0, which decides; returns the error that ends the attempt, the same on all ranks. Collective."""
+def answer_trouble(
+    run: RunDir, error: LossTrouble, *, on_nan: str, rank: int, bad_weight: str | None = None
+) -> LossTrouble:
+    """Records the trouble on rank 0, which decides; returns the error that ends the attempt, the same on all ranks. Collective.
+
+    bad_weight: a parameter that already held NaN or infinity before the step.
+    """
     trouble, answer = error.trouble, (error.message, error.fix, False)
     if rank == 0:
         fields = {"loss": trouble.loss, "ranks": list(trouble.bad_ranks), "evidence": str(run.trouble(trouble.step))}
         append_event(run, "trouble", step=trouble.step, cause=trouble.cause, message=trouble.message, **fields)
-        if on_nan == "rollback":
+        if bad_weight is not None:  # no batch is to blame
+            answer = explain_bad_weight(run, error, bad_weight)
+        elif on_nan == "rollback":
             answer = plan_rollback(run, error)
     message, fix, rollback = broadcast_object(answer)
     return LossTrouble(message, fix=fix, trouble=trouble, rollback=rollback)
+
+
+def explain_bad_weight(run: RunDir, error: LossTrouble, name: str) -> tuple[str, str, bool]:
+    """Returns message and fix where the weights of a step are NaN or infinite, and that no batch is skipped."""
+    saved = list_checkpoints(run.checkpoints)
+    has_them = saved and saved[0][1].step == error.trouble.step - 1
+    message = f"{error.message}: the weights held NaN or infinity before it, first in {name}"
+    return message, resume_before(saved[0][0]) if has_them else lower_rates(run), False
+
+
+def lower_rates(run: RunDir) -> str:
+    """Returns the fix for a training that its learning rates may have broken."""
+    return f"{resume_command(run)} with a lower --matrix-lr or --embedding-lr"
 
 
 def plan_rollback(run: RunDir, error: LossTrouble) -> tuple[str, str, bool]:
@@ -124,8 +147,7 @@ def plan_rollback(run: RunDir, error: LossTrouble) -> tuple[str, str, bool]:
     if number > MAX_ROLLBACKS:
         steps = ", ".join(f"{batch['step']:,}" for batch in skipped)
         message = f"{error.message}; {len(skipped)} batches were skipped already, at steps {steps}"
-        fix = f"{resume_command(run)} with a lower --matrix-lr or --embedding-lr"
-        return message, fix, False
+        return message, lower_rates(run), False
     saved = list_checkpoints(run.checkpoints)
     last_saved = saved[0][1].step if saved else 0
     batch = batch_of_step(trouble.step - 1, [batch["batch"] for batch in skipped])

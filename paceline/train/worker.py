@@ -142,8 +142,9 @@ def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: Heartb
             progress.beat(error.trouble.step - 1, "ending")
             verify(dataset, files=loader.files_of(error.trouble.step - 1))  # no rollback fixes a damaged file
             writer.wait()  # the checkpoint from which the next attempt resumes may still be under way
-            keep_evidence(loop, loader, model, error, attempt=attempt)
-            raise answer_trouble(run, error, on_nan=config.on_nan, rank=rank) from error
+            norms = keep_evidence(loop, loader, model, error, attempt=attempt)
+            bad_weight = find_bad_weight(model, norms, device)
+            raise answer_trouble(run, error, on_nan=config.on_nan, rank=rank, bad_weight=bad_weight) from error
         memory.write(done)
     finish(loop, writer, step=done, bpb=bpb, stopped=stopped)
 
@@ -181,10 +182,10 @@ def make_writer(
 
 
 @torch.no_grad()
-def keep_evidence(loop: Loop, loader: TrainLoader, model: GPT, error: LossTrouble, *, attempt: int) -> None:
+def keep_evidence(loop: Loop, loader: TrainLoader, model: GPT, error: LossTrouble, *, attempt: int) -> dict[str, Any]:
     """Writes this rank's rows of the step, the loss of each from a second forward, and norms per parameter to RUN/trouble/.
 
-    A second forward with finite losses where the first had none points to the machine, not to the rows.
+    Returns these norms. A second forward with finite losses where the first had none points to the machine, not to the rows.
     """
     trouble, step, plan = error.trouble, error.trouble.step - 1, loop.plan
     rows: list[int] = []
@@ -194,6 +195,7 @@ def keep_evidence(loop: Loop, loader: TrainLoader, model: GPT, error: LossTroubl
         idx, targets = loader.micro_batch(step, micro_step)  # (B, T)
         nats = model(idx, targets, reduction="none").sum(1) / (targets >= 0).sum(1).clamp_min(1)  # (B,) per token
         row_loss += [finite(loss) for loss in nats.tolist()]
+    norms = loop.optimizer.norms(grad_scale=loop.grad_scale)
     evidence = {
         "time": utc_now(),
         "step": trouble.step,
@@ -207,7 +209,7 @@ def keep_evidence(loop: Loop, loader: TrainLoader, model: GPT, error: LossTroubl
         "batch": batch_of_step(step, loader.skipped_batches),
         "rows": rows,
         "row_loss": row_loss,
-        "parameters": loop.optimizer.norms(grad_scale=loop.grad_scale),
+        "parameters": norms,
     }
     path = loop.run.trouble(trouble.step) / f"attempt_{attempt}_rank_{loop.rank}.json"
     try:
@@ -215,6 +217,15 @@ def keep_evidence(loop: Loop, loader: TrainLoader, model: GPT, error: LossTroubl
         write_atomic(path, json.dumps(evidence, indent=1, allow_nan=False) + "\n")
     except OSError as problem:  # the trouble itself matters more
         log.warning(f"{path} cannot be written: {problem.strerror}")
+    return norms
+
+
+def find_bad_weight(model: GPT, norms: dict[str, Any], device: torch.device) -> str | None:
+    """Returns the first parameter that holds NaN or infinity on any rank; None where there is none. Collective."""
+    names = [name for name, _ in model.named_parameters()]
+    counts = torch.tensor([float(norms[name]["weight_bad"]) if name in norms else 0.0 for name in names]).to(device)
+    all_reduce_sum(counts)
+    return next((name for name, count in zip(names, counts.tolist(), strict=True) if count), None)
 
 
 def finite(value: float) -> float | None:

@@ -23,7 +23,7 @@ SAMPLE_CHARS = 160  # of a sample; the whole is in samples/
 LEVELS: dict[str, Level] = {
     "finished": "good", "resumed": "good", "failed": "error", "verdict": "error", "rank_failed": "error", "hang": "error",
     "save_failed": "warning", "rollback": "warning", "trouble": "warning", "finding": "warning", "stopping": "warning",
-    "silence": "warning",
+    "silence": "warning", "damaged": "warning",
     "interrupted": "warning", "stopped": "warning", "requeued": "warning", "slurm_job": "warning", "plan_changed": "warning",
 }  # fmt: skip
 ATTEMPT_LEVELS: dict[str, Level] = {"finished": "good", "failed": "error"}  # by the state in which an attempt ended
@@ -38,7 +38,7 @@ END_STATES: dict[str, State] = {
 # events that do not change the state of a run; a stop may be requested after its last step
 STATELESS = {
     "checkpoint", "sample", "note", "memory", "step_time", "finding", "attempt_ended", "verdict", "decision", "save_failed",
-    "stopping", "silence",
+    "stopping", "silence", "damaged",
 }  # fmt: skip
 INTERRUPTED_JOB = f"{Interrupted.exit_code}:0"  # exit code and signal, as Slurm shows them
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
@@ -46,11 +46,14 @@ ATTEMPT_FIELDS = {"attempt_ended": ("state",), "verdict": ("cause", "summary"), 
 DECISIONS = {"stop": "no further attempt: ", "retry": "retrying: "}  # other actions say themselves what is done
 REQUIRED_FIELDS = {"attempt": ("attempt",), "resumed": ("step",), "checkpoint": ("step",), "sample": ("step",)}
 # by the launching terminal; a finding is printed whole, by check/ready.py
-PRINTED = {"checkpoint", "save_failed", "rollback", "sample", "resumed", "stopping", "silence", "note", "step_time"}
+PRINTED = {
+    "checkpoint", "save_failed", "rollback", "sample", "resumed", "stopping", "silence", "damaged", "note", "step_time",
+}  # fmt: skip
 TEXTS = {  # of events whose fields stand in a sentence as they are; event_text makes all other texts
     "attempt_ended": "attempt {attempt} {state}",
     "hang": "hang: {text}",
     "silence": "before the stop {text}",
+    "damaged": "{message}",
     "verdict": "{cause}: {summary}",
     "finding": "{what}: {why}",
     "failed": "the run failed",
@@ -82,16 +85,16 @@ def event_view(event: Record) -> EventView | None:
     )
 
 
-def event_line(event: Record, *, num_steps: int) -> str | None:
+def event_line(event: Record, *, num_steps: int, has_steps: bool = True) -> str | None:
     """Returns the line that the launching terminal prints; None for events that it does not print.
 
-    The line opens with the step's label where the event has a step.
+    The line opens with the step's label where the event has a step. has_steps: there is something to save.
     """
     kind, step = event.get("event"), event.get("step")
     if kind not in PRINTED:
         return None
     if kind == "stopping":
-        return f"{event_text(event)}: saving a checkpoint; Ctrl-C again to end now"
+        return f"{event_text(event)}{': saving a checkpoint' if has_steps else ''}; Ctrl-C again to end now"
     text = event_text(event, labelled=True, max_chars=None)
     return f"{step_label(step, num_steps)} | {text}" if isinstance(step, int) and kind != "step_time" else text
 
@@ -186,6 +189,8 @@ def attempt_views(events: Sequence[Record]) -> list[AttemptView]:
         number, kind = event.get("attempt", 0), str(event.get("event"))
         if kind == "attempt":
             attempts[number] = {"time": event["time"]}
+        elif kind == "damaged" and attempts:  # of the attempt that resumes from another checkpoint
+            attempts[max(attempts)] |= {"damage": event.get("message")}
         elif number in attempts:
             attempts[number] |= {name: event.get(name) for name in ATTEMPT_FIELDS.get(kind, ())}
     return [AttemptView(number, **values) for number, values in attempts.items()]

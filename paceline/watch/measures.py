@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.units import GIB, format_bytes, format_duration, format_ms
+from paceline.units import GIB, format_bytes, format_duration, format_ms, format_number_of
 from paceline.watch.snapshot import GpuView, HostView
 
 FULL_RAM, MIN_DISK_BYTES = 0.95, 5 << 30
@@ -75,8 +75,8 @@ def format_figure(name: str, value: float | None) -> str:
 
 def format_bpb(val_bpb: float | None, eval_tokens: int | None) -> str:
     """Returns a run's val_bpb with the held-out tokens that it was measured on: '1.4443 on 47,616 tokens'."""
-    is_known = val_bpb is not None and eval_tokens is not None
-    return format_figure("val_bpb", val_bpb) + (f" on {eval_tokens:,} tokens" if is_known else "")
+    tokens = "" if val_bpb is None or eval_tokens is None else f" on {format_number_of(eval_tokens, 'token')}"
+    return format_figure("val_bpb", val_bpb) + tokens
 
 
 def format_time(time: str) -> str:

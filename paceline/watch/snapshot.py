@@ -133,6 +133,7 @@ class AttemptView:
     summary: str | None = None
     action: str | None = None
     why: str | None = None
+    damage: str | None = None  # the checkpoint that it could not resume from
 
 
 @dataclass(frozen=True)

@@ -255,8 +255,8 @@ def format_run(snapshot: Snapshot) -> str:
             lines.append(f"  {attempt.cause}: {attempt.summary}")
         elif snapshot.explanation and attempt is snapshot.attempts[-1]:  # nobody was left to record it
             lines.append(f"  {snapshot.explanation['cause']}: {snapshot.explanation['summary']}")
-        if attempt.action:
-            lines.append(f"  {attempt.action}: {attempt.why}")
+        decision = f"{attempt.action}: {attempt.why}" if attempt.action else None
+        lines += [f"  {text}" for text in (attempt.damage, decision) if text]
     if goodput := snapshot.goodput:
         lines += ["", *goodput_table(goodput), "", f"time    {goodput_line(goodput)}"]
     return "\n".join(lines)

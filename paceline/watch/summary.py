@@ -197,10 +197,9 @@ def troubles(snapshot: Snapshot) -> Iterator[str]:
         yield f"a step took {100 * (over - 1):.0f} % longer than planned"
     elif slower := slowdown(times):
         yield f"a step took {format_ms(slower[0])} at the end and {format_ms(slower[1])} at its best"
-    if snapshot.goodput and snapshot.goodput.busy_s:
-        lost = snapshot.goodput.seconds["lost"] / snapshot.goodput.busy_s
-        if lost >= MIN_SHARE:
-            yield f"{format_percent(lost)} of the time was lost work"
+    yield from (attempt.damage for attempt in snapshot.attempts if attempt.damage)
+    if (spent := snapshot.goodput) and spent.busy_s and (lost := spent.seconds["lost"] / spent.busy_s) >= MIN_SHARE:
+        yield f"{format_percent(lost)} of the time was lost work"
 
 
 def warnings(snapshot: Snapshot, *, now: float) -> Iterator[str]:

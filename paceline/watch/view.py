@@ -144,9 +144,9 @@ def find_reported(name: str, *, runs_dir: str) -> Path:
 def answer_report(options: ReportOptions, *, now: float) -> str:
     """Writes the report of a run, and returns what to print: where it is, or the report itself."""
     path = find_reported(options.run, runs_dir=options.runs_dir)
-    is_markdown = options.markdown or Path(options.output or "").suffix == ".md"
+    is_markdown = options.markdown or Path(options.out or "").suffix == ".md"
     text = (markdown_report if is_markdown else html_report)(path, now=now)
-    output = options.output or ("-" if is_markdown else f"{path.name}.html")
+    output = options.out or ("-" if is_markdown else f"{path.name}.html")
     if output == "-":
         return text
     write_report(Path(output), text)
@@ -163,7 +163,7 @@ def write_report(output: Path, text: str) -> None:
             write_atomic(output, text)
     except OSError as error:
         raise PacelineError(
-            f"cannot write {output}: {error.strerror}", fix="write to another place with --output FILE"
+            f"cannot write {output}: {error.strerror}", fix="write to another place with --out FILE"
         ) from error
 
 

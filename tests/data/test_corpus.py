@@ -160,7 +160,7 @@ def test_few_documents_still_have_both_sides_the_same_ones_each_time(tmp_path, n
 def test_a_corpus_of_one_distinct_document_is_too_small(tmp_path, contents):
     for number, content in enumerate(contents):
         (tmp_path / f"{number}.txt").write_text(content)
-    with pytest.raises(PacelineError, match=r"is too small: .* in 1 distinct documents"):
+    with pytest.raises(PacelineError, match=r"is too small: .* in 1 distinct document,"):
         held_out(tmp_path)
 
 

@@ -193,6 +193,15 @@ def test_a_broken_line_of_jsonl_is_named_by_its_number(tmp_path, content, messag
 
 
 @jq_only
+def test_a_first_line_with_its_text_in_another_field_is_the_one_to_change(tmp_path):
+    path = write(tmp_path / "a.jsonl", jsonl({"content": "odd"}, {"text": "one"}, {"text": "two"}))
+    error = refused(path)
+    assert error.message == f"{path}:2 has the field 'text', and the lines before it have their text in 'content'"
+    subprocess.run(error.fix, shell=True, check=True)
+    assert texts(path) == ["odd", "one", "two"]
+
+
+@jq_only
 @pytest.mark.parametrize(
     ("value", "indent"), [([{"text": "a"}, {"text": "b"}], None), ([{"text": "a"}], 1), ({"text": "a"}, 1)]
 )

@@ -263,6 +263,8 @@ def test_an_error_with_a_fix_that_a_rank_reported_itself_replaces_the_catalogues
     run.rank_error(1, 0).write_text(json.dumps(error))
     first, second = explained(capsys, run.path).splitlines()[:2]
     assert "no room" in first and second == "  fix: make room"
+    run.rank_error(1, 0).write_text(json.dumps({**error, "cause": "loss-nan"}))
+    assert explained(capsys, run.path).startswith("loss-nan: no room")
 
 
 def test_half_the_batch_size_is_computed_from_the_runs_config(run, capsys):

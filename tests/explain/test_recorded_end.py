@@ -62,6 +62,15 @@ def test_a_run_that_recovered_is_healthy_and_says_what_it_recovered_from(run):
     assert explain_run(run).notes == (alone, recovered)
 
 
+def test_a_damaged_checkpoint_that_a_run_did_not_resume_from_is_a_note_with_what_to_check(run):
+    append_event(
+        run, "damaged", message="checkpoint step_000060 is damaged (sha256 differs): going on from step_000040"
+    )
+    append_event(run, "finished", step=9)
+    [note] = explain_run(run).notes
+    assert note.startswith("checkpoint step_000060 is damaged") and "; check the disk (smartctl -a DEVICE" in note
+
+
 def test_a_run_whose_last_save_had_no_room_and_that_recorded_no_end_filled_the_disk(run):
     os.close(lock_run(run))
     append_event(run, "save_failed", step=8, needed_bytes=1 << 20, free_bytes=0)

@@ -147,7 +147,14 @@ def test_the_order_to_stop_is_shown_once_though_every_process_writes_it(run, str
     append_event(run, "stopping", signal="SIGINT")
     append_event(run, "stopping", step=3)
     digest.poll()
-    assert stream.getvalue() == "stopping on SIGINT: saving a checkpoint; Ctrl-C again to end now\n"
+    assert stream.getvalue() == "stopping on SIGINT; Ctrl-C again to end now\n"
+
+
+def test_a_stop_saves_a_checkpoint_where_a_step_was_taken(run, stream, digest):
+    append_json_line(run.metrics, {"step": 1, "loss": 2.0, "time": "2026-01-01T00:00:00.000Z"})
+    append_event(run, "stopping", signal="SIGINT")
+    digest.poll()
+    assert stream.getvalue().endswith("\nstopping on SIGINT: saving a checkpoint; Ctrl-C again to end now\n")
 
 
 def on_a_terminal(run: RunDir, env: dict[str, str]) -> str:

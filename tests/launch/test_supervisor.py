@@ -176,7 +176,7 @@ def test_the_warning_of_a_batch_system_lets_every_rank_save_and_ends_as_interrup
     ended = running.end()
     assert (ended.exit_code, ended.outcome["state"], ended.outcome["failures"]) == (130, "interrupted", [])
     assert ended.log(0) == ended.log(1) == "ready\nsaved\n"
-    assert "stopping on SIGUSR1: saving a checkpoint; Ctrl-C again to end now\n" in ended.output
+    assert "stopping on SIGUSR1; Ctrl-C again to end now\n" in ended.output
     assert ended.events() == ["attempt", "stopping", "attempt_ended"]
 
 

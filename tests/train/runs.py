@@ -85,3 +85,19 @@ def final_bits(run: Path) -> dict[str, str]:
     keys = [key for key in reader.keys() if not key.startswith("rng.")]
     bits = {key: hashlib.sha256(reader.read(key).contiguous().numpy().tobytes()).hexdigest() for key in keys}
     return {"step": str(reader.step), **bits}
+
+
+def poison(run: Path, key: str, row: int, value: float) -> None:
+    """Sets one row of a tensor of the newest checkpoint to a value; it is then saved again with right hashes."""
+    from paceline.model.checkpoint import CheckpointReader, CheckpointWriter, Piece
+    from paceline.model.manifest import newest_good
+
+    reader = CheckpointReader(newest_good(run / "checkpoints", set_aside=False)[0])
+    tensors = {name: reader.read(name) for name in reader.keys()}
+    tensors[key][row] = value
+    pieces = [Piece(name, tuple(t.shape), (0, t.shape[0]), t) for name, t in tensors.items()]
+    writer = CheckpointWriter(
+        run / "checkpoints", rank=0, world_size=1, attempt="poison", keep_last=2, on_saved=lambda *saved: None
+    )
+    writer.save(reader.step, pieces, dict(reader.state))
+    writer.wait()

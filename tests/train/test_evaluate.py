@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import poison
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.cli import run_command
@@ -19,7 +20,8 @@ from paceline.config import ModelConfig
 from paceline.model.gpt import GPT
 from paceline.plan.activations import CPU_CHUNK_BYTES
 from paceline.train import evaluate
-from paceline.train.evaluate import choose_loss, eval_rows, val_bpb
+from paceline.train.evaluate import choose_loss, eval_rows, format_evaluation, val_bpb
+from paceline.watch.measures import format_bpb
 
 CONFIG = ModelConfig(n_layer=1, n_embd=32, n_head=1, n_kv_head=1, head_dim=32, sequence_len=8, vocab_size=64)
 
@@ -156,6 +158,19 @@ def test_sample_reports_the_prompt_that_it_read_from_standard_input(unbroken, ca
     assert answer["prompt"] == "def "
 
 
+def test_tokenizer_info_takes_a_run(unbroken, capsys, monkeypatch):
+    monkeypatch.chdir(unbroken.parent.parent)
+    by_name = json_of(capsys, "tokenizer", "info", "unbroken")
+    assert by_name == json_of(capsys, "tokenizer", "info", "runs/unbroken/tokenizer/tokenizer.json")
+    assert by_name == json_of(capsys, "tokenizer", "info", "runs/unbroken")
+
+
+def test_one_token_is_not_called_one_tokens():
+    result = {"step": 1, "val_bpb": 2.0, "tokens": 1, "data": "builtin"}
+    assert format_evaluation(result, name="a") == "a at step 1: val_bpb 2.0000 on 1 token of builtin"
+    assert format_bpb(2.0, 1) == "2.0000 on 1 token"
+
+
 def test_a_damaged_checkpoint_is_refused_by_step_and_otherwise_noted_beside_the_json(unbroken, capsys, tmp_path):
     run = Path(shutil.copytree(unbroken, tmp_path / "books"))
     newest = max((run / "checkpoints").iterdir())
@@ -167,6 +182,15 @@ def test_a_damaged_checkpoint_is_refused_by_step_and_otherwise_noted_beside_the_
     assert run_command([*words, "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["samples"] and "using step_000030 instead\n" in err
+
+
+@pytest.mark.parametrize("command", ["sample", "eval", "export"])
+def test_weights_that_hold_nan_are_refused_with_the_steps_that_are_left(command, unbroken, capsys, tmp_path):
+    run = Path(shutil.copytree(unbroken, tmp_path / "books"))
+    poison(run, "model.wte.weight", 3, math.nan)
+    assert run_command([command, str(run), *([] if command == "export" else ["--device=cpu"])]) == 1
+    error = "the weights of checkpoint step_000040 hold NaN or infinity, first in wte.weight"
+    assert capsys.readouterr().err == f"error: {error}\n  fix: --step 30\n"
 
 
 def test_a_checkpoint_that_the_trainer_removes_while_it_is_read_is_not_damaged(unbroken, capsys, monkeypatch, tmp_path):

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import SMALL, Workshop, events, final_bits, metrics
+import torch
+from runs import SMALL, Workshop, events, final_bits, metrics, poison
 
 from paceline.data.dataset import rows_of_step
 from paceline.data.prepare import TokenDataset, prepare
-from paceline.train.trouble import LossGuard, find_trouble
+from paceline.model.checkpoint import CheckpointWriter, Piece
+from paceline.rundir import RunDir
+from paceline.train.trouble import LossGuard, LossTrouble, Trouble, answer_trouble, find_trouble
 
 SEQUENCE_LEN = SMALL["sequence-len"]
 ROWS_PER_STEP = SMALL["total-batch-size"] // SEQUENCE_LEN
@@ -95,26 +98,10 @@ def shop(tmp_path_factory) -> Workshop:
 
 @pytest.fixture(scope="module")
 def poisoned(shop):
-    """Copies of a run of 4 steps on 2 ranks whose checkpoint has a NaN where the lone token is embedded."""
+    """Copies of a run of 4 steps on 2 ranks whose checkpoint has a number that overflows where the lone token is embedded."""
     first = shop.train("poisoned", nproc=2, num_steps=4)
-    poison(first, "model.wte.weight", shop.shard.lone_token)
+    poison(first, "model.value_embeds.1.weight", shop.shard.lone_token, 3e38)
     return lambda name: Path(shutil.copytree(first, first.with_name(name)))
-
-
-def poison(run: Path, key: str, row: int) -> None:
-    """Puts a NaN into one row of a tensor of the newest checkpoint, which is then saved again with right hashes."""
-    from paceline.model.checkpoint import CheckpointReader, CheckpointWriter, Piece
-    from paceline.model.manifest import newest_good
-
-    reader = CheckpointReader(newest_good(run / "checkpoints", set_aside=False)[0])
-    tensors = {name: reader.read(name) for name in reader.keys()}
-    tensors[key][row, 0] = float("nan")
-    pieces = [Piece(name, tuple(t.shape), (0, t.shape[0]), t) for name, t in tensors.items()]
-    writer = CheckpointWriter(
-        run / "checkpoints", rank=0, world_size=1, attempt="poison", keep_last=1, on_saved=lambda *saved: None
-    )
-    writer.save(reader.step, pieces, dict(reader.state))
-    writer.wait()
 
 
 def evidence(run: Path, step: int, rank: int) -> dict:
@@ -140,7 +127,7 @@ def test_a_nan_loss_stops_the_run_and_the_evidence_names_rank_and_row(shop, pois
     assert [row for row, loss in zip(bad["rows"], bad["row_loss"], strict=True) if loss is None] == [
         shop.shard.rows(NAN_BATCH)[NAN_ROW]
     ]
-    assert sum(each["parameters"]["wte.weight"]["weight_bad"] for each in (well, bad)) == 1
+    assert all(norms["weight_bad"] == 0 for each in (well, bad) for norms in each["parameters"].values())
     assert not (run / "skipped.json").exists()
 
 
@@ -189,10 +176,42 @@ def test_a_loss_spike_is_skipped_from_the_last_checkpoint_on(shop):
 @pytest.mark.soak
 def test_after_three_rollbacks_the_run_stops(shop, poisoned):
     run = poisoned("hopeless")
-    poison(run, "model.h.0.mlp.c_fc.weight", 0)
+    poison(run, "model.h.0.mlp.c_fc.weight", 0, 3e38)
     output = shop.finish(shop.resume_command(run, num_steps=8, on_nan="rollback"), code=3)
     assert skipped(run) == [4, 5, 6]
     assert "3 batches were skipped already, at steps 5, 5, 5" in output
+
+
+@pytest.mark.dist
+@pytest.mark.soak
+def test_resume_refuses_weights_that_hold_nan_and_its_fix_goes_on_from_the_checkpoint_before(shop):
+    run = shop.train("bad-weights", nproc=2, num_steps=4, save_every=2)
+    poison(run, "model.h.0.mlp.c_fc.weight", 0, float("nan"))
+    output = shop.finish(shop.resume_command(run, num_steps=8, on_nan="rollback"), code=1)
+    assert "error: the weights of checkpoint step_000004 hold NaN or infinity, first in h.0.mlp.c_fc.weight" in output
+    path = run / "checkpoints/step_000004"
+    assert f"fix: mv {path} {path}.nan && paceline resume {run}: goes on from step 2, with a lower" in output
+    assert [event["cause"] for event in events(run, "verdict")] == ["loss-nan"]
+    path.rename(f"{path}.nan")
+    shop.resume(run, num_steps=8)
+    assert [line["step"] for line in metrics(run)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("saved", [6, 4])
+def test_no_batch_is_skipped_where_the_weights_already_held_nan(tmp_path, saved):
+    run = RunDir(tmp_path)
+    for step in (2, saved):
+        writer = CheckpointWriter(
+            run.checkpoints, rank=0, world_size=1, attempt="1", keep_last=2, on_saved=lambda *saved: None
+        )
+        writer.save(step, [Piece("x", (1,), (0, 1), torch.zeros(1))], {})
+        writer.wait()
+    trouble = Trouble("loss-nan", 7, "the loss is not finite at step 7 on rank 0", None)
+    error = LossTrouble(trouble.message, fix="--on-nan rollback", trouble=trouble)
+    answer = answer_trouble(run, error, on_nan="rollback", rank=0, bad_weight="wte.weight")
+    assert answer.message == f"{trouble.message}: the weights held NaN or infinity before it, first in wte.weight"
+    assert answer.fix.startswith("mv " if saved == 6 else "paceline resume ")
+    assert not answer.rollback and not run.skipped_json.exists()
 
 
 @pytest.fixture

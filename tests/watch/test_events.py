@@ -39,6 +39,7 @@ TEXTS = [
         "stopping on the notice file x, 25 s left",
     ),
     ({"event": "finished", "step": 20, "val_bpb": 1.23456}, "finished at step 20, val_bpb 1.2346"),
+    ({"event": "damaged", "message": "checkpoint step_000060 is damaged"}, "checkpoint step_000060 is damaged"),
     ({"event": "note", "text": "two\nlines\x1b[2J"}, "two lines"),
     ({"event": "checkpoint", "step": "new format"}, "checkpoint"),
     ({"event": "of_tomorrow"}, "of tomorrow"),

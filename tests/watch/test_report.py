@@ -73,7 +73,7 @@ def test_what_is_secret_in_the_log_of_a_rank_that_failed_is_taken_out(tmp_path, 
 
 def test_a_file_named_md_gets_markdown(run, tmp_path):
     output = tmp_path / "told.md"
-    assert run_command(["report", str(run.path), "--output", str(output)]) == 0
+    assert run_command(["report", str(run.path), "--out", str(output)]) == 0
     assert output.read_text().splitlines()[0] == markdown_report(run.path, now=NOW).splitlines()[0]
 
 

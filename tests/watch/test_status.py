@@ -36,6 +36,7 @@ from paceline.watch.status import (
     run_json,
     run_status,
 )
+from paceline.watch.summary import summarize
 
 
 def make_run(folder, name="a"):
@@ -141,6 +142,18 @@ def test_runs_that_score_different_numbers_of_tokens_are_marked(tmp_path):
     )
     shutil.rmtree(runs["c"].path)
     assert "eval_tokens" not in format_runs(RunList(tmp_path).read())
+
+
+def test_a_checkpoint_that_was_damaged_is_reported_with_its_attempt_and_in_the_summary(tmp_path):
+    run = write_run(tmp_path, "cor")
+    damage = "checkpoint step_000060 is damaged (sha256 differs): going on from step_000040, 20 steps are done again"
+    append_event(run, "attempt", attempt=2, world_size=2)
+    append_event(run, "damaged", message=damage)
+    append_event(run, "finished", step=200)
+    append_event(run, "attempt_ended", attempt=2, state="finished", exit_code=0)
+    snapshot = open_reader(run.path).update()
+    assert f": finished\n  {damage}\n" in format_run(snapshot)
+    assert summarize(snapshot, now=START).text.startswith(f"All steps are done; {damage}")
 
 
 def test_one_long_name_moves_its_own_row_alone(tmp_path):

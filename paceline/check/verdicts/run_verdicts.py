@@ -51,7 +51,7 @@ def longer_than_the_run(*keys: str, times: int) -> Rule:
         for key in keys:
             every, num_steps = host.intent.set_value(key), host.intent.num_steps
             if every and num_steps and every > num_steps:
-                what = f"{key} is {every:,}, the run has {num_steps:,} steps"
+                what = f"{key} is {every:,}, the run has {format_number_of(num_steps, 'step')}"
                 yield Case(what, f"{flag(key)} {max(1, num_steps // times)}")
 
     return rule

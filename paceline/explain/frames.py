@@ -82,10 +82,10 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ),
 )  # fmt: skip
 # of a queue whose reader is gone; its thread prints it and ends
-QUEUE, NO_READER = (
-    re.compile(r"multiprocessing[/\\](?:queues|connection)\.py"),
-    re.compile(r"BrokenPipeError|OSError: \[Errno 9\]"),
+QUEUE = re.compile(
+    r"multiprocessing[/\\](?:queues\.py.*, in _feed|connection\.py.*, in (?:close|send_bytes|_send_bytes|_send|_close))$"
 )
+NO_READER = re.compile(r"BrokenPipeError|OSError: \[Errno 9\]")
 IN_THREAD = re.compile(r"threading\.py\", line \d+,? in _bootstrap")  # the first frame of what ends a thread alone
 NOT_LOADED = re.compile(r"(?i)could not|cannot|unable|fail|error")
 PACKAGE_IMPORT = re.compile(r"(?:site|dist)-packages[/\\].* in <module>$")  # the first frame is the package's own

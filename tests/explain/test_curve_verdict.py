@@ -449,6 +449,8 @@ def test_a_loss_that_hardly_moves_over_a_few_reports_proves_nothing():
     line = "Epoch {step} validation loss: {loss:.6f}\nSaved a checkpoint\n"
     flat = explain(log_of(enumerate([12.2471, 12.2451, 12.2431, 12.2415, 12.2395], 1), line))
     assert flat.cause == "unknown" and "12.25 to 12.24" in flat.summary
+    one_digit = explain(log_of(enumerate([0.0001] * 5, 1), line))  # which may hide that it halves
+    assert one_digit.cause == "healthy"
     assert explain(log_of(enumerate([1.71, 1.702, 1.698, 1.697, 1.697], 1), line)).cause == "healthy"
 
 

@@ -92,6 +92,31 @@ def test_the_error_of_a_progress_bar_that_cannot_end_is_not_why_its_program_fail
     assert verdict(bar + cause).cause == "host-oom-killed"
 
 
+def test_what_a_queue_without_a_reader_prints_ends_no_program():
+    folder = "/usr/lib/python3.11/multiprocessing"
+    frames = (
+        f'  File "{folder}/queues.py", line 244, in _feed\n  File "{folder}/connection.py", line 200, in send_bytes\n'
+    )
+    gone = f"Traceback (most recent call last):\n{frames}BrokenPipeError: [Errno 32] Broken pipe\n"
+    assert verdict(("epoch 1 loss 2.0\nepoch 2 loss 1.0\n" * 3) + gone).cause == "healthy"
+    reads = f'  File "train.py", line 3, in step\n  File "{folder}/connection.py", line 430, in _recv_bytes\n'
+    assert (
+        verdict(f"Traceback (most recent call last):\n{reads}BrokenPipeError: [Errno 32] Broken pipe\n").cause
+        != "healthy"
+    )
+
+
+def test_a_pth_file_that_python_leaves_out_is_not_why_a_program_failed():
+    left_out = (
+        "Error processing line 1 of /venv/lib/python3.8/site-packages/vision-nspkg.pth:\n  Traceback (most recent call last):\n"
+        '    File "/usr/lib/python3.8/site.py", line 169, in addpackage\n'
+        "  AttributeError: 'NoneType' object has no attribute 'loader'\nRemainder of file ignored\n"
+    )
+    failure = 'Traceback (most recent call last):\n  File "train.py", line 9, in load\n'
+    failure += "RuntimeError: The archive a.tar.gz is not present in"
+    assert verdict(f"{left_out}{failure} the root directory or is corrupted.\n").cause == "dataset-missing"
+
+
 def test_a_process_that_was_killed_behind_its_segmentation_fault_had_crashed():
     crash = "Caught signal 11 (Segmentation fault: address not mapped to object at address 0x3)\n"
     assert verdict("loading the model\nKilled\n").cause == "host-oom-killed"

@@ -204,12 +204,18 @@ def main_frames(text: str) -> list[Frame]:
     return named or (threads[-1] if threads else [])
 
 
+def in_collective(frames: Sequence[Frame]) -> bool:
+    """Whether the thread is inside one of torch's collectives, called as such."""
+    return any(frame.file.endswith(COLLECTIVES) for frame in frames[:4])
+
+
 def waits_for_others(frames: Sequence[Frame]) -> bool:
     """Whether the thread is inside one of torch's collectives or DDP's, or waits for one that was started before."""
-    return any(
-        frame.file.endswith(COLLECTIVES) or (".wait(" in source_line(frame) and not STDLIB.search(frame.file))
-        for frame in frames[:4]
-    ) or any(WAITS_IN_C.search(frame.file) for frame in frames[:1])
+    return (
+        in_collective(frames)
+        or any(".wait(" in source_line(frame) and not STDLIB.search(frame.file) for frame in frames[:4])
+        or any(WAITS_IN_C.search(frame.file) for frame in frames[:1])
+    )
 
 
 def loads_batch(frames: Sequence[Frame]) -> bool:

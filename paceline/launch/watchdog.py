@@ -32,6 +32,7 @@ from paceline.launch.stacks import (
     busy_worker,
     call_site,
     describe_host,
+    in_collective,
     inspect_ranks,
     loads_batch,
     main_frames,
@@ -77,6 +78,11 @@ class RankState:
     )
 
     @property
+    def idles(self) -> bool:
+        """Whether it only waits; in a collective it may do that with all of a core."""
+        return self.cores < WORKING or in_collective(self.frames)
+
+    @property
     def place(self) -> tuple[int, int, int]:
         return (-1, 0, 0) if self.heartbeat is None else self.heartbeat.place
 
@@ -113,7 +119,6 @@ class Watchdog:
         self._cpu_since_s = 0.0
         self._stopped_since_s: float | None = None  # since when some process has been stopped
         self._ended_ranks: set[int] = set()  # a rank that ends has made progress
-        self._all_wait = False  # at the last look: each rank for the others
         self.hang: Hang | None = None
 
     def poll(self) -> Hang | None:
@@ -153,7 +158,7 @@ class Watchdog:
         stopped = self._stopped_since_s is not None and self._awake_s - self._stopped_since_s >= self.floor_s
         if not stopped and silent_s < self.activity.allowed_s(cores):
             return None
-        self.hang = self._record(processes, cores, silent_s=silent_s)
+        self.hang, _ = self._record(processes, cores, silent_s=silent_s)
         return self.hang
 
     def before_stop(self) -> Hang | None:
@@ -167,11 +172,8 @@ class Watchdog:
         processes = self.hosts.processes()
         if all(process.state in GONE for process in processes.values()):
             return None
-        cores = self._cores(processes)
-        hang = self._record(processes, cores, silent_s=silent_s)
-        # a rank that works may only be slow, as may one alone
-        is_stuck = self.nproc > 1 and hang.rank is not None and cores.get(hang.rank, 0.0) < WORKING
-        return replace(hang, is_seen=is_stuck or self._all_wait)
+        hang, ranks = self._record(processes, self._cores(processes), silent_s=silent_s)
+        return replace(hang, is_seen=shows_wait(ranks, late=hang.rank))
 
     def _cores(self, processes: Mapping[int, RankProcess]) -> dict[int, float]:
         """Returns the cores that each rank used on average during the silence."""
@@ -179,8 +181,10 @@ class Watchdog:
         used_s = {rank: p.cpu_s - self._cpu_s[rank] for rank, p in processes.items() if rank in self._cpu_s}
         return {rank: max(0.0, cpu_s) / seconds for rank, cpu_s in used_s.items()}
 
-    def _record(self, processes: Mapping[int, RankProcess], cores: Mapping[int, float], *, silent_s: float) -> Hang:
-        """Takes the stacks of all ranks and writes them down; returns which ranks are stuck where."""
+    def _record(
+        self, processes: Mapping[int, RankProcess], cores: Mapping[int, float], *, silent_s: float
+    ) -> tuple[Hang, list[RankState]]:
+        """Takes the stacks of all ranks and writes them down; returns which ranks are stuck where, and what each does."""
         texts = self.hosts.inspect(own_ranks=not self.script)
         names = self.hosts.names()
         ranks = []
@@ -190,8 +194,7 @@ class Watchdog:
             pid, state = (process.pid, process.state) if process else (None, None)
             worker = busy_worker(stacks) if loads_batch(frames) else None
             ranks.append(RankState(rank, pid, state, heartbeat, frames, cores.get(rank, 0.0), names.get(rank), worker))
-        self._all_wait = all(waits_for_others(rank.frames) for rank in ranks)
-        return record_hang(self.run, self.attempt, ranks, texts, silent_s=silent_s)
+        return record_hang(self.run, self.attempt, ranks, texts, silent_s=silent_s), ranks
 
 
 @dataclass(frozen=True)
@@ -292,6 +295,19 @@ def find_culprits(ranks: Sequence[RankState]) -> list[RankState]:
             last = min(rank.place for rank in matching)
             return [rank for rank in matching if rank.place == last]
     return list(ranks)
+
+
+def shows_wait(ranks: Sequence[RankState], *, late: int | None) -> bool:
+    """Whether ranks are seen waiting for the late one, which does nothing, or all for each other.
+
+    One that works may only be slow, and so may one alone. A rank that has ended holds up nobody who notices it.
+    """
+    if len(ranks) == 1 or any(rank.state in GONE for rank in ranks):
+        return False
+    if late is None:
+        return all(waits_for_others(rank.frames) and rank.idles for rank in ranks)
+    waiting = (waits_for_others(rank.frames) or rank.idles for rank in ranks if rank.rank != late)
+    return ranks[late].cores < WORKING and all(waiting)
 
 
 def describe_hang(ranks: Sequence[RankState], culprits: Sequence[RankState], *, silent_s: float) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from paceline.heartbeat import Heartbeat
 from paceline.launch.stacks import Frame
-from paceline.launch.watchdog import RankState, describe_hang, find_culprits
+from paceline.launch.watchdog import RankState, describe_hang, find_culprits, shows_wait
 
 IN_ALL_REDUCE = (
     Frame("all_reduce", "/v/site-packages/torch/distributed/distributed_c10d.py", 3252),
@@ -153,3 +153,21 @@ def test_a_lone_rank_is_the_only_one():
     assert describe_hang(ranks, ranks, silent_s=60) == (
         "no rank made progress for 60 s: the only rank is waiting (state S) in forward of step 12"
     )
+
+
+def test_a_stop_is_the_answer_to_a_hang_where_ranks_are_seen_waiting():
+    assert shows_wait([rank(0, None, frames=IN_ALL_REDUCE), rank(1, None, frames=IN_LOADER)], late=1)
+    assert shows_wait(
+        [rank(0, None, frames=IN_ALL_REDUCE, cores=1.0), rank(1, None, frames=IN_LOADER)], late=1
+    )  # NCCL spins
+    assert shows_wait([rank(0, None, frames=IN_ALL_REDUCE, cores=1.0), rank(1, None, frames=IN_BACKWARD)], late=None)
+
+
+@pytest.mark.parametrize("ranks, late", [
+    ([rank(0, None, frames=IN_BACKWARD)], 0),  # one alone
+    ([rank(0, None, frames=IN_BACKWARD, cores=1.0), rank(1, None, frames=IN_BACKWARD, cores=1.0)], None),  # both compute
+    ([rank(0, None, frames=IN_LOADER, cores=1.0), rank(1, None, state=None)], 1),  # its part is done, the other still works
+    ([rank(0, None, frames=IN_ALL_REDUCE), rank(1, None, frames=IN_LOADER, cores=1.0)], 1),  # rank 1 may evaluate
+])  # fmt: skip
+def test_a_rank_that_works_is_alone_or_has_ended_shows_no_hang(ranks, late):
+    assert not shows_wait(ranks, late=late)

@@ -101,6 +101,11 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
     advice, more = None, ""
     if options.time or options.budget:
         advice, more = advise_depth(config, options, price, one_of_many)
+        if options.config is not None and advice.depth != config.depth:
+            kept = f"; paceline train {options.config} --time {options.time} keeps it" if options.time else ""
+            more = "\n".join(
+                filter(None, [more, f"        depth {config.depth} of {options.config} is not taken{kept}"])
+            )
         config = with_values(config, depth=advice.depth, num_steps=advice.num_steps, time=None)
     result = forecast_of(config)
     if price is not None and (result.run is None or result.run.money is None):

@@ -331,3 +331,10 @@ def test_the_fix_of_too_small_a_limit_gives_a_plan(capsys, limit):
     flag, value, *_ = fix.split()
     assert flag == limit[0]
     assert plan(capsys, "--gpu", "H100", flag, value, *limit[2:]).startswith("advice  depth ")
+
+
+def test_the_depth_of_a_config_that_gives_way_to_a_time_is_named(capsys):
+    assert "        depth 16 of balanced is not taken; train takes it\n" in plan(
+        capsys, "balanced", *TWO, "--time", "12h"
+    )
+    assert "is not taken" not in plan(capsys, *TWO, "--time", "12h")

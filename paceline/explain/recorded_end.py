@@ -21,6 +21,10 @@ DISK_FULL, STOPPED, SUPERVISOR_LOST = "disk-full", "keyboard-interrupt", "superv
 PREEMPTED, KILLED, PEER_DIED, UNKNOWN, HANG = "preempted-sigterm", "killed-from-outside", "peer-died", "unknown", "hang"
 HOST_MEMORY, WORKER_KILLED = "host-oom-killed", "dataloader-worker-killed"
 BUILD_LOCK = b"torch/utils/file_baton.py"  # in the stack of a rank that waits until an extension is built
+LAST_LINE = "last line: "
+IN_COLLECTIVES = re.compile(
+    r"nothing shows which rank is to blame: .*called at .* and .*called at "
+)  # in different ones
 NEXT_BATCH = b"_try_get_data"  # of a rank that waits for a worker of its data loader
 # what workers and their launcher write when the supervisor is gone
 AFTERMATH = {PREEMPTED, PEER_DIED, "terminal-hangup"}
@@ -155,19 +159,21 @@ def explain_silence(explanation: Explanation, run: RunDir, attempt: int, silence
         return explanation
     text = str(silence.get("text"))
     if not silence.get("is_seen"):
-        fix = f"if it hung, {hang_fix(run, attempt)}; if not, {explanation.fix.removeprefix('nothing is broken: ')}"
+        fix = (
+            f"if it hung, {hang_fix(run, attempt, text)}; if not, {explanation.fix.removeprefix('nothing is broken: ')}"
+        )
         return replace(explanation, summary=f"{explanation.summary}; before that {text}", fix=fix)
     step, rank = silence.get("step"), silence.get("rank")
     evidence = (*hang_evidence(run, attempt, rank), *explanation.evidence)
     return replace(
         explanation, cause=HANG, also=(explanation.cause,), confidence=0.9, rank=rank, evidence=evidence,
         step=explanation.step if step is None else step,
-        summary=f"{text}; then {explanation.summary}", fix=hang_fix(run, attempt),
+        summary=f"{text}; then {explanation.summary}", fix=hang_fix(run, attempt, text),
     )  # fmt: skip
 
 
-def hang_fix(run: RunDir, attempt: int) -> str:
-    """Returns where the stacks of all ranks are, and what helps where they show it."""
+def hang_fix(run: RunDir, attempt: int, text: str) -> str:
+    """Returns where the stacks of all ranks are, and what helps where they, or the sentence of the hang, show it."""
     folder = run.hang(attempt)
     texts = []
     with suppress(OSError):
@@ -178,6 +184,11 @@ def hang_fix(run: RunDir, attempt: int) -> str:
             " runs (`pgrep -a ninja`), run `find ~/.cache/torch_extensions -name lock -delete` (or in TORCH_EXTENSIONS_DIR)"
         )
     read = f"read what every rank was doing: `less {shlex.quote(str(folder))}/*.txt`"
+    if IN_COLLECTIVES.search(text):
+        return (
+            "all ranks must make the same collectives in the same order: one of these left its loop early (uneven batches, a break,"
+            f" `if rank == 0:` around a collective), so it is in the next one; {read}"
+        )
     if any(NEXT_BATCH in text for text in texts):
         return (
             "find what the data loader's worker waits for: num_workers=0 runs the same code in the rank itself, and"
@@ -285,6 +296,8 @@ def explain_own_exit(
     summary = f"rank {rank} ended itself with exit code {code}, and its log shows no error that is known"
     search = f"find where the program exits with {code}: `grep -rnE 'exit\\({code}\\)' --include='*.py' .`"
     fix = search if message == "no output" else f"read the end of its log, {log}, and {search}"
+    if code == 1 and message.startswith(LAST_LINE):
+        fix = f"its last line may be its own reason, as sys.exit(TEXT) prints one and ends with 1; else {fix}"
     return replace(
         explanation, cause=UNKNOWN, rank=rank, summary=f"{summary}; {message}" if message else summary, fix=fix
     )

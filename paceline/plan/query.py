@@ -102,10 +102,7 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
     if options.time or options.budget:
         advice, more = advise_depth(config, options, price, one_of_many)
         if options.config is not None and advice.depth != config.depth:
-            kept = f"; paceline train {options.config} --time {options.time} keeps it" if options.time else ""
-            more = "\n".join(
-                filter(None, [more, f"        depth {config.depth} of {options.config} is not taken{kept}"])
-            )
+            more = f"{more}\n        depth {config.depth} of {options.config} is not taken; train takes it".lstrip("\n")
         config = with_values(config, depth=advice.depth, num_steps=advice.num_steps, time=None)
     result = forecast_of(config)
     if price is not None and (result.run is None or result.run.money is None):
@@ -261,10 +258,8 @@ def advise_depth(
         return " ".join(flags)
 
     def spent(seconds: float) -> str:
-        time = f"takes {format_duration(seconds)}"
-        if options.budget is None:
-            return time
-        return f"costs {options.budget * seconds / limits['budget']:,.2f} and {time}"
+        costs = options.budget and f"costs {options.budget * seconds / limits['budget']:,.2f} and "
+        return f"{costs or ''}takes {format_duration(seconds)}"
 
     advice = advise(run_of_depth, time_s=time_s, limit=limit_text(options), enough=enough, spent=spent)
     return advice, longer_run(advice, run_of_depth, time_s=time_s, tokens_per_param=config.tokens_per_param)

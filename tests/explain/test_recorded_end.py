@@ -127,6 +127,18 @@ def test_a_stop_after_a_silence_is_a_hang_where_the_stacks_show_one(run, signal)
     assert f"less {run.hang(1)}/*.txt" in explanation.fix
 
 
+def test_ranks_in_different_collectives_have_a_fix_of_their_own(run):
+    text = (
+        "no rank made progress for 14 s: nothing shows which rank is to blame: rank 0 is waiting (state S) in barrier, called at"
+        " ann/train.py:37 and rank 1 is waiting (state S) in all_reduce, called at ann/train.py:38"
+    )
+    append_event(run, "silence", attempt=1, rank=None, silent_s=14.0, phase=None, step=None, text=text, is_seen=True)
+    append_event(run, "stopping", attempt=1, signal="SIGINT")
+    append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
+    explanation = explain_run(run)
+    assert explanation.cause == "hang" and explanation.fix.startswith("all ranks must make the same collectives")
+
+
 def test_a_stop_after_a_silence_stays_a_stop_where_no_rank_is_seen_waiting_for_another(run):
     text = "no rank made progress for 25 s: the only rank is working (1.0 cores) in evaluate at ann/train.py:22"
     silence = {"rank": 0, "silent_s": 25.0, "phase": None, "step": None, "text": text, "is_seen": False}
@@ -145,6 +157,16 @@ def test_a_rank_that_ended_itself_without_an_error_is_looked_up_in_its_own_log(r
     explanation = explain_run(run)
     assert (explanation.cause, explanation.rank) == ("unknown", 1)
     assert str(run.rank_log(1, 1)) in explanation.fix and "exits with 3" in explanation.fix
+
+
+@pytest.mark.parametrize("message, fix", [
+    ("exit code 1, last line: config.yaml: unknown key 'lr'", "its last line may be its own reason"),
+    ("exit code 1, no output", "find where the program exits with 1: `grep"),
+])  # fmt: skip
+def test_a_rank_that_ended_itself_may_have_said_why(run, message, fix):
+    append_event(run, "rank_failed", attempt=1, rank=1, exit_code=1, signal=None, message=message, consequence=False)
+    append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=1)
+    assert explain_run(run).fix.startswith(fix)
 
 
 @pytest.mark.parametrize("signal", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])

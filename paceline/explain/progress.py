@@ -83,26 +83,42 @@ class LossPoint(NamedTuple):
     epoch: int | None = None
 
 
+UNEVEN = 1.25  # times the share of the epochs that steps over all of them may be ahead or behind
+
+
 class EpochSteps:
-    """Counts the steps of all epochs of a log that counts them in each: step 80/250 in epoch 6/10 is step 1330/2500."""
+    """Counts the steps of all epochs of a log that counts them in each: step 80/250 in epoch 6/10 is step 1330/2500.
+
+    Some logs count the steps of all epochs themselves. Which it is shows where one epoch follows another, and before that
+    only where the share of the steps is not that of the epochs.
+    """
 
     def __init__(self) -> None:
         self.first_epoch = 1  # 0 behind a line of epoch 0
-        self.restarts = False  # some step cannot be one of all epochs
+        self.restarts: bool | None = (
+            None  # whether the count begins again in each epoch; None: no two epochs were seen yet
+        )
+        self._last: tuple[int, int] | None = None  # epoch and step of the line before, which may be a later one
 
     def find_first_epoch(self, text: str) -> None:
         """Takes the first epoch from the beginning of a log, of which only the end is read."""
         self.first_epoch = min([self.first_epoch, *(int(match["epoch"]) for match in EPOCH_OF.finditer(text))])
 
-    def count(self, step: int, *, num_steps: int, epoch: int, num_epochs: int) -> tuple[int, int]:
-        """Returns the step and the number of steps of all epochs, by the values of a line."""
+    def count(self, step: int, *, num_steps: int, epoch: int, num_epochs: int) -> tuple[int, int | None]:
+        """Returns the step and the number of steps of all epochs by the values of a line; None where it may be either number."""
         self.first_epoch = min(self.first_epoch, epoch)
+        if self._last is not None and self._last[0] != epoch:
+            (_, end), (_, start) = sorted((self._last, (epoch, step)))
+            self.restarts = start <= end
+        self._last = epoch, step
         epochs_before = epoch - self.first_epoch
-        self.restarts |= not epochs_before * num_steps <= step * num_epochs <= (epochs_before + 1) * num_steps
-        if epochs_before and not self.restarts:  # the log counts the steps of all epochs itself
-            return step, num_steps
-        # epochs from 0 on may be shown as "0/9 to 9/9"
-        return epochs_before * num_steps + step, max(num_epochs, epochs_before + 1) * num_steps
+        share = step / num_steps * num_epochs
+        restarts = self.restarts
+        if restarts is None and not epochs_before / UNEVEN <= share <= (epochs_before + 1) * UNEVEN:
+            restarts = True
+        if restarts:  # epochs from 0 on may be shown as "0/9 to 9/9"
+            return epochs_before * num_steps + step, max(num_epochs, epochs_before + 1) * num_steps
+        return step, num_steps if epochs_before or restarts is False or num_epochs == 1 else None
 
 
 class ProgressTracker:

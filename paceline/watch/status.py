@@ -148,7 +148,7 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
     needles = [("loss", ""), *((name, needle) for name, needle, _ in PATTERNS if name != "loss")]
     for line in reversed(lines):
         missing = [needle for name, needle in needles if name in names and name not in values]
-        is_open = last.step is None or (last.epochs is not None and not epoch_steps.restarts)
+        is_open = last.step is None or (last.epochs is not None and epoch_steps.restarts is None)
         if (is_open or any(needle in line.lower() for needle in missing)) and (shown := read_line(line)):
             counted(shown, epoch_steps)  # lines before the last step may tell how to count it
             last = shown if last.step is None else last

@@ -158,7 +158,13 @@ def epoch_lines(form, *, first, last, step_of=lambda epoch, step: step):
             (6, 130),
             (1380, 2500),
         ),  # as 130 of all 250 steps would be
-        ("Epoch [{epoch}/10], Step [{step}/250], Loss: 2.5", 1, (1, 10), (10, 2500)),
+        ("Epoch [{epoch}/10], Step [{step}/250], Loss: 2.5", 1, (1, 10), (10, None)),  # of 250 or of 2500
+        (
+            "Epoch [{epoch}/10], Step [{step}/250], Loss: 2.5",
+            1,
+            (1, 80),
+            (80, 2500),
+        ),  # ten epochs are not a third done in the first
         ("Epoch: 00{epoch}/010 | Batch 0{step}/0250 | Cost: 2.5", 1, (6, 80), (1330, 2500)),
         ("Epoch {epoch}/10, step {step}/250, loss: 2.5", 0, (6, 80), (1580, 2500)),  # epochs 0 to 9
         ("Epoch {epoch}/9, step {step}/250, loss: 2.5", 0, (9, 240), (2490, 2500)),
@@ -181,6 +187,13 @@ def test_steps_that_a_log_counts_over_all_epochs_itself_are_not_counted_twice(tm
     text = epoch_lines(form, first=1, last=(6, 80), step_of=lambda epoch, step: 250 * (epoch - 1) + step)
     snapshot = write(tmp_path / "out.log", text).update()
     assert (snapshot.step, snapshot.num_steps) == (1330, 2500)
+
+
+@pytest.mark.parametrize(("done", "num_steps"), [(200, None), (400, None), (440, 1000), (600, 1000), (1000, 1000)])
+def test_steps_over_all_epochs_may_end_within_the_last_epoch(tmp_path, done, num_steps):
+    text = "".join(f"Epoch {(n - 1) // 400 + 1}/3 | step {n}/1000 | loss 2.5\n" for n in range(20, done + 1, 20))
+    snapshot = write(tmp_path / "out.log", text).update()
+    assert (snapshot.step, snapshot.num_steps) == (done, num_steps)
 
 
 def test_the_curve_of_a_log_with_epochs_has_all_of_them(tmp_path):

@@ -19,7 +19,9 @@ USUAL_STEPS = 6  # a step may take this many times the usual step, a long phase 
 LONG_PHASE = 10  # times the floor: the start, the first step (it compiles), an evaluation, a checkpoint
 WORKING_PHASE = 6  # times that while the processor is used: a large model compiles, a large checkpoint is hashed
 NOTICED_AFTER_S = 10.0  # a person who watches steps come and then none takes a shorter silence for a slow step
-NOTICED_PAUSES = 2  # times the longest pause between two lines of a script
+NOTICED_PAUSES = (
+    2  # times the longest pause between two lines of a script, or the longest evaluation, save or start so far
+)
 IN_STEP = ("train", "load", "forward", "backward", "reduce", "update")
 MEDIAN_OF = 20  # steps
 
@@ -69,13 +71,12 @@ class HeartbeatActivity:
         return max(self._allowed_s(rank, cores.get(rank, 0.0)) for rank in self.paths)
 
     def noticed_after_s(self) -> float:
-        """Returns from which silence on a stop may be the answer to a hang that somebody saw: some usual steps, or `floor_s`."""
+        """Returns from which silence on a stop may be the answer to a hang that somebody saw: some usual steps, or long phases."""
         beats = [self.heartbeats.get(rank) for rank in self.paths]
-        in_step = all(
-            beat and beat.phase in IN_STEP and beat.step > self.first_step[rank] for rank, beat in enumerate(beats)
-        )
-        usual_s = median(self.step_s) if in_step and self.step_s else math.inf
-        return min(self.floor_s, max(NOTICED_AFTER_S, USUAL_STEPS * usual_s))
+        if all(beat and beat.phase in IN_STEP and beat.step > self.first_step[rank] for rank, beat in enumerate(beats)):
+            return max(NOTICED_AFTER_S, USUAL_STEPS * median(self.step_s)) if self.step_s else HANG_AFTER_S
+        longest_s = max((self.longest_s.get(beat.phase, 0.0) for beat in beats if beat), default=0.0)
+        return max(HANG_AFTER_S, NOTICED_PAUSES * longest_s)
 
     def _allowed_s(self, rank: int, cores: float) -> float:
         """Returns the silence that this rank's phase allows: `floor_s` or some usual steps within a step, more in a long phase."""
@@ -115,7 +116,7 @@ class LogActivity:
     def noticed_after_s(self) -> float:
         """Returns from which silence on a stop may be the answer to a hang that somebody saw: twice the longest pause so far."""
         pause_s = HANG_AFTER_S if self.longest_s is None else NOTICED_PAUSES * self.longest_s
-        return min(self.floor_s, max(NOTICED_AFTER_S, pause_s))
+        return max(NOTICED_AFTER_S, pause_s)
 
     def allowed_s(self, cores: Mapping[int, float]) -> float:
         return self.floor_s if all(num_cores < IDLE for num_cores in cores.values()) else math.inf

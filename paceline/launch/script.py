@@ -273,10 +273,13 @@ class ScriptJob(Job):
 
     def doubts(self, attempt: int) -> list[str]:
         """Returns what the output shows of a failure that the exit code 0 does not; nothing of output too long to be read here."""
-        logs = self.run.logs(attempt).glob("*.log")
-        if sum(path.stat().st_size for path in logs) > MAX_EXPLAINED_BYTES:
-            return []
-        explanation = explain_run(self.run, attempt=attempt)
+        try:
+            logs = self.run.logs(attempt).glob("*.log")
+            if sum(path.stat().st_size for path in logs) > MAX_EXPLAINED_BYTES:
+                return []
+            explanation = explain_run(self.run, attempt=attempt)
+        except Exception as error:  # whatever stands in the folder, the script has ended well
+            return [f"note    its output could not be explained ({type(error).__name__}: {error})"]
         if explanation.cause in (HEALTHY, UNKNOWN):
             return []
         return [f"note    exit code 0, and yet {format_summary(explanation)}: paceline explain {self.run.quoted}"]

@@ -202,6 +202,17 @@ def test_resume_starts_a_script_again_in_its_folder_and_a_good_end_does_not_hide
         assert message in capfd.readouterr().err
 
 
+def test_whatever_lies_beside_the_logs_a_good_end_stays_good(bench):
+    bench.script("""
+        import os
+        from pathlib import Path
+        Path(os.environ["PACELINE_RUN"], "logs", "1", "other.log").symlink_to("nowhere")
+    """)
+    done = bench.run("--nproc", 1, "--", "train.py")
+    assert done.returncode == 0 and "done    in " in done.err
+    assert "note    its output could not be explained (FileNotFoundError: " in done.err
+
+
 def test_what_a_rank_leaves_running_behind_a_good_end_is_ended_and_named(bench):
     name = bench.script("""
         import subprocess, sys

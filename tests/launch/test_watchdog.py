@@ -208,13 +208,21 @@ def test_a_rank_that_works_may_only_be_slow_when_the_run_is_stopped(bench, monke
     bench.dog = Watchdog(bench.run, 1, 2, clock=lambda: bench.now)
     in_step_nine(bench)
     assert bench.after(NOTICED_AFTER_S + 1) is None
-    for cores in (
-        {0: 0.0, 1: 0.9},
-        {0: 0.9, 1: 0.0},
-    ):  # the late rank, or the other while the late one has done its part
+    for cores in ({0: 0.0, 1: 0.9}, {0: 0.9, 1: 0.0}):  # the late rank, or the other one
         monkeypatch.setattr(bench.dog, "_cores", lambda processes, cores=cores: cores)
         silence = bench.dog.before_stop()
         assert (silence.rank, silence.is_seen) == (1, False)
+
+
+def test_a_stop_in_a_usual_evaluation_records_nothing(bench):
+    bench.dog = Watchdog(bench.run, 1, 2, clock=lambda: bench.now)
+    in_step_nine(bench)
+    bench.beat((9, "eval"), (9, "eval"))
+    assert bench.after(HANG_AFTER_S - 1) is None and bench.dog.before_stop() is None
+    bench.now += 20
+    bench.beat((9, "train"), (9, "train"))
+    bench.beat((10, "eval"), (10, "eval"))
+    assert bench.after(2 * HANG_AFTER_S - 5) is None and bench.dog.before_stop() is None  # twice the longest so far
 
 
 def test_a_rank_under_a_debugger_is_left_alone(bench, monkeypatch):

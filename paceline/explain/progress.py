@@ -100,10 +100,6 @@ class EpochSteps:
         )
         self._last: tuple[int, int] | None = None  # epoch and step of the line before, which may be a later one
 
-    def find_first_epoch(self, text: str) -> None:
-        """Takes the first epoch from the beginning of a log, of which only the end is read."""
-        self.first_epoch = min([self.first_epoch, *(int(match["epoch"]) for match in EPOCH_OF.finditer(text))])
-
     def count(self, step: int, *, num_steps: int, epoch: int, num_epochs: int) -> tuple[int, int | None]:
         """Returns the step and the number of steps of all epochs by the values of a line; None where it may be either number."""
         self.first_epoch = min(self.first_epoch, epoch)

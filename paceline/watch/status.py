@@ -142,7 +142,9 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
     epoch_steps, last = EpochSteps(), LineValues(None, None, {}, by_bar=False)
     with suppress(OSError):
         file.skip_to(max(0, path.stat().st_size - END_BYTES), before=b"")
-        epoch_steps.find_first_epoch(read_part(path, start=0, max_bytes=END_BYTES)["text"])
+        head = filter(None, map(read_line, read_part(path, start=0, max_bytes=END_BYTES)["text"].splitlines()))
+        epochs = [shown.epochs[0] for shown in head if shown.step is not None and shown.epochs is not None]
+        epoch_steps.first_epoch = min([1, *epochs])
     is_cut, values = file.offset > 0, dict[str, Any]()
     lines = b"".join(file.blocks(to_end=to_end)).decode("utf-8", "replace").splitlines()[is_cut:]
     needles = [("loss", ""), *((name, needle) for name, needle, _ in PATTERNS if name != "loss")]

@@ -267,6 +267,7 @@ def test_the_list_of_runs_counts_the_steps_of_all_epochs_though_it_reads_only_th
     lines = [
         f"Epoch [{epoch}/10], Step [{step}/250], Loss: 2.5" for epoch in range(first, 7) for step in range(0, 250, 10)
     ]
+    lines[:0] = ["Epoch 0/10: validation loss 9.1"]  # before the training, which may begin with epoch 1
     (tmp_path / "0.log").write_text("\n".join([*lines[:-12], ""]))
     values = printed_values(tmp_path / "0.log", ("step", "loss"), to_end=True)
     assert (values["step"], values["num_steps"]) == expected

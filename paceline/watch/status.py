@@ -142,9 +142,6 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
     epoch_steps, last = EpochSteps(), LineValues(None, None, {}, by_bar=False)
     with suppress(OSError):
         file.skip_to(max(0, path.stat().st_size - END_BYTES), before=b"")
-        head = filter(None, map(read_line, read_part(path, start=0, max_bytes=END_BYTES)["text"].splitlines()))
-        epochs = [shown.epochs[0] for shown in head if shown.step is not None and shown.epochs is not None]
-        epoch_steps.first_epoch = min([1, *epochs])
     is_cut, values = file.offset > 0, dict[str, Any]()
     lines = b"".join(file.blocks(to_end=to_end)).decode("utf-8", "replace").splitlines()[is_cut:]
     needles = [("loss", ""), *((name, needle) for name, needle, _ in PATTERNS if name != "loss")]
@@ -155,6 +152,11 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
             counted(shown, epoch_steps)  # lines before the last step may tell how to count it
             last = shown if last.step is None else last
             values = {**shown.values, **values}
+    if last.epochs is not None:
+        with suppress(OSError):
+            head = filter(None, map(read_line, read_part(path, start=0, max_bytes=END_BYTES)["text"].splitlines()))
+            epochs = [shown.epochs[0] for shown in head if shown.step is not None and shown.epochs is not None]
+            epoch_steps.first_epoch = min([epoch_steps.first_epoch, *epochs])
     last = counted(last, epoch_steps)
     values |= {"step": last.step, "num_steps": last.num_steps if last.step is not None else None}
     return {name: values[name] for name in (*names, "num_steps") if values.get(name) is not None}

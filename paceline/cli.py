@@ -156,7 +156,7 @@ def runs(args: run_options.RunsOptions) -> None:
     if queued := [status.path for status in statuses if status.state == "queued"]:  # a job may have ended in the queue
         import_module("paceline.launch.queue").record_job_ends(queued, runs_dir=args.runs_dir)
         statuses = run_list.read()
-    if not statuses and not (args.json and Path(args.runs_dir).is_dir()):
+    if not statuses and not (args.json and (args.runs_dir == "runs" or Path(args.runs_dir).is_dir())):
         places = (args.runs_dir, f"runs/{args.runs_dir}")
         if run := next((path for path in places if Path(path, "config.toml").is_file()), None):
             raise PacelineError(f"{run} is a run, not a folder of runs", fix=f"paceline runs show {shlex.quote(run)}")

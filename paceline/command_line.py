@@ -384,7 +384,8 @@ def unknown_option(argument: str, following: str, *, command: str, options: type
     if not argument.startswith("--"):
         fix = f"options have two dashes, such as {own[0].usage if own else '--help'}"
         return UsageError(f"unknown option {argument}", fix=fix)
-    near = nearest(flag, [name for parameter in own for name in (parameter.option, *parameter.flags)])
+    names = [name for parameter in own for name in (parameter.option, *parameter.flags)]
+    near = nearest(flag, names) or next((name for name in names if flag.startswith(name)), None)  # --output: --out
     fix = f"did you mean {near}?" if near else f"paceline {command} --help lists the options"
     return UsageError(f"unknown option {flag}", fix=fix)
 

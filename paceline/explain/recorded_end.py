@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from paceline.explain.explanation import RECORDED, SUPERVISOR_CAUSES, Evidence, Explanation
+from paceline.explain.explanation import KERNEL_LOG, RECORDED, SUPERVISOR_CAUSES, Evidence, Explanation
 from paceline.explain.verdict import HEALTHY, explain_health
 from paceline.mounts import free_space
 from paceline.rundir import RunDir, is_locked, is_script_run, resume_command
@@ -58,11 +58,13 @@ def apply_recorded_end(
     """Replaces what the logs show by what the events of the attempt say about its end. events: its own and those of no attempt."""
     verdict = find_last(events, "verdict")
     has_cause = verdict.get("cause") not in (HEALTHY, None)
-    is_kill = {verdict.get("cause"), explanation.cause} <= {
+    by_kernel = any((item.source or "").startswith(KERNEL_LOG) for item in explanation.evidence)
+    causes = {verdict.get("cause"), explanation.cause}
+    is_kill = not by_kernel and causes <= {
         KILLED,
         HOST_MEMORY,
         WORKER_KILLED,
-    }  # which the kernel counted
+    }  # whose number the supervisor had from the kernel
     shows_less = not explanation.shows_failure or (explanation.cause == UNKNOWN and verdict.get("cause") != UNKNOWN)
     if has_cause and (verdict["cause"] in SUPERVISOR_CAUSES or shows_less or is_kill):  # no log shows it
         names = ("cause", "rank", "step", "host", "summary", "fix", "confidence")
@@ -148,8 +150,6 @@ def find_stop(run: RunDir, events: Sequence[Mapping[str, Any]]) -> tuple[str, st
         return PREEMPTED, "the run was stopped by SIGUSR1, a batch system's warning that the time is nearly over", fix
     if signal == "SIGINT":
         return STOPPED, "the run was stopped on request, with Ctrl-C or paceline stop (SIGINT)", fix
-    if signal == "SIGTERM" and find_last(events, "silence"):
-        return PREEMPTED, "the run was stopped by SIGTERM", fix
     return None
 
 
@@ -166,9 +166,10 @@ def explain_silence(explanation: Explanation, run: RunDir, attempt: int, silence
     step, rank = silence.get("step"), silence.get("rank")
     evidence = (*hang_evidence(run, attempt, rank), *explanation.evidence)
     return replace(
-        explanation, cause=HANG, also=(explanation.cause,), confidence=0.9, rank=rank, evidence=evidence,
+        explanation, cause=HANG, also=(explanation.cause,), confidence=0.7, rank=rank, evidence=evidence,
         step=explanation.step if step is None else step,
-        summary=f"{text}; then {explanation.summary}", fix=hang_fix(run, attempt, text),
+        summary=f"{text}; then {explanation.summary}",
+        fix=f"{hang_fix(run, attempt, text)}; if it was only slow, {next_command(run)}",
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ SCRIPT_HANG_AFTER_S = 600.0  # of a script, which may print nothing for long
 USUAL_STEPS = 6  # a step may take this many times the usual step, a long phase this many times its longest so far
 LONG_PHASE = 10  # times the floor: the start, the first step (it compiles), an evaluation, a checkpoint
 WORKING_PHASE = 6  # times that while the processor is used: a large model compiles, a large checkpoint is hashed
-NOTICED_AFTER_S = 10.0  # a person who watches steps come and then none takes a shorter silence for a slow step
+NOTICED_AFTER_S = 20.0  # a person who watches steps come and then none takes a shorter silence for a slow step
 NOTICED_PAUSES = (
     2  # times the longest pause between two lines of a script, or the longest evaluation, save or start so far
 )

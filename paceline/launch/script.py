@@ -61,10 +61,10 @@ from paceline.terminal import has_input, shows_colours
 from paceline.typed_fields import find_training_run
 from paceline.units import format_duration, format_number_of
 from paceline.watch.events import end_state, event_text
-from paceline.watch.run_reader import MAX_EXPLAINED_BYTES
 
 PROGRESS_S = 600.0  # what a script saves is unknown: an attempt that lasted this long has made progress
 STOP_GRACE_S = 60.0
+DOUBTED_BYTES = 4 << 20  # of output that is read behind a good end, which takes a second or two
 CONFIG_KEYS = {"command", "nproc", "device", "cwd"}
 
 
@@ -275,9 +275,11 @@ class ScriptJob(Job):
         """Returns what the output shows of a failure that the exit code 0 does not; nothing of output too long to be read here."""
         try:
             logs = self.run.logs(attempt).glob("*.log")
-            if sum(path.stat().st_size for path in logs) > MAX_EXPLAINED_BYTES:
+            if sum(path.stat().st_size for path in logs) > DOUBTED_BYTES:
                 return []
             explanation = explain_run(self.run, attempt=attempt)
+        except KeyboardInterrupt:  # the run itself is over
+            return []
         except Exception as error:  # whatever stands in the folder, the script has ended well
             return [f"note    its output could not be explained ({type(error).__name__}: {error})"]
         if explanation.cause in (HEALTHY, UNKNOWN):

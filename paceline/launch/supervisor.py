@@ -329,8 +329,8 @@ class StopSignals:
 
     @property
     def by_person(self) -> bool:
-        """Whether a person may have ordered the stop, not a batch system or a provider's notice."""
-        return self.source is None and self.first in ("SIGINT", "SIGTERM")
+        """Whether a person ordered the stop: a batch system and a provider's notice leave no time for more than the save."""
+        return self.first == "SIGINT"
 
     @property
     def is_over(self) -> bool:

@@ -378,16 +378,17 @@ def unknown_option(argument: str, following: str, *, command: str, options: type
     name = flag.lstrip("-").replace("_", "-")
     for hint, names in OTHER_LAUNCHERS.items() if command == "run" else ():
         if name in names.split():
-            hint = hint.format(value=text or (following if following[:1] not in ("", "-") else "2"))
-            return UsageError(f"{flag} is not an option of paceline run", fix=hint)
+            value = text or (following if following[:1] not in ("", "-") else "2")
+            return UsageError(f"{flag} is not an option of paceline run", fix=hint.format(value=value))
     own = [parameter for parameter in parameters_of(options).values() if not parameter.positional]
     if not argument.startswith("--"):
-        fix = f"options have two dashes, such as {own[0].usage if own else '--help'}"
-        return UsageError(f"unknown option {argument}", fix=fix)
-    names = [name for parameter in own for name in (parameter.option, *parameter.flags)]
-    near = nearest(flag, names) or next((name for name in names if flag.startswith(name)), None)  # --output: --out
-    fix = f"did you mean {near}?" if near else f"paceline {command} --help lists the options"
-    return UsageError(f"unknown option {flag}", fix=fix)
+        example = own[0].usage if own else "--help"
+        return UsageError(f"unknown option {argument}", fix=f"options have two dashes, such as {example}")
+    flags = [name for parameter in own for name in (parameter.option, *parameter.flags)]
+    near = nearest(flag, flags) or next((name for name in flags if flag.startswith(name)), None)  # --output: --out
+    return UsageError(
+        f"unknown option {flag}", fix=f"did you mean {near}?" if near else f"see paceline {command} --help"
+    )
 
 
 def unknown_command(args: Sequence[str], names: Collection[str]) -> UsageError:

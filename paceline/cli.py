@@ -349,7 +349,8 @@ def main() -> None:
     if "_ARGCOMPLETE" in os.environ:  # a shell that asks for completions
         cards = lambda: [card.name for card in import_module("paceline.plan.gpu_table").gpu_table()]  # noqa: E731
         complete({name: takes for name, (_, takes) in COMMANDS.items()}, gpus=cards)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what a command has begun is removed
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what a command has begun is removed
     sys.exit(run_command(sys.argv[1:]))
 
 

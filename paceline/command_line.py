@@ -216,8 +216,7 @@ def parse(args: Sequence[str], *, command: str, options: type[T]) -> T:
         if items:
             values[name] = tuple(items) if parameter.many else items[0]
     own = {item.name: values.pop(item.name) for item in fields(takes) if item.name in values}
-    holders = [item.name for item in fields(takes) if "owner" in item.metadata]
-    return options(**own, **dict.fromkeys(holders, values))
+    return options(**own, **{item.name: values for item in fields(takes) if "owner" in item.metadata})
 
 
 def normalize(args: Sequence[str], *, command: str, options: type) -> list[str]:
@@ -378,17 +377,16 @@ def unknown_option(argument: str, following: str, *, command: str, options: type
     name = flag.lstrip("-").replace("_", "-")
     for hint, names in OTHER_LAUNCHERS.items() if command == "run" else ():
         if name in names.split():
-            value = text or (following if following[:1] not in ("", "-") else "2")
-            return UsageError(f"{flag} is not an option of paceline run", fix=hint.format(value=value))
+            fix = hint.format(value=text or (following if following[:1] not in ("", "-") else "2"))
+            return UsageError(f"{flag} is not an option of paceline run", fix=fix)
     own = [parameter for parameter in parameters_of(options).values() if not parameter.positional]
     if not argument.startswith("--"):
         example = own[0].usage if own else "--help"
         return UsageError(f"unknown option {argument}", fix=f"options have two dashes, such as {example}")
     flags = [name for parameter in own for name in (parameter.option, *parameter.flags)]
-    near = nearest(flag, flags) or next((name for name in flags if flag.startswith(name)), None)  # --output: --out
-    return UsageError(
-        f"unknown option {flag}", fix=f"did you mean {near}?" if near else f"see paceline {command} --help"
-    )
+    near = nearest(flag, flags) or next(filter(flag.startswith, flags), None)  # --output: --out
+    fix = f"did you mean {near}?" if near else f"see paceline {command} --help"
+    return UsageError(f"unknown option {flag}", fix=fix)
 
 
 def unknown_command(args: Sequence[str], names: Collection[str]) -> UsageError:

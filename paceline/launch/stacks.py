@@ -119,10 +119,12 @@ def take_stacks(run: RunDir, attempt: int, pids: Mapping[int, int], *, own_ranks
     texts = {rank: f"py-spy\n{text}" for rank, text in py_spy_stacks(pids).items()}
     if own_ranks:
         texts |= own_stacks(run, attempt, {rank: pid for rank, pid in pids.items() if rank not in texts})
-    for rank, text in texts.items():
-        if loads_batch(main_frames(text)):
-            workers = py_spy_stacks({pid: pid for pid in child_pids(pids[rank])})
-            texts[rank] = "\n".join([text, WORKERS, *(worker for worker in workers.values() if FETCH in worker)])
+    waiting = [rank for rank, text in texts.items() if loads_batch(main_frames(text))]
+    children = [(rank, pid) for rank in waiting for pid in child_pids(pids[rank])]
+    workers = py_spy_stacks(dict(enumerate(pid for _, pid in children)))
+    for rank in waiting:
+        own = (text for number, text in workers.items() if children[number][0] == rank and FETCH in text)
+        texts[rank] = "\n".join([texts[rank], WORKERS, *own])
     return texts
 
 

@@ -10,8 +10,10 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from paceline.explain.evidence import count_lines
 from paceline.explain.explanation import KERNEL_LOG, RECORDED, SUPERVISOR_CAUSES, Evidence, Explanation
 from paceline.explain.verdict import HEALTHY, explain_health
 from paceline.mounts import free_space
@@ -29,6 +31,8 @@ NEXT_BATCH = b"_try_get_data"  # of a rank that waits for a worker of its data l
 # what workers and their launcher write when the supervisor is gone
 AFTERMATH = {PREEMPTED, PEER_DIED, "terminal-hangup"}
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE", "SIGXCPU"}
+CURVE_CAUSES = ("loss-nan", "loss-diverged", "loss-stands-still")
+LINES_BEHIND = 40  # a failure
 FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any output
 DAMAGE_FIX = (
     "check the disk (smartctl -a DEVICE, dmesg), and the copy if the run was copied: files do not change by themselves"
@@ -129,6 +133,16 @@ def note_good_end(explanation: Explanation, run: RunDir, events: Sequence[Mappin
         return explanation
     text = "the script ended with exit code 0: it went on behind this, or does not report it"
     return replace(explanation, notes=(*explanation.notes, text))
+
+
+def went_on(explanation: Explanation) -> bool:
+    """Whether the log has many lines behind the failure that it shows: a script may catch an error and mean to."""
+    if explanation.cause in CURVE_CAUSES:
+        return False
+    shown = [
+        (Path(item.source), item.line) for item in explanation.evidence if item.source and item.source.endswith(".log")
+    ]
+    return any(path.is_file() and count_lines(path) > line + LINES_BEHIND for path, line in shown)
 
 
 def find_stop(run: RunDir, events: Sequence[Mapping[str, Any]]) -> tuple[str, str, str] | None:

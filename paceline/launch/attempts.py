@@ -147,6 +147,7 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
     signals: those that came before count too, and preemption notices.
     """
     attempts = [event["attempt"] for event in read_json_lines(job.run.events) if event.get("event") == "attempt"]
+    attempts += [int(path.name) for path in job.run.path.glob("logs/*") if path.name.isdecimal()]  # events may be lost
     number, history = 1 + max(attempts, default=0), list[AttemptEnd]()
     record_lost_supervisor(job)
     with catch_signals(signals) as signals:

@@ -236,7 +236,7 @@ def explain_end(
         explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
     elif hang is not None:
         explanation = explain_hang(explanation, hang, run, recorder_logs=flight_recorder_logs(run, attempt, events))
-    elif (memory_ran_out and explanation.cause == WORKER_KILLED) or was_killed(root):
+    elif was_killed(root) or (memory_ran_out and lost_worker(explanation)):
         explanation = explain_kill(explanation, root, run, memory_ran_out=memory_ran_out)
     if explanation.cause in (UNKNOWN, HEALTHY):
         explanation = explain_full_disk(explanation, run, events, free_bytes.get(root.host or ""), host=root.host)
@@ -309,6 +309,11 @@ def explain_host(explanation: Explanation, root: Failure) -> Explanation:
 def was_killed(root: Failure) -> bool:
     """Whether SIGKILL ended the rank itself, before anything else failed."""
     return root.signal == "SIGKILL" and root.traceback is None and not root.consequence
+
+
+def lost_worker(explanation: Explanation) -> bool:
+    """Whether SIGKILL ended a data loader worker."""
+    return explanation.cause == WORKER_KILLED and "Killed" in explanation.summary
 
 
 def explain_kill(explanation: Explanation, root: Failure, run: RunDir, *, memory_ran_out: bool | None) -> Explanation:

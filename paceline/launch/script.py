@@ -26,6 +26,7 @@ from paceline.config_file import checked_value, format_toml_value
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import format_summary
+from paceline.explain.recorded_end import went_on
 from paceline.explain.run_folder import explain_run
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.launch.attempts import Job, run_job
@@ -106,7 +107,8 @@ def resume_script(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry
     known = {item.name: item for item in fields(ScriptOptions)}
     allowed = set(known["keys"].metadata["names"]) - {"name"}
     unused = [f"--{name.replace('_', '-')}" for name in options.keys if name not in allowed]
-    if unused := [*unused, *(["--slurm"] if options.slurm else [])]:
+    unused += [f"--{name.replace('_', '-')}" for name in ("slurm", "slurm_args", "print") if getattr(options, name)]
+    if unused := [*unused, *(["--no-rejoin"] if not options.rejoin else [])]:
         own = f"paceline run --name NEW -- {shlex.join(read_config(run.config_toml)['command'])}"
         raise UsageError(f"{unused[0]} is not for the run of a script", fix=f"options of its own in a new run: {own}")
     if end_state(read_json_lines(run.events)) == "finished":
@@ -282,7 +284,7 @@ class ScriptJob(Job):
             return []
         except Exception as error:  # whatever stands in the folder, the script has ended well
             return [f"note    its output could not be explained ({type(error).__name__}: {error})"]
-        if explanation.cause in (HEALTHY, UNKNOWN):
+        if explanation.cause in (HEALTHY, UNKNOWN) or went_on(explanation):
             return []
         return [f"note    exit code 0, and yet {format_summary(explanation)}: paceline explain {self.run.quoted}"]
 

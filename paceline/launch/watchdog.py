@@ -173,7 +173,8 @@ class Watchdog:
         if all(process.state in GONE for process in processes.values()):
             return None
         hang, ranks = self._record(processes, self._cores(processes), silent_s=silent_s)
-        return replace(hang, is_seen=shows_wait(ranks, late=hang.rank))
+        text = hang.text.replace("no rank made progress", "no rank printed a line") if self.script else hang.text
+        return replace(hang, text=text, is_seen=shows_wait(ranks, late=hang.rank))
 
     def _cores(self, processes: Mapping[int, RankProcess]) -> dict[int, float]:
         """Returns the cores that each rank used on average during the silence."""

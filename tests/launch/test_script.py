@@ -19,6 +19,8 @@ import torch
 from paceline.check.ready import CheckResult
 from paceline.cli import run_command
 from paceline.errors import Finding, PacelineError
+from paceline.explain.explanation import Evidence, Explanation
+from paceline.explain.recorded_end import went_on
 from paceline.explain.run_folder import explain_run
 from paceline.launch.script import Script, format_config, make_script, read_request, run_script
 from paceline.options import ScriptOptions
@@ -200,6 +202,16 @@ def test_resume_starts_a_script_again_in_its_folder_and_a_good_end_does_not_hide
     ):
         assert run_command(["resume", "r", *args]) != 0
         assert message in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("lines_behind", "is_noted"), [(3, True), (60, False)])
+def test_an_error_that_a_script_went_on_behind_is_no_doubt_about_its_good_end(tmp_path, lines_behind, is_noted):
+    log = tmp_path / "0.log"
+    error = "FileNotFoundError: [Errno 2] No such file: 'a.csv'\n"
+    log.write_text(error + "sample 17 is left out\n" * lines_behind)
+    found = Explanation("dataset-missing", evidence=(Evidence(1, error, 0, str(log)),))
+    assert went_on(found) is not is_noted
+    assert not went_on(replace(found, cause="loss-nan"))  # whose first line may be far from the end
 
 
 def test_whatever_lies_beside_the_logs_a_good_end_stays_good(bench):

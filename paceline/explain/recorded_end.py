@@ -64,11 +64,8 @@ def apply_recorded_end(
     has_cause = verdict.get("cause") not in (HEALTHY, None)
     by_kernel = any((item.source or "").startswith(KERNEL_LOG) for item in explanation.evidence)
     causes = {verdict.get("cause"), explanation.cause}
-    is_kill = not by_kernel and causes <= {
-        KILLED,
-        HOST_MEMORY,
-        WORKER_KILLED,
-    }  # whose number the supervisor had from the kernel
+    # the supervisor knows how many the kernel killed
+    is_kill = not by_kernel and causes <= {KILLED, HOST_MEMORY, WORKER_KILLED}
     shows_less = not explanation.shows_failure or (explanation.cause == UNKNOWN and verdict.get("cause") != UNKNOWN)
     if has_cause and (verdict["cause"] in SUPERVISOR_CAUSES or shows_less or is_kill):  # no log shows it
         names = ("cause", "rank", "step", "host", "summary", "fix", "confidence")
@@ -125,11 +122,8 @@ def note_recoveries(
 
 def note_good_end(explanation: Explanation, run: RunDir, events: Sequence[Mapping[str, Any]]) -> Explanation:
     """Adds to a failure in a script's output that the script itself reported none."""
-    if not (
-        explanation.shows_failure
-        and is_script_run(run)
-        and find_last(events, "attempt_ended").get("state") == "finished"
-    ):
+    is_finished = find_last(events, "attempt_ended").get("state") == "finished"
+    if not (is_finished and explanation.shows_failure and is_script_run(run)):
         return explanation
     text = "the script ended with exit code 0: it went on behind this, or does not report it"
     return replace(explanation, notes=(*explanation.notes, text))
@@ -173,9 +167,8 @@ def explain_silence(explanation: Explanation, run: RunDir, attempt: int, silence
         return explanation
     text = str(silence.get("text"))
     if not silence.get("is_seen"):
-        fix = (
-            f"if it hung, {hang_fix(run, attempt, text)}; if not, {explanation.fix.removeprefix('nothing is broken: ')}"
-        )
+        otherwise = explanation.fix.removeprefix("nothing is broken: ")
+        fix = f"if it hung, {hang_fix(run, attempt, text)}; if not, {otherwise}"
         return replace(explanation, summary=f"{explanation.summary}; before that {text}", fix=fix)
     step, rank = silence.get("step"), silence.get("rank")
     evidence = (*hang_evidence(run, attempt, rank), *explanation.evidence)

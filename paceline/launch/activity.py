@@ -19,9 +19,7 @@ USUAL_STEPS = 6  # a step may take this many times the usual step, a long phase 
 LONG_PHASE = 10  # times the floor: the start, the first step (it compiles), an evaluation, a checkpoint
 WORKING_PHASE = 6  # times that while the processor is used: a large model compiles, a large checkpoint is hashed
 NOTICED_AFTER_S = 20.0  # a person who watches steps come and then none takes a shorter silence for a slow step
-NOTICED_PAUSES = (
-    2  # times the longest pause between two lines of a script, or the longest evaluation, save or start so far
-)
+NOTICED_PAUSES = 2  # times the longest pause between two lines of a script, or the longest phase of its kind so far
 IN_STEP = ("train", "load", "forward", "backward", "reduce", "update")
 MEDIAN_OF = 20  # steps
 
@@ -71,7 +69,7 @@ class HeartbeatActivity:
         return max(self._allowed_s(rank, cores.get(rank, 0.0)) for rank in self.paths)
 
     def noticed_after_s(self) -> float:
-        """Returns from which silence on a stop may be the answer to a hang that somebody saw: some usual steps, or long phases."""
+        """Returns from which silence on a stop may be the answer to a hang that somebody saw: usual steps or phases."""
         beats = [self.heartbeats.get(rank) for rank in self.paths]
         if all(beat and beat.phase in IN_STEP and beat.step > self.first_step[rank] for rank, beat in enumerate(beats)):
             return max(NOTICED_AFTER_S, USUAL_STEPS * median(self.step_s)) if self.step_s else HANG_AFTER_S

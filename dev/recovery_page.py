@@ -26,7 +26,8 @@ learning rates. `plan.json` then has the values in use, `config.toml` the reques
 this machine and model (`too_large.jsonl` in the cache folder): no later plan chooses them unless the device has more memory.
 
 A script is started with the same arguments. It finds the number of the attempt in PACELINE_ATTEMPT, from 1, and the run folder,
-a place for its own checkpoints, in PACELINE_RUN; `paceline resume` starts it again there. What its author must fix is never retried. A crash below Python is retried once:
+a place for its own checkpoints, in PACELINE_RUN; `paceline resume` starts it again there. What its author must fix is never
+retried. A crash below Python is retried once:
 {crashes}.
 
 paceline's own trainer runs no code of the user's, so it retries these once as well: {trainer}.

@@ -128,6 +128,7 @@ class Tokenizer:
         try:
             import tiktoken
         except ImportError:  # on a machine that has only what training needs
+            print("note    tiktoken is not installed: text is encoded several times slower", file=sys.stderr)
             return None
         from tokenizers import pre_tokenizers
 

@@ -95,9 +95,7 @@ class EpochSteps:
 
     def __init__(self) -> None:
         self.first_epoch = 1  # 0 behind a line of epoch 0
-        self.restarts: bool | None = (
-            None  # whether the count begins again in each epoch; None: no two epochs were seen yet
-        )
+        self.restarts: bool | None = None  # whether each epoch counts from 0; None: no two epochs were seen yet
         self._last: tuple[int, int] | None = None  # epoch and step of the line before, which may be a later one
 
     def count(self, step: int, *, num_steps: int, epoch: int, num_epochs: int) -> tuple[int, int | None]:

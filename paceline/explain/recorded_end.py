@@ -24,9 +24,6 @@ PREEMPTED, KILLED, PEER_DIED, UNKNOWN, HANG = "preempted-sigterm", "killed-from-
 HOST_MEMORY, WORKER_KILLED = "host-oom-killed", "dataloader-worker-killed"
 BUILD_LOCK = b"torch/utils/file_baton.py"  # in the stack of a rank that waits until an extension is built
 LAST_LINE = "last line: "
-IN_COLLECTIVES = re.compile(
-    r"nothing shows which rank is to blame: .*called at .* and .*called at "
-)  # in different ones
 NEXT_BATCH = b"_try_get_data"  # of a rank that waits for a worker of its data loader
 # what workers and their launcher write when the supervisor is gone
 AFTERMATH = {PREEMPTED, PEER_DIED, "terminal-hangup"}
@@ -168,7 +165,7 @@ def explain_silence(explanation: Explanation, run: RunDir, attempt: int, silence
     text = str(silence.get("text"))
     if not silence.get("is_seen"):
         otherwise = explanation.fix.removeprefix("nothing is broken: ")
-        fix = f"if it hung, {hang_fix(run, attempt, text)}; if not, {otherwise}"
+        fix = f"if it hung, {hang_fix(run, silence)}; if not, {otherwise}"
         return replace(explanation, summary=f"{explanation.summary}; before that {text}", fix=fix)
     step, rank = silence.get("step"), silence.get("rank")
     evidence = (*hang_evidence(run, attempt, rank), *explanation.evidence)
@@ -176,13 +173,13 @@ def explain_silence(explanation: Explanation, run: RunDir, attempt: int, silence
         explanation, cause=HANG, also=(explanation.cause,), confidence=0.7, rank=rank, evidence=evidence,
         step=explanation.step if step is None else step,
         summary=f"{text}; then {explanation.summary}",
-        fix=f"{hang_fix(run, attempt, text)}; if it was only slow, {next_command(run)}",
+        fix=f"{hang_fix(run, silence)}; if it was only slow, {next_command(run)}",
     )  # fmt: skip
 
 
-def hang_fix(run: RunDir, attempt: int, text: str) -> str:
-    """Returns where the stacks of all ranks are, and what helps where they, or the sentence of the hang, show it."""
-    folder = run.hang(attempt)
+def hang_fix(run: RunDir, hang: Mapping[str, Any]) -> str:
+    """Returns where the stacks of all ranks are, and what helps where they show it. hang: the event `hang` or `silence`."""
+    folder = run.hang(hang["attempt"])
     texts = []
     with suppress(OSError):
         texts = [path.read_bytes() for path in folder.glob("*.txt")]
@@ -192,7 +189,7 @@ def hang_fix(run: RunDir, attempt: int, text: str) -> str:
             " runs (`pgrep -a ninja`), run `find ~/.cache/torch_extensions -name lock -delete` (or in TORCH_EXTENSIONS_DIR)"
         )
     read = f"read what every rank was doing: `less {shlex.quote(str(folder))}/*.txt`"
-    if IN_COLLECTIVES.search(text):
+    if hang.get("in_collectives"):
         return (
             "all ranks must make the same collectives in the same order: one of these left its loop early (uneven batches, a break,"
             f" `if rank == 0:` around a collective), so it is in the next one; {read}"

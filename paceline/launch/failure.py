@@ -288,7 +288,7 @@ def explain_hang(
     rank = late_rank if hang.get("rank") is None else hang["rank"]
     subject = "a rank" if rank is None else f"rank {rank}"
     summary = hang.get("text") or f"{subject} made no step for {hang.get('silent_s', 0):.0f} s"
-    fix = f"{hang_fix(run, hang['attempt'], summary)}; --hang-after SECONDS allows a longer silence"
+    fix = f"{hang_fix(run, hang)}; --hang-after SECONDS allows a longer silence"
     step = hang.get("step", explanation.step)
     return replace(explanation, cause=HANG, rank=rank, step=step, summary=summary, fix=fix, confidence=1.0)
 

@@ -46,6 +46,7 @@ PROCESS_CHECK_S = 0.5  # between two looks at the processes while heartbeats are
 LONGEST_POLL_S = 1.0  # more time than this between two polls does not count
 INSPECTION_S = 10.0  # another host has as long for the stacks of its ranks
 FINAL_PHASES = ("stopped", "done")
+MADE_PROGRESS = "made progress"
 MAX_PLACES = 4  # in one sentence
 
 
@@ -60,6 +61,7 @@ class Hang:
     text: str
     evidence: tuple[str, ...] = ()  # files, relative to the run folder
     is_seen: bool = True  # False: the silence alone suggests it, no rank is seen waiting for another
+    in_collectives: bool = False  # all ranks wait in collectives, and not all in the same one
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,7 @@ class RankState:
     frames: tuple[Frame, ...] = ()  # of its main thread, the innermost first
     cores: float = 0.0  # used during the silence, with its children
     host: str | None = None  # where there are several
-    worker: str | None = (
-        None  # of a data loader whose next batch it waits for: 'worker 4711 is in __getitem__ at data.py:17'
-    )
+    worker: str | None = None  # of its data loader: 'worker 4711 is in __getitem__ at data.py:17'
 
     @property
     def idles(self) -> bool:
@@ -172,9 +172,9 @@ class Watchdog:
         processes = self.hosts.processes()
         if all(process.state in GONE for process in processes.values()):
             return None
-        hang, ranks = self._record(processes, self._cores(processes), silent_s=silent_s)
-        text = hang.text.replace("no rank made progress", "no rank printed a line") if self.script else hang.text
-        return replace(hang, text=text, is_seen=shows_wait(ranks, late=hang.rank))
+        missing = "printed a line" if self.script else MADE_PROGRESS
+        hang, ranks = self._record(processes, self._cores(processes), silent_s=silent_s, missing=missing)
+        return replace(hang, is_seen=shows_wait(ranks, late=hang.rank))
 
     def _cores(self, processes: Mapping[int, RankProcess]) -> dict[int, float]:
         """Returns the cores that each rank used on average during the silence."""
@@ -183,7 +183,12 @@ class Watchdog:
         return {rank: max(0.0, cpu_s) / seconds for rank, cpu_s in used_s.items()}
 
     def _record(
-        self, processes: Mapping[int, RankProcess], cores: Mapping[int, float], *, silent_s: float
+        self,
+        processes: Mapping[int, RankProcess],
+        cores: Mapping[int, float],
+        *,
+        silent_s: float,
+        missing: str = MADE_PROGRESS,
     ) -> tuple[Hang, list[RankState]]:
         """Takes the stacks of all ranks and writes them down; returns which ranks are stuck where, and what each does."""
         texts = self.hosts.inspect(own_ranks=not self.script)
@@ -195,7 +200,7 @@ class Watchdog:
             pid, state = (process.pid, process.state) if process else (None, None)
             worker = busy_worker(stacks) if loads_batch(frames) else None
             ranks.append(RankState(rank, pid, state, heartbeat, frames, cores.get(rank, 0.0), names.get(rank), worker))
-        return record_hang(self.run, self.attempt, ranks, texts, silent_s=silent_s), ranks
+        return record_hang(self.run, self.attempt, ranks, texts, silent_s=silent_s, missing=missing), ranks
 
 
 @dataclass(frozen=True)
@@ -239,7 +244,13 @@ class RankHosts:
 
 
 def record_hang(
-    run: RunDir, attempt: int, ranks: Sequence[RankState], observed: Mapping[int, Mapping[str, str]], *, silent_s: float
+    run: RunDir,
+    attempt: int,
+    ranks: Sequence[RankState],
+    observed: Mapping[int, Mapping[str, str]],
+    *,
+    silent_s: float,
+    missing: str,
 ) -> Hang:
     """Returns the hang; writes a file for each rank and hang.json, as far as they can be. observed: as inspect_ranks returns it."""
     culprits = find_culprits(ranks)
@@ -250,7 +261,10 @@ def record_hang(
         silent_s=round(silent_s, 1),
         phase=heartbeat.phase if heartbeat else None,
         step=heartbeat.step if heartbeat else None,
-        text=describe_hang(ranks, culprits, silent_s=silent_s),
+        text=describe_hang(ranks, culprits, silent_s=silent_s, missing=missing),
+        in_collectives=not is_certain
+        and all(waits_for_others(rank.frames) for rank in ranks)
+        and len({call_site(rank.frames) for rank in ranks}) > 1,
     )
     texts = {f"{rank.rank}.txt": describe_rank(rank, **observed.get(rank.rank, {})) for rank in ranks}
     facts = {name: value for name, value in asdict(hang).items() if name != "evidence"}
@@ -311,10 +325,12 @@ def shows_wait(ranks: Sequence[RankState], *, late: int | None) -> bool:
     return ranks[late].cores < WORKING and all(waiting)
 
 
-def describe_hang(ranks: Sequence[RankState], culprits: Sequence[RankState], *, silent_s: float) -> str:
-    """Returns one sentence: which ranks are stuck where, and which ranks wait for them."""
+def describe_hang(
+    ranks: Sequence[RankState], culprits: Sequence[RankState], *, silent_s: float, missing: str = MADE_PROGRESS
+) -> str:
+    """Returns one sentence: which ranks are stuck where, and which ranks wait for them. missing: what no rank did so long."""
     late, others = culprits[0], [rank for rank in ranks if rank not in culprits]
-    start = f"no rank made progress for {silent_s:.0f} s"
+    start = f"no rank {missing} for {silent_s:.0f} s"
     stuck = describe_ranks(culprits, describe_activity, verbs=("is ", "are "))
     worker = next((f"; its {rank.worker}" for rank in culprits if rank.worker), "")
     if not others:

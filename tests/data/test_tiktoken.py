@@ -138,8 +138,9 @@ def test_spaces_that_tiktoken_panics_at_are_encoded_by_the_library():
     assert len(tokenizer.encode_batch(["x", text])[1]) == 5 * LONG_SPACE + 3
 
 
-def test_without_tiktoken_the_library_encodes(monkeypatch):
+def test_without_tiktoken_the_library_encodes_and_a_line_says_so(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     tokenizer = with_merges([("a", "b")])
     assert tokenizer._tiktoken is None
     assert tokenizer.encode_batch(["ab", ""]) == library_ids(tokenizer, ["ab", ""])
+    assert capsys.readouterr().err == "note    tiktoken is not installed: text is encoded several times slower\n"

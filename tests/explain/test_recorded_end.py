@@ -114,13 +114,17 @@ def test_the_evidence_of_a_hang_has_the_stack_by_py_spy_and_no_heartbeat_of_a_sc
     assert texts[:2] == ["State: S (sleeping)", "read (/home/ann/loader.py:80)"]
 
 
-def test_a_stop_after_a_silence_is_a_hang_where_the_stacks_show_one(run):
-    text = "no rank made progress for 25 s: rank 1 is waiting (state S) in shuffle at ann/train.py:22; rank 0 waits in backward"
-    silence = {"rank": 1, "silent_s": 25.0, "phase": None, "step": None, "text": text, "is_seen": True}
-    append_event(run, "silence", attempt=1, **silence)
+def stop_after_silence(run, text, *, rank, **fields):
+    """A stop with Ctrl-C, before which the supervisor recorded what the ranks did."""
+    append_event(run, "silence", attempt=1, rank=rank, silent_s=25.0, phase=None, step=None, text=text, **fields)
     append_event(run, "stopping", attempt=1, signal="SIGINT")
     append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
-    explanation = explain_run(run)
+    return explain_run(run)
+
+
+def test_a_stop_after_a_silence_is_a_hang_where_the_stacks_show_one(run):
+    text = "no rank made progress for 25 s: rank 1 is waiting (state S) in shuffle at ann/train.py:22; rank 0 waits in backward"
+    explanation = stop_after_silence(run, text, rank=1, is_seen=True)
     assert (explanation.cause, explanation.rank, explanation.also) == ("hang", 1, ("keyboard-interrupt",))
     assert text in explanation.summary and "Ctrl-C" in explanation.summary
     assert f"less {run.hang(1)}/*.txt" in explanation.fix and "if it was only slow, `paceline resume" in explanation.fix
@@ -131,20 +135,13 @@ def test_ranks_in_different_collectives_have_a_fix_of_their_own(run):
         "no rank made progress for 14 s: nothing shows which rank is to blame: rank 0 is waiting (state S) in barrier, called at"
         " ann/train.py:37 and rank 1 is waiting (state S) in all_reduce, called at ann/train.py:38"
     )
-    append_event(run, "silence", attempt=1, rank=None, silent_s=14.0, phase=None, step=None, text=text, is_seen=True)
-    append_event(run, "stopping", attempt=1, signal="SIGINT")
-    append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
-    explanation = explain_run(run)
+    explanation = stop_after_silence(run, text, rank=None, is_seen=True, in_collectives=True)
     assert explanation.cause == "hang" and explanation.fix.startswith("all ranks must make the same collectives")
 
 
 def test_a_stop_after_a_silence_stays_a_stop_where_no_rank_is_seen_waiting_for_another(run):
     text = "no rank made progress for 25 s: the only rank is working (1.0 cores) in evaluate at ann/train.py:22"
-    silence = {"rank": 0, "silent_s": 25.0, "phase": None, "step": None, "text": text, "is_seen": False}
-    append_event(run, "silence", attempt=1, **silence)
-    append_event(run, "stopping", attempt=1, signal="SIGINT")
-    append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
-    explanation = explain_run(run)
+    explanation = stop_after_silence(run, text, rank=0, is_seen=False)
     assert explanation.cause == "keyboard-interrupt"
     assert explanation.summary.endswith(f"before that {text}")
     assert explanation.fix.startswith("if it hung, read what every rank was doing") and "; if not, `" in explanation.fix

@@ -282,9 +282,10 @@ def test_a_stop_of_a_script_that_hangs_records_where_each_rank_was(watched):
             time.sleep(1000)
     """
     launch = watched(SCRIPT, kind="script", hang_after_s=600, more=more)
+    started = time.monotonic()
     launch.wait_until_running()
     launch.wait_for(lambda: "step 2" in launch.log(0))
-    time.sleep(30)  # longer than NOTICED_AFTER_S, and than twice the pause before the first step
+    time.sleep(30 + 2 * (time.monotonic() - started))  # longer than NOTICED_AFTER_S, and than twice any pause before
     launch.signal(signal.SIGINT)
     launch.end()
     silence = launch.event("silence")

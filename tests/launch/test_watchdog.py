@@ -20,8 +20,8 @@ from paceline.launch.activity import (
     HeartbeatActivity,
     LogActivity,
 )
-from paceline.launch.stacks import IDLE
-from paceline.launch.watchdog import Watchdog
+from paceline.launch.stacks import IDLE, Frame
+from paceline.launch.watchdog import RankState, Watchdog, record_hang
 from paceline.rundir import RunDir, append_sample
 
 
@@ -214,6 +214,19 @@ def test_a_rank_that_works_may_only_be_slow_when_the_run_is_stopped(bench, monke
         assert (silence.rank, silence.is_seen) == (1, False)
 
 
+def test_a_hang_with_all_ranks_in_collectives_says_whether_these_differ(bench):
+    def frames(line):
+        place = Frame("step", "/home/ann/train.py", line)
+        return (Frame("all_reduce", "/v/site-packages/torch/distributed/distributed_c10d.py", 3252), place)
+
+    def hang(*lines):
+        ranks = [RankState(rank, 100 + rank, "S", None, frames(line)) for rank, line in enumerate(lines)]
+        return record_hang(bench.run, 1, ranks, {}, silent_s=14, missing="printed a line")
+
+    assert hang(37, 38).in_collectives and not hang(37, 37).in_collectives
+    assert hang(37, 38).text.startswith("no rank printed a line for 14 s: nothing shows which rank is to blame")
+
+
 def test_a_stop_in_a_usual_evaluation_records_nothing(bench):
     bench.dog = Watchdog(bench.run, 1, 2, clock=lambda: bench.now)
     in_step_nine(bench)
@@ -379,6 +392,7 @@ def test_the_page_about_hangs_has_the_same_figures():
         f"| {WORKING_PHASE * long_s:,.0f} s: ",
         f"each uses less than {IDLE:.0%} of one core".replace("%", " %"),
         f"| {SCRIPT_HANG_AFTER_S:.0f} s, or `--hang-after` |",
+        f"nothing has moved for {NOTICED_AFTER_S:.0f} s and",
         "| at work | for any time: ",
     ):
         assert text in page

@@ -77,7 +77,7 @@ class Parameter:
     high: float = math.inf
     choices: tuple[str, ...] = ()
     names: tuple[str, ...] = ()  # that a text of names with commas may have, for completion
-    also: Mapping[float, Any] = field(default_factory=dict)  # other trainers' numbers -> ours: -1 for off
+    also: Mapping[float | str, Any] = field(default_factory=dict)  # other trainers' values -> ours: -1 for off
     value: str | None = None  # its stand-in in help
     usual: Any = None  # a value for a fix, where the default shows none
     positional: bool = False

@@ -63,7 +63,15 @@ class Config:
     )
     cache_dir: str | None = option(None, "folder of prepared token shards; auto: ~/.cache/paceline", value="DIR")
 
-    depth: int = option(4, "layers; they set width, batch, learning rates and length", low=1, high=512, group="model")
+    init_from: str | None = option(
+        None,
+        "a run, or the folder of one of its checkpoints, whose weights this one starts with, with its model, tokenizer and,"
+        " without CONFIG, its other keys; auto: random weights",
+        group="model",
+        value="RUN",
+        also={"scratch": None},
+    )
+    depth: int = option(4, "layers; they set width, batch, learning rates and length", low=1, high=512)
     n_embd: int | None = option(None, "width; auto: 64 x depth rounded up to head_dim", low=8, high=1 << 17)
     head_dim: int = option(128, "width of one attention head", low=8, high=256)
     n_kv_head: int | None = option(None, "key/value heads (GQA); auto: as many as heads", low=1)

@@ -21,13 +21,16 @@ from typing import Any, NamedTuple
 
 from paceline.config import KEYS, LENGTH_KEYS, LOW_PRECISIONS, Config, check_config
 from paceline.encoding import not_utf8, utf16_as_utf8
-from paceline.errors import PacelineError, nearest, nearest_choice
+from paceline.errors import PacelineError, expand_home, nearest, nearest_choice
 from paceline.other_names import KEY_OF, translate
+from paceline.rundir import RunDir
+from paceline.typed_fields import find_training_run
 from paceline.units import format_list
 
 PACKAGED = Path(__file__).parent / "configs"
 TINY = PACKAGED / "tiny.toml"
 OPTIMIZER = KEYS["optimizer"].default
+MODEL_KEYS = ("depth", "n_embd", "head_dim", "n_kv_head", "vocab_size")  # they shape the weights
 
 
 def load_config(file: str | Path | None, flags: Mapping[str, Any]) -> tuple[Config, list[str]]:
@@ -46,17 +49,54 @@ def resolve_config(
 ) -> Config:
     """The config of a command line; notes go to stderr. file: a path, or the name of a config of the package.
 
-    Without a file: the config tiny, or the defaults of all keys with those of `default`.
+    Without a file: that of the run whose weights this one starts with, else the config tiny, or the defaults of all keys with those
+    of `default`.
     """
+    if file is None and (init_from := keys.get("init_from")):
+        source, _ = source_of(init_from, runs_dir=keys.get("runs_dir", Config.runs_dir))
+        return with_source(load_config(source.config_toml, {"name": None, "tokenizer": None, **keys})[0], keys)
     if file is None and default is not None:
         return load_config(None, {**default, **keys})[0]
     path = TINY if file is None else find_config(file)
     config, notes = load_config(path, keys)
+    config = with_source(config, keys) if config.init_from else config
     if file is not None and path.parent == PACKAGED and file != path.stem:
         notes = [f"note    {file} is not here: this is the config {path.stem} of paceline", *notes]
     for note in notes if print_notes else ():
         print(note, file=sys.stderr)
     return config
+
+
+def source_of(init_from: str, *, runs_dir: str) -> tuple[RunDir, Path]:
+    """Returns the training run that init_from names, and what it names: the run's folder, or that of a checkpoint."""
+    path = expand_home(init_from)
+    is_checkpoint = path.parent.name == "checkpoints" and path.is_dir()
+    try:
+        run = find_training_run(str(path.parent.parent if is_checkpoint else path), runs_dir=runs_dir)
+    except PacelineError as error:
+        fix = "paceline resume RUN goes on with a run" if init_from == "resume" else error.fix  # nanoGPT's value
+        raise PacelineError(f"init_from: {error.message}", fix=fix) from error
+    return run, (path if is_checkpoint else run.path).absolute()
+
+
+def with_source(config: Config, keys: Mapping[str, Any]) -> Config:
+    """Returns the config with the model and the tokenizer of the run whose weights it starts with. keys: of the command line.
+
+    Raises PacelineError where it asks for others.
+    """
+    source, place = source_of(str(config.init_from), runs_dir=config.runs_dir)
+    own, _ = load_config(source.config_toml, {})
+    shape = {key: getattr(own, key) for key in MODEL_KEYS}
+    for key, value in shape.items():
+        other = getattr(config, key)
+        if other in (None, value) or (key == "vocab_size" and key not in keys):  # a file's is of a tokenizer to train
+            continue
+        raise PacelineError(
+            f"{key} is {other:,}, and {source.name}, whose weights it is to start with, has {value:,}",
+            fix=f"--{key.replace('_', '-')} {value}, or leave --init-from out",
+        )
+    tokenizer = config.tokenizer or str(source.tokenizer_json.absolute())
+    return with_values(config, **shape, tokenizer=tokenizer, init_from=str(place))
 
 
 def find_config(file: str) -> Path:
@@ -143,7 +183,7 @@ def checked_value(name: str, value: Any, *, where: str) -> Any:
         value = float(value)
     elif int in key.kinds and type(value) is float and value.is_integer():  # 1e9, as a flag may have it
         value = int(value)
-    if isinstance(value, int | float) and not isinstance(value, bool) and value in key.also:
+    if isinstance(value, int | float | str) and not isinstance(value, bool) and value in key.also:
         value = key.also[value]
         if value is None:
             return None

@@ -49,7 +49,6 @@ SWITCHES = ("use_dummy_wandb", "always_save_checkpoint", "wandb_log")  # and tho
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "dropout": (0,),
     "bias": (False,),
-    "init_from": ("scratch",),
     "decay_lr": (True,),
     "eval_only": (False,),
     "backend": ("nccl", "gloo"),

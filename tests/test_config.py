@@ -6,7 +6,7 @@ import pytest
 
 from paceline.command_line import parse
 from paceline.config import KEYS, Config, cache_dir
-from paceline.config_file import format_toml, load_config
+from paceline.config_file import format_toml, load_config, resolve_config
 from paceline.errors import PacelineError, UsageError
 from paceline.options import ConfigOptions
 
@@ -484,3 +484,48 @@ def test_a_cache_of_the_desktop_standard_that_is_no_absolute_path_is_ignored(mon
     assert cache_dir(Config()) == tmp_path / ".cache" / "paceline"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
     assert cache_dir(Config()) == tmp_path / "c" / "paceline"
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """The folder of a run, in runs/ of the current folder."""
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "books"
+    (run / "checkpoints" / "step_000040").mkdir(parents=True)
+    keys = Config(name="books", depth=6, n_embd=384, n_kv_head=3, vocab_size=300, num_steps=40, data="/books", seed=7)
+    (run / "config.toml").write_text(format_toml(keys))
+    return run
+
+
+def test_a_run_that_starts_with_the_weights_of_another_one_has_its_keys_but_the_name(trained):
+    config = resolve_config(None, {"init_from": "books", "data": "/letters"})
+    assert config == Config(
+        depth=6, n_embd=384, n_kv_head=3, vocab_size=300, num_steps=40, data="/letters", seed=7,
+        tokenizer=str(trained / "tokenizer" / "tokenizer.json"), init_from=str(trained),
+    )  # fmt: skip
+
+
+def test_a_config_file_beside_other_weights_takes_their_shape_and_sets_the_other_keys(trained):
+    file = write(
+        trained.parent.parent / "a.toml", "depth = 6\nnum_steps = 9\ninit_from = 'runs/books/checkpoints/step_000040'"
+    )
+    config = resolve_config(str(file), {})
+    assert (config.n_embd, config.n_kv_head, config.vocab_size, config.num_steps) == (384, 3, 300, 9)
+    assert config.init_from == str(trained / "checkpoints" / "step_000040")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"depth": 12}, "depth is 12, and books, whose weights it is to start with, has 6"),
+        ({"vocab_size": 512}, "vocab_size is 512, and books"),
+        ({"init_from": "letters"}, "init_from: no run letters"),
+    ],
+)
+def test_weights_of_another_shape_or_of_no_run_are_refused(trained, keys, message):
+    with pytest.raises(PacelineError, match=message):
+        resolve_config(None, {"init_from": "books", **keys})
+
+
+def test_nanogpt_s_value_for_random_weights_is_auto(tmp_path):
+    assert load_config(write(tmp_path / "a.py", "init_from = 'scratch'\n"), {})[0].init_from is None

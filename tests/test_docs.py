@@ -31,6 +31,7 @@ ELSEWHERE = (
     *("paceline watch", "paceline watch --web"),  # until somebody leaves: tests/watch has them
     'paceline plan --depth 8 --gpu "RTX 4070" --exact',  # tests/test_planning.py has a smaller one
     "paceline resume books",  # the page resumes it with more steps, tests/train as it is
+    "paceline train --init-from books --data ~/letters",  # tests/train/test_first_weights.py
     "paceline export books",  # tests/train/test_export.py: transformers takes longer to import than all else here
     "paceline torch check",  # tests/check/test_torch_check.py
 )

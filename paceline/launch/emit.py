@@ -138,6 +138,9 @@ def place_texts(config: Config) -> tuple[tuple[tuple[Path, str], ...], list[str]
 
     Raises PacelineError for a path that is neither here nor on the volume.
     """
+    if config.init_from:
+        fix = f"copy it to {DATA} and start there: paceline train --init-from {DATA}/RUN"
+        raise PacelineError(f"the weights of {config.init_from} are on this machine", fix=fix)
     texts, flags = list[tuple[Path, str]](), list[str]()
     for key, value in (("data", config.data), ("tokenizer", config.tokenizer)):
         if value is None:

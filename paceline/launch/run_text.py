@@ -1,5 +1,5 @@
 """
-What a run keeps as long as it is the same run: its text, and the keys that shape weights or choose rows. No torch.
+What a run keeps as long as it is the same run: its text, its first weights, and the keys that shape them or choose rows. No torch.
 
 The text is prepared or found again, and recorded for the workers. Neither a flag of `resume` nor an edit of config.toml may change
 the keys: plan.json and dataset.json have what the run began with.
@@ -16,18 +16,29 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import Config, cache_dir
-from paceline.config_file import load_config
+from paceline.config_file import load_config, source_of
 from paceline.data.corpus import Progress, list_files
 from paceline.data.prepare import META, TokenDataset, data_info, open_dataset, prepare, run_tokenizer
 from paceline.data.readers import TEXT_FIELD, ReadNotes
-from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer_on
+from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file, train_tokenizer_on
 from paceline.errors import PacelineError, expand_home
+from paceline.model.manifest import (
+    better_checkpoint,
+    check_shapes,
+    newest_good,
+    read_manifest,
+    step_folder_name,
+    step_of,
+    verify,
+)
+from paceline.model.publish import copy_weights
 from paceline.plan.forecast import forecast
 from paceline.plan.host import probe_cpu_cores
 from paceline.plan.machine import Machine
 from paceline.plan.planner import Plan
 from paceline.plan.replan import MakePlan
-from paceline.rundir import RunDir, resume_command, write_atomic
+from paceline.plan.shapes import param_shapes
+from paceline.rundir import RunDir, resume_command, unwritable_run, write_atomic
 from paceline.terminal import show_progress
 from paceline.typed_fields import read_run_file
 from paceline.units import format_list, format_number_of
@@ -35,10 +46,10 @@ from paceline.units import format_list, format_number_of
 # `resume` takes no other value of these
 FIXED_KEYS = (
     "name", "seed", "tokenizer", "vocab_size", "depth", "n_embd", "head_dim", "n_kv_head", "sequence_len",
-    "total_batch_size", "optimizer", "packing",
+    "total_batch_size", "optimizer", "packing", "init_from",
 )  # fmt: skip
-# they decide the rows of a step; the same text may be at another place
-ROW_KEYS = ("data", "tokenizer", "packing", "seed")
+# they decide the rows of a step, and the first weights; the same text may be at another place
+ROW_KEYS = ("data", "tokenizer", "packing", "seed", "init_from")
 
 
 def check_text(config: Config) -> None:
@@ -109,6 +120,50 @@ def planner(dataset: TokenDataset) -> MakePlan:
         return forecast(config, machine, cache=cache, vocab_size=vocab_size, num_rows=num_rows).plan
 
     return make
+
+
+def first_weights(config: Config) -> Path | None:
+    """Returns the whole checkpoint whose weights the run starts with: of a run the newest; None for random weights.
+
+    Raises PacelineError where there is none, or where the run has another tokenizer.
+    """
+    if config.init_from is None:
+        return None
+    source, path = source_of(config.init_from, runs_dir=config.runs_dir)
+    if read_tokenizer_file(Path(config.tokenizer or "")) != read_tokenizer_file(run_tokenizer(source)):
+        raise PacelineError(
+            f"tokenizer {config.tokenizer} is another one than that of {source.name}, whose weights it is to start with",
+            fix="leave --tokenizer out: the weights are of their own tokens",
+        )
+    if path != source.path.absolute():
+        verify(path)
+        return path
+    path, notes = newest_good(source.checkpoints.absolute(), set_aside=False)
+    if best := better_checkpoint(source.checkpoints, step_of(path)):
+        notes.append(
+            f"val_bpb of {source.name} is lowest at step {best.step:,}, {best.val_bpb:.4f}:"
+            f" --init-from {shlex.quote(str(path.with_name(step_folder_name(best.step))))} starts with that"
+        )
+    for note in notes:
+        print(f"note    {note}", file=sys.stderr)
+    return path
+
+
+def take_weights(run: RunDir, source: Path, config: Config, plan: Plan) -> Config:
+    """Copies the weights of a checkpoint, as step 0 of a new run; returns the config that names it. Raises PacelineError."""
+    fix = "leave the keys of the model out: --init-from sets them"
+    check_shapes(source, read_manifest(source), param_shapes(plan.model), fix=fix)
+    try:
+        copy_weights(source, run.checkpoints)
+    except OSError as error:
+        raise unwritable_run(run, error) from error
+    return replace(config, init_from=str(source))
+
+
+def format_weights(source: Path) -> str:
+    """Returns the line that names the checkpoint whose weights a run starts with."""
+    name = RunDir(source.parent.parent).name
+    return f"weights {name} at step {step_of(source):,}; optimizer states and learning rates begin anew"
 
 
 def prepare_data(

@@ -42,10 +42,13 @@ from paceline.launch.run_text import (
     check_edits,
     check_text,
     file_hashes,
+    first_weights,
+    format_weights,
     planner,
     prepare_data,
     record_data,
     reopen_data,
+    take_weights,
 )
 from paceline.launch.sbatch import check_options, job_note, submit_resume, submit_run
 from paceline.launch.stacks import GONE, process_state
@@ -99,6 +102,7 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
     announce_job(place)
     entries, config = hosts_of(config, nodes)
     check_host_options(os.environ, options, num_hosts=len(entries), rejoin=options.rejoin)
+    weights = first_weights(config)
     if not entries:  # refuses what cannot run before any text is read
         measured = measured_here(cache_dir(config))
         make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0, measured=measured)
@@ -118,6 +122,9 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
         cluster = partial(cluster_of, entries, config, machine)
         config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv, cluster=cluster)
         config = Config(**absolute_texts(asdict(config_of_plan(config, plan, dataset))))
+        if weights:
+            publish("copy of the first weights", 0, 0)
+            config = take_weights(run, weights, config, plan)
         record_data(run, dataset, config)
         write_atomic(run.plan_json, plan.to_json())
         if place:
@@ -295,7 +302,8 @@ def run_training(
     plan_lines = format_plan(plan, source=f"{dataset.meta['source']}: {sizes}")
     harms = harm_lines(plan_env(plan, libuv=job.libuv)[1])
     notes = job_note(current_job(), plan, resumes_itself=job.resumes_itself)
-    job.show([*plan_lines, f"run     {job.run.path}", *notes, *harms, ""])
+    weights = [format_weights(Path(job.config.init_from))] if is_new and job.config.init_from else []
+    job.show([*plan_lines, *weights, f"run     {job.run.path}", *notes, *harms, ""])
     members = job.cluster.members if job.cluster else ()
     others = [member.entry.destination for member in members if not member.is_here and member.entry.way == "ssh"]
     if job.options.detach and detach(job.run, job.lock, destinations=others):

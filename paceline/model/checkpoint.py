@@ -23,7 +23,7 @@ from torch import Tensor
 
 import paceline
 from paceline.errors import PacelineError
-from paceline.model.manifest import RawTensor, num_rows, read_manifest, step_folders, step_of
+from paceline.model.manifest import RawTensor, check_shapes, num_rows, read_manifest, step_folders, step_of
 from paceline.model.publish import NoSpace, PendingSave, explained, give_up, prune, publish, shard_name, write_part
 from paceline.mounts import free_space
 from paceline.plan.shapes import ParamShape
@@ -214,34 +214,26 @@ class CheckpointReader:
 
     def __init__(self, path: Path):
         """Opens the folder without verifying it: `newest_good` does that, on one rank."""
-        self.path, manifest = path, read_manifest(path)
+        self.path, self._manifest = path, (manifest := read_manifest(path))
         self.step, self.world_size = manifest.step, manifest.world_size  # done at the save; the ranks that saved it
         self.val_bpb, self.state = manifest.val_bpb, manifest.state
-        self._tensors = manifest.tensors
         self._open_files: dict[str, Any] = {}
 
     def keys(self) -> list[str]:
         """Returns the keys of all tensors."""
-        return list(self._tensors)
+        return list(self._manifest.tensors)
 
     def check_model(self, shapes: Iterable[ParamShape]) -> None:
         """Raises PacelineError where the checkpoint is not of a model with just these parameters."""
-        planned = {f"model.{shape.name}": list(shape.shape) for shape in shapes}
-        saved = {key: list(entry.shape) for key, entry in self._tensors.items() if key.startswith("model.")}
-        differing = [key for key in {**planned, **saved} if planned.get(key) != saved.get(key)]
-        if differing:
-            here, there = (format_shape(shapes.get(differing[0])) for shapes in (planned, saved))
-            raise PacelineError(
-                f"checkpoint {self.path} is of another model: {differing[0]} is {there} in it and {here} in the run",
-                fix="give the run its own config.toml and checkpoints back: one of them was changed by hand",
-            )
+        fix = "give the run its own config.toml and checkpoints back: one of them was changed by hand"
+        check_shapes(self.path, self._manifest, shapes, fix=fix)
 
     def read(self, key: str, lo: int = 0, hi: int | None = None) -> Tensor:
         """Returns rows [lo, hi), or from lo on, on the CPU, in the dtype that was saved; a scalar's one row has shape ().
 
         Raises NonFiniteWeights for NaN and infinity in a parameter of the model.
         """
-        entry = self._tensors.get(key)
+        entry = self._manifest.tensors.get(key)
         if entry is None:
             near = get_close_matches(key, self.keys(), n=1)
             raise PacelineError(
@@ -277,11 +269,6 @@ class CheckpointReader:
                     fix=f"{resume_command(RunDir(self.path.parent.parent))} goes on from the newest one that is whole",
                 ) from error
         return self._open_files[name]
-
-
-def format_shape(shape: Sequence[int] | None) -> str:
-    """Returns `512 x 64`, or what stands for a tensor that is missing."""
-    return "missing" if shape is None else " x ".join(map(str, shape)) or "one number"
 
 
 def _entries(pieces: Sequence[Piece], *, file: str) -> dict[str, dict[str, Any]]:

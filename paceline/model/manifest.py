@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import json
+import mmap
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.plan.shapes import ParamShape
 from paceline.units import format_number_of
 
 FORMAT = 1
@@ -65,6 +67,19 @@ def write_shard(path: Path, tensors: Sequence[RawTensor]) -> FileEntry:
                     chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
     return FileEntry(num_bytes, digest.hexdigest())
+
+
+def read_shard(path: Path) -> list[RawTensor]:
+    """Returns the tensors of a safetensors file, whose bytes are read from the disk when they are used."""
+    with path.open("rb") as file:
+        content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(bytes(content[8:start]))
+    return [
+        RawTensor(name, entry["dtype"], tuple(entry["shape"]), content[start:][slice(*entry["data_offsets"])])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    ]
 
 
 def shard_bytes(tensors: Sequence[RawTensor]) -> int:
@@ -154,6 +169,23 @@ def best_checkpoint(manifests: Iterable[Manifest]) -> Manifest | None:
     """Returns the one with the lowest val_bpb, of several the newest; None where none has a score."""
     scored = [(manifest.val_bpb, -manifest.step, manifest) for manifest in manifests if manifest.val_bpb is not None]
     return min(scored, key=lambda item: item[:2])[2] if scored else None
+
+
+def check_shapes(path: Path, manifest: Manifest, shapes: Iterable[ParamShape], *, fix: str) -> None:
+    """Raises PacelineError where the checkpoint is not of a model with just these parameters. path: its folder."""
+    planned = {f"model.{shape.name}": list(shape.shape) for shape in shapes}
+    saved = {key: list(entry.shape) for key, entry in manifest.tensors.items() if key.startswith("model.")}
+    differing = [key for key in {**planned, **saved} if planned.get(key) != saved.get(key)]
+    if differing:
+        here, there = (format_shape(shapes.get(differing[0])) for shapes in (planned, saved))
+        raise PacelineError(
+            f"checkpoint {path} is of another model: {differing[0]} is {there} in it and {here} in the run", fix=fix
+        )
+
+
+def format_shape(shape: Sequence[int] | None) -> str:
+    """Returns `512 x 64`, or what stands for a tensor that is missing."""
+    return "missing" if shape is None else " x ".join(map(str, shape)) or "one number"
 
 
 def better_checkpoint(directory: Path, step: int) -> Manifest | None:

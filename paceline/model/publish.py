@@ -12,9 +12,11 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from paceline.errors import PacelineError
 from paceline.model.manifest import (
@@ -27,8 +29,11 @@ from paceline.model.manifest import (
     discard,
     encode_manifest,
     list_checkpoints,
+    read_manifest,
+    read_shard,
     shard_bytes,
     step_folder_name,
+    step_folders,
     tensor_entry,
     write_shard,
 )
@@ -138,6 +143,37 @@ def publish(
     if replaced.exists():
         discard(replaced)
     return sum(entry.bytes for entry in files.values())
+
+
+def copy_weights(source: Path, directory: Path) -> None:
+    """Makes step 0 of a new run from a checkpoint's weights alone, without optimizer states. directory: of its checkpoints.
+
+    Raises OSError where the disk refuses, and PacelineError where a weight is NaN or infinite.
+    """
+    manifest = read_manifest(source)
+    tensors = {key: entry for key, entry in manifest.tensors.items() if key.startswith("model.")}
+    final = directory / step_folder_name(0)
+    folder = final.with_name(f".{final.name}.first.tmp")
+    folder.mkdir(parents=True)
+    others = [path.name for path in step_folders(source.parent) if path != source]
+    files: dict[str, FileEntry] = {}
+    for file in manifest.files:
+        names = {part.name for entry in tensors.values() for part in entry.parts if part.file == file}
+        weights = [tensor for tensor in read_shard(source / file) if tensor.name in names]
+        for tensor in weights:
+            assert tensor.code == "F32", f"{tensor.name} is saved as {tensor.code}"
+            if not np.isfinite(np.frombuffer(tensor.data, np.float32)).all():
+                raise PacelineError(
+                    f"the weights of {source} hold NaN or infinity, first in {tensor.name.removeprefix('model.')}",
+                    fix=f"take another checkpoint of {source.parent}: {' or '.join(others) or 'none is left'}",
+                )
+        if weights:
+            files[file] = write_shard(folder / file, weights)
+    first = replace(manifest, step=0, time=utc_now(), val_bpb=None, files=files, tensors=tensors, state={})
+    write_atomic(folder / MANIFEST, encode_manifest(first))
+    _sync_folder(folder)
+    folder.rename(final)
+    _sync_folder(directory)
 
 
 def prune(directory: Path, *, step: int, keep_last: int) -> None:

@@ -11,6 +11,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -85,7 +86,7 @@ def make_spec(name: str, row: Mapping[str, Any]) -> GpuSpec:
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """Returns the card that a user named, in any case and spacing, with or without NVIDIA, GeForce and RTX.
+    """Returns the card that a user named, in any case and spacing, with or without NVIDIA, GeForce, RTX and its memory.
 
     Raises PlanError for an unknown name, or one of several cards.
     """
@@ -101,6 +102,11 @@ def find_gpu(name: str) -> GpuSpec:
                     f"{name} is the name of {len(matches)} cards: {join_names([gpu.name for gpu in matches])}",
                     fix=f'name one of them, such as "{matches[0].name}"',
                 )
+    if sized := re.fullmatch(r"(.*\w)[ -]*\b(\d+) ?gi?b", name.strip(), re.IGNORECASE):
+        with suppress(PlanError):
+            gpu = find_gpu(sized[1])
+            if abs(int(sized[2]) * 1024 / gpu.memory_mib - 1) <= SAME_MEMORY:
+                return gpu
     if counted := re.fullmatch(r"(\d+) ?[x×] ?(.+)", name.strip().lower()):
         fix = f'--gpu "{find_gpu(counted[2]).name}" --gpus {counted[1]}'
         raise PlanError(f"{name} is not the name of one GPU", fix=fix)

@@ -49,6 +49,7 @@ class Machine:
     hosts: int = 1  # each with the same GPUs
     names: tuple[str, ...] = ()  # of the hosts, where they are real ones
     link: HostLink | None = None  # between them; None: not measured
+    threads: int | None = None  # of each rank, where OMP_NUM_THREADS sets them; None: as many as there are cores for it
     # why there are no GPUs although there is a driver
     driver_error: PlanError | None = field(default=None, compare=False)
 
@@ -66,6 +67,7 @@ def probe_machine() -> Machine:
         cpu_cores=probe_cpu_cores(),
         cpu_bf16=probe_cpu_bf16(),
         memory_bytes=probe_memory_bytes(),
+        threads=int(value) or None if (value := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() else None,
         driver_error=driver_error,
     )
 

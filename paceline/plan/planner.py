@@ -235,7 +235,7 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
 
 def threads_of(machine: Machine, world_size: int) -> int:
     """Returns the CPU threads of each rank. world_size: the ranks of all hosts."""
-    return max(1, machine.cpu_cores * machine.hosts // world_size)
+    return machine.threads or max(1, machine.cpu_cores * machine.hosts // world_size)
 
 
 def memory_setup(plan: Plan) -> MemorySetup:

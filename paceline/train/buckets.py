@@ -81,12 +81,13 @@ class Owned:
                 tensor,
             )
 
-    def load(self, read: Read) -> None:
+    def load(self, read: Read, *, with_states: bool) -> None:
         """Fills master and states from a checkpoint; states of either precision become those of this run."""
         master, *states = self.pieces()
         self.master.copy_(read(master.key, *master.rows))
         prefix, rows = f"optim.{self.shape.name}.", {piece.key: piece.rows for piece in states}
-        load_states(self.states, lambda name: read(prefix + name, *rows[prefix + name.removesuffix(BASE)]))
+        if with_states:
+            load_states(self.states, lambda name: read(prefix + name, *rows[prefix + name.removesuffix(BASE)]))
         if self.master_on_host:
             self.weight.copy_(self.master)
 

@@ -238,12 +238,12 @@ class ShardedOptimizer:
         return self._sharded + (self._replicated if self._rank == 0 else [])
 
     @torch.no_grad()
-    def load(self, read: Read) -> None:
-        """Loads weights and states that any number of ranks saved. Collective."""
+    def load(self, read: Read, *, with_states: bool = True) -> None:
+        """Loads weights and states that any number of ranks saved, or the weights alone. Collective."""
         if self._staging:
             self._staging.synchronize()
         for share in self._sharded + self._replicated:
-            share.load(read)
+            share.load(read, with_states=with_states)
         for work in [work for bucket in self._buckets for work in bucket.send_weights()]:
             work.wait()
 

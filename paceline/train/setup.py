@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -317,13 +318,19 @@ def resume(loop: Loop) -> int:
             newest, damage = newest_good(run.checkpoints, set_aside=True)
             choice = (newest.name, damage)
     path, damage = broadcast_object(choice)  # each host may have its own folder of the run
-    if path is None:
+    if path is None and loop.config.init_from:
+        raise PacelineError(
+            f"no checkpoint of {run.name} is left, not even the weights that it started with",
+            fix=f"start it again: paceline train {shlex.quote(str(run.config_toml))} --name NEW",
+        )
+    checkpoint = CheckpointReader(run.checkpoints / path) if path else None
+    if checkpoint:
+        checkpoint.check_model(param_shapes(loop.plan.model))
+        loop.optimizer.load(checkpoint.read, with_states="optimizer" in checkpoint.state)
+    if checkpoint is None or "optimizer" not in checkpoint.state:  # the weights that a run starts with have no states
         if rank == 0 and (dropped := drop_metrics_after(run, -1)):  # an attempt that ended before its first checkpoint
             append_event(run, "resumed", step=0, from_world_size=None, dropped_metrics=dropped)
         return 0
-    checkpoint = CheckpointReader(run.checkpoints / path)
-    checkpoint.check_model(param_shapes(loop.plan.model))
-    loop.optimizer.load(checkpoint.read)
     loop.optimizer.load_state_dict(checkpoint.state["optimizer"])
     scale.load_state_dict(checkpoint.state["scale"])
     if "loss_guard" in checkpoint.state:  # not in those of earlier versions

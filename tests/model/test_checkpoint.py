@@ -16,6 +16,8 @@ from paceline.model.checkpoint import (
     CheckpointWriter,
     Piece,
 )
+from paceline.model.manifest import verify
+from paceline.model.publish import copy_weights
 from paceline.plan.shapes import ParamShape
 
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoint.md"
@@ -269,3 +271,23 @@ def test_a_copy_from_the_gpu_is_of_the_moment_of_the_call(tmp_path: Path):
     tensor.fill_(7.0)
     writer.wait()
     assert CheckpointReader(tmp_path / "step_000040").read("x").abs().max() == 0
+
+
+def test_a_copy_of_the_weights_has_no_states_and_is_step_0(tmp_path: Path):
+    weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    others = [whole("optim.a.momentum_buffer", weight), whole("rng.cpu.0", torch.arange(9, dtype=torch.uint8))]
+    saved = [[*split("model.a", weight, [0, 2]), *others], split("model.a", weight, [2, 6])]
+    save_as_ranks(tmp_path / "from", saved)
+    copy_weights(tmp_path / "from" / "step_000040", tmp_path / "to")
+    assert [path.name for path in (tmp_path / "to").iterdir()] == ["step_000000"]
+    verify(tmp_path / "to" / "step_000000")
+    copy = CheckpointReader(tmp_path / "to" / "step_000000")
+    assert (copy.step, copy.keys(), dict(copy.state)) == (0, ["model.a"], {})
+    assert torch.equal(copy.read("model.a"), weight)
+
+
+def test_weights_that_hold_nan_are_not_copied(tmp_path: Path):
+    save_once(tmp_path, [whole("model.a", torch.tensor([1.0, torch.nan])), whole("model.b", torch.ones(2))])
+    with pytest.raises(PacelineError, match="hold NaN or infinity, first in a"):
+        copy_weights(tmp_path / "step_000040", tmp_path / "to")
+    assert not (tmp_path / "to" / "step_000000").exists()

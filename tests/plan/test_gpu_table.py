@@ -139,6 +139,9 @@ def test_the_gpus_of_recorded_hosts_are_known_with_capability_and_slot(host):
         ("A100", "A100 SXM 80GB"),
         ("RTX 3060", "RTX 3060"),
         ("mi300x", "MI300X"),
+        ("A100 40GB", "A100 SXM 40GB"),
+        ("RTX 5090 32 GB", "RTX 5090"),
+        ("T4 16GiB", "T4"),
     ],
 )
 def test_a_typed_name_finds_the_card(typed_name, name):
@@ -160,7 +163,8 @@ def test_a_typed_name_finds_the_card(typed_name, name):
             'name one of them, such as "RTX PRO 6000 Blackwell Workstation"',
         ),
         ("RTX 5095", "no GPU called RTX 5095 is known", "the nearest known: RTX 5090"),
-        ("A100 40GB", "no GPU called A100 40GB is known", "the nearest known: A100 PCIe 40GB, A100 SXM 40GB"),
+        ("RTX 5090 24GB", "no GPU called RTX 5090 24GB is known", "the nearest known: RTX 5090"),
+        ("V100 32GB", "no GPU called V100 32GB is known", "the nearest known: V100 PCIe 32GB, V100 SXM2 32GB"),
         ("2x RTX 5090", "2x RTX 5090 is not the name of one GPU", '--gpu "RTX 5090" --gpus 2'),
         ("8xh100", "8xh100 is not the name of one GPU", '--gpu "H100 SXM" --gpus 8'),
         ("2x potato", "no GPU called potato is known", "a known card, such as RTX 4090, RTX 5090 or H100 SXM"),

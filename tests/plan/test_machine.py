@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from paceline.errors import PlanError
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Gpu, Machine, imagined_machine, probe_gpus, probe_machine, with_spec
+from paceline.plan.planner import threads_of
 
 
 class NvmlError(Exception):
@@ -89,6 +91,12 @@ def test_this_machine_has_cores_and_memory():
     machine = probe_machine()
     assert machine.cpu_cores >= 1
     assert machine.memory_bytes > 1 << 28
+
+
+@pytest.mark.parametrize(("value", "threads"), [("1", 1), ("6", 6), ("0", 4), ("4,2", 4), ("", 4)])
+def test_ranks_have_the_threads_that_the_environment_sets(monkeypatch, value, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert threads_of(replace(probe_machine(), cpu_cores=8), world_size=2) == threads
 
 
 def test_without_nvml_nvidia_smi_reports_the_gpus(tmp_path, monkeypatch):

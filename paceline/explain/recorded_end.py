@@ -25,8 +25,9 @@ HOST_MEMORY, WORKER_KILLED = "host-oom-killed", "dataloader-worker-killed"
 BUILD_LOCK = b"torch/utils/file_baton.py"  # in the stack of a rank that waits until an extension is built
 LAST_LINE = "last line: "
 NEXT_BATCH = b"_try_get_data"  # of a rank that waits for a worker of its data loader
+HANGUP = "terminal-hangup"
 # what workers and their launcher write when the supervisor is gone
-AFTERMATH = {PREEMPTED, PEER_DIED, "terminal-hangup"}
+AFTERMATH = {PREEMPTED, PEER_DIED, HANGUP}
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE", "SIGXCPU"}
 CURVE_CAUSES = ("loss-nan", "loss-diverged", "loss-stands-still")
 LINES_BEHIND = 40  # a failure
@@ -153,6 +154,9 @@ def find_stop(run: RunDir, events: Sequence[Mapping[str, Any]]) -> tuple[str, st
         return PREEMPTED, f"the run was stopped because its time was over: {reason}", fix
     if signal == "SIGUSR1":
         return PREEMPTED, "the run was stopped by SIGUSR1, a batch system's warning that the time is nearly over", fix
+    if signal == "SIGHUP":
+        detach = "; --detach keeps a run when its terminal is closed"
+        return HANGUP, "the run was stopped because its terminal or its ssh session was closed (SIGHUP)", fix + detach
     if signal == "SIGINT":
         return STOPPED, "the run was stopped on request, with Ctrl-C or paceline stop (SIGINT)", fix
     return None
@@ -258,12 +262,12 @@ def lost_supervisor_texts(attempt: int, head: str | None) -> tuple[str, str]:
     """Summary and fix of a supervisor that was killed. head: its host, where there are several."""
     if head:
         return (
-            f"the command that ran attempt {attempt} on {head} ended without a report, or {head} was lost; its workers ended",
+            f"the command that ran attempt {attempt} on {head} ended without a report, or {head} was lost; its workers end within half a minute",
             f"see that {head} is on and who killed the command there: --detach keeps it from the end of a session",
         )
     return (
         f"the command that ran attempt {attempt} was itself killed, or its machine went down, before it could report why;"
-        " its workers ended with it",
+        " its workers end with it, on other hosts within half a minute",
         "find out who killed it: a closed session without nohup or tmux, a batch system, or the kernel when memory ran out",
     )
 

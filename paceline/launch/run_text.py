@@ -15,8 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, cache_dir
-from paceline.config_file import load_config, source_of
+from paceline.config import LENGTH_KEYS, Config, cache_dir
+from paceline.config_file import format_toml_value, load_config, source_of
 from paceline.data.corpus import Progress, list_files
 from paceline.data.prepare import META, TokenDataset, data_info, open_dataset, prepare, run_tokenizer
 from paceline.data.readers import TEXT_FIELD, ReadNotes
@@ -38,7 +38,7 @@ from paceline.plan.machine import Machine
 from paceline.plan.planner import Plan
 from paceline.plan.replan import MakePlan
 from paceline.plan.shapes import param_shapes
-from paceline.rundir import RunDir, resume_command, unwritable_run, write_atomic
+from paceline.rundir import RunDir, read_json_lines, resume_command, unwritable_run, write_atomic
 from paceline.terminal import show_progress
 from paceline.typed_fields import read_run_file
 from paceline.units import format_list, format_number_of
@@ -109,6 +109,26 @@ def check_edits(run: RunDir, config: Config, plan: Plan, *, otherwise: str) -> N
             f"{key} was edited in {run.config_toml}, and cannot change within a run",
             fix=f"{f'write {own} there' if own else f'take {key} out of it'} again{moved}, or {otherwise}",
         )
+
+
+def changed_keys(run: RunDir, config: Config) -> list[str]:
+    """Returns a sentence for each key whose value was another one at the run's last launch, whether by a flag or by an edit.
+
+    The precision and the length have sentences of their own (plan/replan.py).
+    """
+    launches = [event["config"] for event in read_json_lines(run.events) if "config" in event]
+    before, now = launches[-1] if launches else {}, asdict(config)
+    keys = [key for key in before if key in now and key not in (*LENGTH_KEYS, "precision", "name", "runs_dir")]
+    return [
+        f"{key} changed from {format_key(before[key])} to {format_key(now[key])}"
+        for key in keys
+        if now[key] != before[key]
+    ]
+
+
+def format_key(value: Any) -> str:
+    """Returns a key's value as config.toml has it."""
+    return "auto" if value is None else format_toml_value(value)
 
 
 def planner(dataset: TokenDataset) -> MakePlan:
@@ -254,7 +274,8 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
     if dataset.meta["fingerprint"] != fingerprint and content_hash(dataset) != content:
         raise PacelineError(
             f"{config.data} is another text than that of {run.name}" if is_elsewhere else f"{gone} has changed since",
-            fix="--data with a copy of its text, or start a new run"
+            fix="--data with a copy of its text; a new run that starts with its weights:"
+            f" paceline train --init-from {run.quoted} --data {shlex.quote(config.data)}"
             if is_elsewhere
             else "restore the text, or start a new run",
         )

@@ -39,7 +39,7 @@ EARLY_EXIT_GRACE_S = 3.0
 AGENT_MARGIN_S = 12.0  # within this the agent kills what does not end by itself, and then exits
 
 # a batch system sends SIGUSR1 when the time limit is near
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 # regrouped: saved and ended so that the next attempt has more hosts
 State = Literal["finished", "failed", "interrupted", "regrouped"]
@@ -366,7 +366,9 @@ class StopSignals:
 def catch_signals(signals: StopSignals | None = None) -> Iterator[StopSignals]:
     """Collects the signals that arrive within the block, in `signals` if it is given."""
     signals = signals or StopSignals()
-    handlers = {signum: signal.signal(signum, signals.add) for signum in STOP_SIGNALS}
+    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup a closed terminal stops nothing
+    caught = [signum for signum in STOP_SIGNALS if signum != signal.SIGHUP or not is_deaf]
+    handlers = {signum: signal.signal(signum, signals.add) for signum in caught}
     try:
         yield signals
     finally:

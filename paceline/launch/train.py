@@ -38,6 +38,7 @@ from paceline.launch.requeue import announce_job, check_free, create_folder, cur
 from paceline.launch.run_text import (
     FIXED_KEYS,
     absolute_texts,
+    changed_keys,
     check_changes,
     check_edits,
     check_text,
@@ -173,12 +174,12 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     lock, notes, cluster = wait_for_lock(run), list[str](), partial(cluster_of, entries, config, machine)
     if memory_setup(plan) != memory_setup(plan_before):
         config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv, cluster=cluster)
-    changes = changes_on_resume(plan_before, plan)
+    config = config_of_plan(config, plan, dataset)
+    changes = [*changes_on_resume(plan_before, plan), *changed_keys(run, config)]
     for text in changes:
         print(text)
     for text in (*notes, *changes):
         append_event(run, "note", text=text)
-    config = config_of_plan(config, plan, dataset)
     record_data(run, dataset, config)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
@@ -308,7 +309,7 @@ def run_training(
     others = [member.entry.destination for member in members if not member.is_here and member.entry.way == "ssh"]
     if job.options.detach and detach(job.run, job.lock, destinations=others):
         return 0
-    append_event(job.run, "launch", prepared_s=round(prepared_s, 3))
+    append_event(job.run, "launch", prepared_s=round(prepared_s, 3), config=asdict(job.config))
     if job.cluster:
         try:
             job.cluster.connect(job.run, text=dataset.path)

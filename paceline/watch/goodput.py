@@ -46,6 +46,8 @@ class Attempt:
     resumed: int = 0  # the step that it resumed from
     saved: list[int] = field(default_factory=list)  # steps of its checkpoints
     samples: list[int] = field(default_factory=list)
+    saved_at: float = 0.0  # the last checkpoint and the last sample
+    sampled_at: float = 0.0
 
 
 def goodput(
@@ -107,8 +109,10 @@ def read_attempts(events: Sequence[Record], metrics: StepLines) -> tuple[list[At
                     attempt.resumed = event["step"]
                 case "checkpoint":
                     attempt.saved.append(event["step"])
+                    attempt.saved_at = time
                 case "sample":
                     attempt.samples.append(event["step"])
+                    attempt.sampled_at = time
     for index, attempt in enumerate(attempts):
         until = attempts[index + 1].start if index + 1 < len(attempts) else math.inf
         attempt.lines = metrics[(attempt.start <= metrics["time"]) & (metrics["time"] < until)]
@@ -149,7 +153,10 @@ def attempt_seconds(attempt: Attempt, *, last_step: float) -> dict[str, float]:
     ended_well = attempt.state in ("finished", "interrupted", "regrouped") and len(lines) == len(attempt.lines)
     is_kept = ended_well and not is_repeated
     if last_step == math.inf or is_kept:  # its last weights were saved, and nothing of it was done again
-        seconds["checkpoint"] += tail_s
+        begun = [float(lines["time"][-1]), *([attempt.saved_at] if attempt.saved_at < attempt.sampled_at else [])]
+        sample_s = min(tail_s, max(0.0, attempt.sampled_at - max(begun)))  # the last sample, behind the last checkpoint
+        seconds["evaluation"] += sample_s
+        seconds["checkpoint"] += tail_s - sample_s
     else:
         unlogged_s = min(tail_s, (last_step - float(lines["step"][-1])) * float(lines["step_ms"][-1]) / 1000)
         seconds["steps"] += unlogged_s

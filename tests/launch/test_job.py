@@ -19,7 +19,7 @@ from paceline.launch.digest import Digest
 from paceline.launch.hosts import HostEntry
 from paceline.launch.job import StepWatch, TrainingJob, first_step, planned_step, stop_grace_s, watch_steps
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
-from paceline.launch.run_text import absolute_texts, prepare_data, record_data, reopen_data, run_data
+from paceline.launch.run_text import absolute_texts, changed_keys, prepare_data, record_data, reopen_data, run_data
 from paceline.launch.supervisor import Outcome
 from paceline.launch.train import changed_run, check_unfinished, config_of_plan, new_folder, resume_run
 from paceline.model.checkpoint import CheckpointWriter
@@ -482,3 +482,17 @@ def test_the_steps_of_the_last_command_are_counted_from_where_it_began(tmp_path)
     append_event(run, "resumed", step=100)
     append_event(run, "resumed", step=120)
     assert first_step(run) == 100
+
+
+def test_a_key_that_differs_from_the_last_launch_is_told_with_both_values(tmp_path):
+    run, config = RunDir(tmp_path), Config(matrix_lr=0.1, num_steps=10)
+    assert changed_keys(run, config) == []  # an earlier version recorded no keys
+    append_event(run, "launch", prepared_s=1.0, config=asdict(config))
+    later = replace(config, num_steps=20, matrix_lr=None, data="/books", keep_last=3)
+    assert changed_keys(run, later) == [
+        'data changed from "builtin" to "/books"',
+        "matrix_lr changed from 0.1 to auto",
+        "keep_last changed from 2 to 3",
+    ]
+    append_event(run, "launch", prepared_s=1.0, config=asdict(later))
+    assert changed_keys(run, later) == []

@@ -124,6 +124,14 @@ def test_an_extension_of_a_run_that_ended_well_loses_nothing(state):
     assert result["checkpoint"] == 6.0 + 1.0
 
 
+@pytest.mark.parametrize(("saved", "sampled_s"), [(19.5, 5.5), (25.0, 6.0)])
+def test_the_last_sample_is_no_checkpoint(saved, sampled_s):
+    ends = sorted([(saved, "checkpoint"), (25.0, "sample")])
+    events = [*BEGIN, *(event(at, kind, step=4) for at, kind in ends), event(26, "attempt_ended", state="finished")]
+    result = spent(events, LINES)
+    assert (result["evaluation"], result["checkpoint"]) == (2.0 + sampled_s, 7.0 - sampled_s)
+
+
 def test_a_run_that_was_interrupted_twice_has_lost_what_its_resume_does_again():
     events = [
         *BEGIN, *SAVE, event(25, "attempt_ended", state="interrupted"), event(104, "launch", prepared_s=4.0),

@@ -29,7 +29,7 @@ BARE_BAR = re.compile(r" {0,3}\d{1,3}%\|[█▏▎▍▌▋▊▉ #=>.-]*\|?")  
 # `gradient accumulation steps: 8` is a setting, no progress
 SETTINGS = (
     "accumulation", "accum", "warmup", "max", "num", "total", "optimization", "decay", "logging", "save", "eval", "target",
-    "print", "of",
+    "print", "of", "per", "update",
 )  # fmt: skip
 STEP = re.compile(
     "(?=[gsiub]|num)"
@@ -47,7 +47,8 @@ VALUE = (
     r"(?P<value>(?:(?<![a-z])[-+])?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b(?![\d.]*%)"  # a share is no measure
 )
 LOSS = re.compile(
-    r"loss(?: (?:train|average|avg|mean|function)|_(?!scal|weight|fn|func|type|tok|per_|smooth|gamma|alpha|coef)[a-z]\w{0,15}"
+    r"loss(?: (?:train|average|avg|mean|function)"
+    r"|_(?!scal|weight|fn|func|type|tok|per_|smooth|gamma|alpha|beta|coef|num|wrt)[a-z]\w{0,15}"
     r"|/[a-z][\w/]{0,30}"
     r"|[_-]?\d{1,2}(?= ?[:=]|[ ]+[-+]?\d))?" + VALUE,
     re.IGNORECASE,
@@ -147,6 +148,9 @@ FOREIGN = re.compile(
     r"|(?P<epoch>第 ?(?P<number>\d{1,6}) ?[个個]?[轮輪]|轮次|[ée]poca|époque|epoche|эпоха|エポック|에포크|에폭)",
     re.IGNORECASE,
 )
+RECORD = re.compile(  # a measure as a dictionary, behind its name: {'epoch': 0, 'value': 2.3} ({'split': 'test'})
+    r"(?P<name>\w+): \{'epoch': (?P<epoch>\d+(?:\.\d+)?), 'value': (?P<value>\S+)\} \(\{'split': '(?P<split>\w+)'\}\)"
+)
 FOREIGN_WORDS = ("epoche", "verlust", "perda", "perte", "perdita", "epoca")  # those in ASCII
 
 
@@ -165,7 +169,9 @@ class StepLoss:
 
 
 def in_english(text: str, lowered: str) -> str:
-    """The line with the words of losses and epochs in English."""
+    """The line with the words of losses and epochs in English, and a record of a measure as words."""
+    if "'value': " in text:
+        text = RECORD.sub(r"epoch \g<epoch> \g<split> \g<name>: \g<value>", text)
     if text.isascii() and not has_word(lowered, FOREIGN_WORDS):
         return text
     return FOREIGN.sub(english_word, text).replace("：", ": ")

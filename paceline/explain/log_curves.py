@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from paceline.explain.curve_verdict import (
     DIVERGED,
@@ -67,6 +67,7 @@ MIN_SAME_SCORES = 20  # evaluations
 TRAIN_RISE = 0.1  # of the loss of training, as a share
 # Lightning's bar shows the loss that was logged last, by default (log_every_n_steps) on every 50th step
 LIGHTNING_BAR, LOGGED_EVERY = re.compile(r"\bv_num="), 50
+RANK_DIGITS = 6  # with the point: fewer may be the same by rounding
 EARLY_STOP = re.compile(r"(?i)\bearly[ -]?stop")
 
 
@@ -126,7 +127,12 @@ def line_series(points: Sequence[LossPoint], *, kind: str | None = None) -> list
     for point in points:
         by_name[point.name].append(point)
     by_epoch = {name for name, curve in by_name.items() if has_epochs(curve)}
+    last = dict.fromkeys((name for name, curve in by_name.items() if is_of_ranks(curve)), math.nan)
     for number, (step, name, value, epoch) in enumerate(points):
+        if name in last:
+            if value == last[name]:
+                continue
+            last[name] = value
         step = step if has_steps else epoch if name in by_epoch else number
         table.add(name, number if step is None else step, value, math.nan)
     return table.series()
@@ -143,6 +149,12 @@ def has_epochs(curve: Sequence[LossPoint]) -> bool:
     """Whether each point of a curve is of a later epoch than the one before, or the same one reported twice."""
     ascends = all(before == point or (before.epoch or 0) < (point.epoch or 0) for before, point in pairwise(curve))
     return ascends and curve[0].epoch is not None and 2 * len({*curve}) >= len(curve)
+
+
+def is_of_ranks(curve: Sequence[LossPoint]) -> bool:
+    """Whether several ranks report each value: all come more than once in a row, to many digits, and there is more than one."""
+    times = [len(list(group)) for _, group in groupby(point.value for point in curve)]
+    return len(times) > 1 and min(times) > 1 and all(len(f"{point.value!r}") > RANK_DIGITS for point in curve)
 
 
 def is_lowest_at_end(series: MetricSeries) -> bool:

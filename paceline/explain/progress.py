@@ -55,7 +55,7 @@ DONE = re.compile(
     r"|(?:max_steps|max_epochs)=?\d*`? reached|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed"
     r"|training has finished|\ball stages complete|run finished|finished successfully|^done\.?$|^training time \d+:\d\d:\d\d$"
     r"|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:"
-    r"|normal termination \(return value 0\)"
+    r"|normal termination \(return value 0\)|^successfully completed\.$"  # HTCondor's, LSF's
     r"|\"run_stop\".{0,300}\"status\": \"success\"|terminated of its own accord .*with exit-code 0"
     r"|(?:treinamento|entrenamiento) (?:conclu|complet|finaliz|termin)[a-zí]+|training (?:ist )?(?:abgeschlossen|beendet)"
     r"|entra[iî]nement termin[eé]|обучение (?:завершено|закончено)"

@@ -183,7 +183,7 @@ def take_weights(run: RunDir, source: Path, config: Config, plan: Plan) -> Confi
 def format_weights(source: Path) -> str:
     """Returns the line that names the checkpoint whose weights a run starts with."""
     name = RunDir(source.parent.parent).name
-    return f"weights {name} at step {step_of(source):,}; optimizer states and learning rates begin anew"
+    return f"weights {name} at step {step_of(source):,}, with new optimizer states and learning rates"
 
 
 def prepare_data(

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from paceline.errors import PacelineError
 from paceline.model.manifest import (
     MANIFEST,
@@ -150,6 +148,8 @@ def copy_weights(source: Path, directory: Path) -> None:
 
     Raises OSError where the disk refuses, and PacelineError where a weight is NaN or infinite.
     """
+    import numpy as np  # whoever reads runs imports this module, and must not wait for numpy
+
     manifest = read_manifest(source)
     tensors = {key: entry for key, entry in manifest.tensors.items() if key.startswith("model.")}
     final = directory / step_folder_name(0)

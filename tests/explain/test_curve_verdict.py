@@ -202,6 +202,25 @@ def test_a_log_whose_loss_comes_back_falls_or_rises_little_is_healthy(losses):
     assert explain(log_of(enumerate(losses), LINES[0])).cause == "healthy"
 
 
+EVALUATED = "Validation loss: {loss}\n"
+
+
+def test_evaluations_that_each_rank_reports_count_once():
+    reported = [(0, loss) for loss in (2.295305573940277, 2.283445429801941) for _ in range(8)]
+    steps = log_of(enumerate([2.5, 2.4, 2.3, 2.31]), LINES[0])
+    assert explain([*steps, *log_of(reported, EVALUATED)]).cause == "healthy"
+    assert explain(log_of([*reported[:1] * 3, *reported[-1:] * 8], EVALUATED)).cause == "healthy"
+    assert explain(log_of(reported[:1] * 16, EVALUATED)).cause == "loss-stands-still"
+
+
+def test_measures_of_an_epoch_as_dictionaries_are_read():
+    line = "cross_entropy: {{'epoch': {step}, 'value': {loss}}} ({{'split': '{split}'}})\n"
+    lines = [line.format(step=step, loss=math.nan, split=split) for step in range(9) for split in ("train", "test")]
+    assert explain(["".join(lines).encode()]).cause == "loss-nan"
+    losses = [(step, 2 / (1 + step)) for step in range(20)]
+    assert explain(log_of(losses, line.replace("{split}", "train"))).cause == "healthy"
+
+
 def test_other_losses_and_those_of_a_policy_are_not_judged():
     rising = list(enumerate([1.0] * 40 + [9.0] * 40))
     assert explain(log_of(rising, LINES[0])).cause == "loss-diverged"

@@ -50,6 +50,24 @@ def test_the_time_at_which_lsf_ended_a_job_is_no_signal():
     assert verdict("reading the data\n" * 9 + report).cause == "healthy"
 
 
+@pytest.mark.parametrize("setting", ["SOLVER.IMS_PER_BATCH: 16", "TEACHER_UPDATE_ITER: 1", "FED_LOSS_NUM_CLASSES: 50"])
+def test_settings_in_capitals_are_no_progress(setting):
+    assert verdict(f"{setting}\n" * 3).progress.steps == 0
+
+
+def test_what_deepspeed_says_of_a_checkpoint_that_it_reads_is_no_trouble():
+    assert (
+        verdict("reading the data\n" * 9 + "Detected checkpoint of type zero stage 2, world_size: 1\n").cause
+        == "healthy"
+    )
+
+
+def test_options_that_the_shell_took_for_commands_are_no_missing_programs():
+    explanation = verdict("/bin/bash: line 7: --micro-batch-size: command not found\n")
+    assert explanation.cause == "config-error"
+    assert "backslash" in explanation.fix
+
+
 def test_an_environment_that_a_script_could_not_activate_is_not_why_its_program_was_killed():
     activate = "./run.sh: line 3: /home/me/venv/bin/activate: No such file or directory\n"
     assert verdict(activate).cause == "system-tool-missing"

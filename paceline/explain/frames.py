@@ -7,6 +7,7 @@ their classes tell whether two versions do not fit.
 
 import re
 import sys
+from collections.abc import Sequence
 
 from paceline.explain.explanation import Record
 from paceline.explain.log import Log
@@ -81,6 +82,9 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         r"gym(?:nasium)?[/\\]envs[/\\]registration\.py\", line \d+, in make\b",
     ),
 )  # fmt: skip
+MISSING_NAME = re.compile(r"AttributeError: module '(?P<module>\w+)' has no attribute '(?P<name>\w+)'")
+HIDDEN_WEIGHT = 0.9
+FRAME_PATH = re.compile(r'"([^"]+)", line \d+')
 # of a queue whose reader is gone; its thread prints it and ends
 QUEUE = re.compile(
     r"multiprocessing[/\\](?:queues\.py.*, in _feed|connection\.py.*, in (?:close|send_bytes|_send_bytes|_send|_close))$"
@@ -113,11 +117,22 @@ def is_own(record: Record) -> bool:
 
 def match_frames(record: Record) -> tuple[str, float, dict[str, str]] | None:
     """The cause, its weight and its values that the innermost frames of an exception show."""
+    if (missing := MISSING_NAME.match(record.text)) and (hiding := hiding_file(missing["module"], record.frames)):
+        return "import-error", HIDDEN_WEIGHT, {"name": missing["name"], "own_file": hiding}
     frames = "\n".join(record.frames[-8:])
     for cause, weight, message, frame in BY_FRAME if frames else ():
         if (match := re.match(message, record.text)) and re.search(frame, frames):
             return cause, weight, match.groupdict()
     return None
+
+
+def hiding_file(module: str, frames: Sequence[str]) -> str | None:
+    """The file or folder beside the user's script that has the name of a package, and is imported in its place."""
+    if not frames or not (MODULES.fullmatch(module) or module in sys.stdlib_module_names):
+        return None
+    paths = [match[1] for frame in frames if not INSTALLED.search(frame) and (match := FRAME_PATH.search(frame))]
+    beside = re.sub(r"[^/\\]*$", "", paths[0]) + module if paths else ""
+    return next((beside for path in paths if re.match(rf"{re.escape(beside)}(?:\.py$|[/\\])", path)), None)
 
 
 def left_program_running(record: Record, log: Log) -> bool:

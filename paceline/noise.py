@@ -34,6 +34,9 @@ PLATEAU, PLATEAU_SPREAD, SAME_SPREAD, JUMP = 5, 1.6, 1.01, 4.0
 # the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
 TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
 
+# of a sum over each epoch: the share of itself to which it falls, how often at least, and of its falls
+RESET, MIN_RESETS, MOST_FALLS = 0.6, 3, 0.8
+
 
 def seconds_per_step(steps: Sequence[float], times: Sequence[float]) -> float | None:
     """Returns the mean time of a step between logged lines, without those between which the clock was set or the machine slept."""
@@ -199,6 +202,13 @@ def constant_tail(values: Sequence[float]) -> int | None:
     while at and values[at - 1] == values[-1]:
         at -= 1
     return at if len(values) - at >= max(SAME_VALUES, len(values) // 20) else None
+
+
+def is_running_sum(values: Sequence[float]) -> bool:
+    """Whether a curve falls by nothing but resets, several times, as a sum over the batches of each epoch does."""
+    falls = [after / before for before, after in pairwise(values) if after < before]
+    resets = [share for share in falls if share < RESET]
+    return len(resets) >= MIN_RESETS and len(resets) >= MOST_FALLS * len(falls)
 
 
 def repeats_epochs(values: Sequence[float]) -> bool:

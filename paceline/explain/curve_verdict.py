@@ -44,6 +44,7 @@ from paceline.noise import (
     grows,
     grows_evenly,
     is_level,
+    is_running_sum,
     is_stuck,
     is_too_high,
     jump,
@@ -221,7 +222,7 @@ def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> I
     for series in losses:
         finite = thinned(series)
         values = finite.values
-        if not values or is_learned(finite):
+        if not values or is_learned(finite) or is_running_sum(values):
             continue
         if "crossentropy" in series.name.lower().replace("_", "") and max(values[-LEAP_POINTS:]) < 0:
             yield CurveFinding(DIVERGED, series, 0, BELOW_ZERO)

@@ -202,6 +202,13 @@ def test_a_log_whose_loss_comes_back_falls_or_rises_little_is_healthy(losses):
     assert explain(log_of(enumerate(losses), LINES[0])).cause == "healthy"
 
 
+def test_a_sum_over_the_batches_of_each_epoch_does_not_diverge():
+    sums = [batch * (3.0 - epoch / 4) for epoch in range(8) for batch in range(1, 31)]
+    assert explain(log_of(enumerate(sums), LINES[0])).cause in ("healthy", "unknown")
+    rising = [1.2**step * (0.5 if step % 9 == 0 else 1) for step in range(80)]  # with dips
+    assert explain(log_of(enumerate(rising), LINES[0])).cause == "loss-diverged"
+
+
 EVALUATED = "Validation loss: {loss}\n"
 
 

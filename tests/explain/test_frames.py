@@ -123,3 +123,11 @@ def test_a_folder_beside_the_script_with_the_name_of_a_package_hides_it(module, 
     explanation = verdict(traceback(f"AttributeError: module '{module}' has no attribute 'load_all'", (file, "read")))
     assert explanation.cause == cause
     assert ("rename the file or folder of your own" in explanation.fix) == (cause == "import-error")
+
+
+def test_what_ends_a_command_of_a_tracker_is_its_end():
+    error = "wandb.errors.errors.UsageError: API key cannot start or end with whitespace"
+    frames = ((f"{PACKAGE}/wandb/cli/cli.py", "login"), (f"{PACKAGE}/wandb/sdk/wandb_settings.py", "_validate"))
+    log = traceback(error, *frames).replace('  File "train.py", line 9, in <module>\n    main()\n', "")
+    assert verdict(log).cause == "wandb-login"
+    assert verdict(log.replace("/cli/cli.py", "/sdk/internal/sender.py")).cause != "wandb-login"

@@ -241,9 +241,9 @@ def sample(args: run_options.SampleOptions) -> None:
 
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     write = (lambda _: None) if args.json else partial(print, end="", flush=True)
-    texts = sample_run(folder, args, prompt=prompt, write=write)
+    result = sample_run(folder, args, prompt=prompt, write=write)
     if args.json:
-        print(json.dumps({"prompt": prompt, "samples": texts}, ensure_ascii=False))
+        print(json.dumps(result, ensure_ascii=False))
 
 
 def export(args: run_options.ExportOptions) -> None:

@@ -150,7 +150,8 @@ def figures(snapshot: Snapshot) -> Iterator[Figure]:
             continue
         over = value / expected - 1 if known(value) else math.nan
         worse = over < -TOLERANCE if name in METRICS and METRICS[name].better == "more" else over > TOLERANCE
-        difference = "" if math.isnan(over) else f"{100 * over:+.0f} %".replace("-", "−")
+        percent = None if math.isnan(over) else round(100 * over)
+        difference = "" if percent is None else f"{percent:+} %".replace("-", "−") if percent else "0 %"
         yield Figure(name, value, format_figure(name, value), format_figure(name, expected), difference, worse)
 
 

@@ -7,7 +7,7 @@ import pytest
 from snapshots import GIB, NOW, STATES, broken, failed, finished, gpu, recovered, script, starting, training, two_hosts
 
 from paceline.watch.device_panels import marks
-from paceline.watch.panels import compared_figures, log_levels, log_of, run_panels, run_row, seed_groups
+from paceline.watch.panels import compared_figures, figures, log_levels, log_of, run_panels, run_row, seed_groups
 from paceline.watch.snapshot import TIME_KINDS, Goodput, LogView, Series, to_text
 from paceline.watch.summary import attempt_outcome
 from paceline.watch.terminal.head import measures, why_page
@@ -43,6 +43,8 @@ def test_a_figure_is_compared_with_the_plan_and_is_worse_past_a_tenth():
     tiles = {tile["name"]: tile for tile in run_panels(slow, now=NOW)["tiles"]}
     assert (tiles["step_ms"]["difference"], tiles["step_ms"]["worse"]) == ("+25 %", True)
     assert (tiles["tok_per_sec"]["difference"], tiles["tok_per_sec"]["worse"]) == ("+7 %", False)
+    near = replace(training(NOW), step_ms=0.999 * training(NOW).plan["step_ms"])
+    assert {figure.name: figure.difference for figure in figures(near)}["step_ms"] == "0 %"
     assert "difference" not in tiles["loss"] and tiles["val_bpb"]["note"] == "best 0.9380"
 
 

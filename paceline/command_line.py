@@ -10,7 +10,7 @@ import inspect
 import math
 import re
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
@@ -387,14 +387,3 @@ def unknown_option(argument: str, following: str, *, command: str, options: type
     near = nearest(flag, flags) or next(filter(flag.startswith, flags), None)  # --output: --out
     fix = f"did you mean {near}?" if near else f"see paceline {command} --help"
     return UsageError(f"unknown option {flag}", fix=fix)
-
-
-def unknown_command(args: Sequence[str], names: Collection[str]) -> UsageError:
-    """Names the nearest command, or action of `torch`, `data` and `tokenizer`."""
-    head, word = [*args, ""][:2]
-    if actions := [name.split()[1] for name in names if name.startswith(f"{head} ")]:
-        problem = f"{head} takes {' or '.join(actions)}, {f'not {word}' if word else 'none is given'}"
-        return UsageError(problem, fix=f"paceline {head} {nearest(word, actions) or actions[0]}")
-    near = nearest(head, [name.split()[0] for name in names])
-    whole = f"{near} {word}" if f"{near} {word}" in names else near
-    return UsageError(f"unknown command {head}", fix=f"paceline {whole}" if near else "paceline --help lists them")

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline import __version__, options, run_options
-from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
+from paceline.command_line import HELP_FLAGS, complete, format_commands, parse
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError, check_new_file
+from paceline.other_names import unknown_command
 from paceline.terminal import format_facts, plain_output, problem_of, show_progress, shows_colours, tolerant_output
 from paceline.typed_fields import find_training_run
 
@@ -239,11 +240,10 @@ def sample(args: run_options.SampleOptions) -> None:
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
     from paceline.train.evaluate import sample_run
 
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     write = (lambda _: None) if args.json else partial(print, end="", flush=True)
-    texts = sample_run(folder, args, prompt=prompt, write=write)
+    result = sample_run(folder, args, prompt=sys.stdin.read() if args.prompt == "-" else args.prompt, write=write)
     if args.json:
-        print(json.dumps({"prompt": prompt, "samples": texts}, ensure_ascii=False))
+        print(json.dumps(result, ensure_ascii=False))
 
 
 def export(args: run_options.ExportOptions) -> None:

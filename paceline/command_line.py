@@ -10,7 +10,7 @@ import inspect
 import math
 import re
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
@@ -23,6 +23,7 @@ T = TypeVar("T")
 Names = Callable[[], list[str]]
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 HELP_FLAGS = {"-h", "--help"}
+FILES = {"CONFIG", "DIR", "FILE", "HOSTS", "LOG", "PATH", "SCRIPT", "SOURCE"}  # values that may be one
 VALUE_NAMES = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 NOT_A_VALUE = re.compile(r"-(?!$|\.?\d|.* )")  # an option; "-", a negative number and a text with spaces are values
 
@@ -59,8 +60,7 @@ def positional(value: str, about: str, *, default: Any = MISSING, **attributes: 
 
 def keys_of(owner: type, *, names: Sequence[str] = (), foreign: Callable[..., list[str]] = lambda args, _: args) -> Any:
     """A field that holds which fields of `owner` are set. foreign: gives other trainers' flags in the arguments our names."""
-    metadata = {"owner": owner, "names": tuple(names), "foreign": foreign}
-    return field(default_factory=dict, metadata=metadata)
+    return field(default_factory=dict, metadata={"owner": owner, "names": tuple(names), "foreign": foreign})
 
 
 @dataclass(frozen=True)
@@ -265,9 +265,6 @@ def normalize(args: Sequence[str], *, command: str, options: type) -> list[str]:
 class HelpFormatter(argparse.HelpFormatter):
     """Keeps the paragraphs of a docstring and the lines of its examples, and shows a switch without a value."""
 
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=30)
-
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill, parts = super()._fill_text, text.split("\n\n")
         return "\n\n".join(part if part.startswith("examples:") else fill(part, width, indent) for part in parts)
@@ -292,7 +289,7 @@ def make_parser(command: str, options: type) -> argparse.ArgumentParser:
         usage=" ".join(usage),
         description=prose,
         epilog="examples:\n  " + examples.replace("\n$ ", "\n  "),
-        formatter_class=HelpFormatter,
+        formatter_class=partial(HelpFormatter, max_help_position=30),
         allow_abbrev=False,
     )
     add_parameters(parser, options)
@@ -312,25 +309,29 @@ def add_parameters(parser: argparse.ArgumentParser, options: type, *, gpus: Name
         shown |= {"metavar": parameter.usage, "type": str if parameter.is_script else parameter.parse}
         if parameter.positional:
             nargs = argparse.REMAINDER if parameter.is_script and gpus is not None else "*"
-            group.add_argument(name, nargs=nargs, action="extend", **shown).completer = completer
+            action = "extend" if gpus is None else "store"  # argcomplete does not run "extend"
+            group.add_argument(name, nargs=nargs, action=action, **shown).completer = completer
             shown["help"] = argparse.SUPPRESS
         if parameter.has_flag or not parameter.positional:
             group.add_argument(parameter.option, dest=name, action="append", **shown).completer = completer
 
 
 def offer(parameter: Parameter, *, prefix: str, gpus: Names, parsed_args: Any, **_: Any) -> Iterable[str]:
-    """What completes a value: choices, the last of several names, configs, GPUs or runs, else files where it may be one."""
+    """What completes a value: choices, the last of several names, GPUs, configs, runs or steps, and files where it may be one."""
     from argcomplete.completers import FilesCompleter
 
-    if parameter.name == "config":
-        configs = Path(__file__).with_name("configs").glob(f"{prefix}*.toml")
-        return [*(path.stem for path in configs), *FilesCompleter()(prefix)]
     known = gpus() if parameter.name in ("gpu", "compare") else parameter.names
-    names = ["".join(prefix.rpartition(",")[:2]) + name for name in known]
-    folder = Path((getattr(parsed_args, "runs_dir", None) or ["runs"])[-1])
-    runs = [path.parent.name for path in folder.glob(f"{prefix}*/config.toml")] if "RUN" in parameter.value_name else []
-    may_be_file = re.search("CONFIG|DIR|FILE|HOSTS|LOG|PATH|RUN|SCRIPT|SOURCE", parameter.value_name)
-    return [*parameter.choices, *names, *runs] or (FilesCompleter()(prefix) if may_be_file else [])
+    names = [*parameter.choices, *("".join(prefix.rpartition(",")[:2]) + name for name in known)]
+    kinds = set(re.findall("[A-Z]+", parameter.value_name))
+    folder, run = getattr(parsed_args, "runs_dir", ["runs"])[-1], getattr(parsed_args, "run", [""])[-1]
+    if "CONFIG" in kinds:
+        names += [path.stem for path in Path(__file__).with_name("configs").glob(f"{prefix}*.toml")]
+    if "RUN" in kinds:
+        names += [path.parent.name for path in Path(folder).glob(f"{prefix}*/config.toml")]
+    if parameter.name == "step":
+        paths = [path for place in (Path(run), Path(folder, run)) for path in place.glob("checkpoints/*/manifest.json")]
+        names += [str(int(name)) for path in paths if (name := path.parent.name.removeprefix("step_")).isdigit()]
+    return [*names, *(FilesCompleter()(prefix) if kinds & FILES or (not names and "RUN" in kinds) else [])]
 
 
 def complete(commands: Mapping[str, type], *, gpus: Names) -> None:
@@ -358,7 +359,6 @@ def format_commands(commands: Mapping[str, type]) -> str:
         usage="paceline COMMAND ...",
         description="paceline trains GPT-style language models on the GPUs you have.",
         epilog="paceline COMMAND --help shows its options, with examples. paceline --version prints the version.",
-        formatter_class=HelpFormatter,
         add_help=False,
     )
     group = parser.add_argument_group("commands")
@@ -387,14 +387,3 @@ def unknown_option(argument: str, following: str, *, command: str, options: type
     near = nearest(flag, flags) or next(filter(flag.startswith, flags), None)  # --output: --out
     fix = f"did you mean {near}?" if near else f"see paceline {command} --help"
     return UsageError(f"unknown option {flag}", fix=fix)
-
-
-def unknown_command(args: Sequence[str], names: Collection[str]) -> UsageError:
-    """Names the nearest command, or action of `torch`, `data` and `tokenizer`."""
-    head, word = [*args, ""][:2]
-    if actions := [name.split()[1] for name in names if name.startswith(f"{head} ")]:
-        problem = f"{head} takes {' or '.join(actions)}, {f'not {word}' if word else 'none is given'}"
-        return UsageError(problem, fix=f"paceline {head} {nearest(word, actions) or actions[0]}")
-    near = nearest(head, [name.split()[0] for name in names])
-    whole = f"{near} {word}" if f"{near} {word}" in names else near
-    return UsageError(f"unknown command {head}", fix=f"paceline {whole}" if near else "paceline --help lists them")

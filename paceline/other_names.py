@@ -1,5 +1,5 @@
 """
-What nanoGPT, nanochat, their forks and transformers call their settings: under which key of ours, or why under none.
+What nanoGPT, nanochat, their forks and transformers call their settings and commands: under which name of ours, or why under none.
 
 nanochat: scripts/base_train.py of commit 92d63d4 and earlier ones. nanoGPT: train.py.
 """
@@ -11,8 +11,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, nearest
 
+OTHER_COMMANDS = {  # of nanochat and other trainers -> ours
+    "chat": "sample",
+    "generate": "sample",
+    "list": "runs",
+    "ls": "runs",
+    "finetune": "train --init-from RUN --data OTHER",
+    "mid": "train --init-from RUN --data OTHER",
+    "sft": "train --init-from RUN --data OTHER",
+}
 # key -> its other names
 NAMES = {
     "sequence_len": "max_seq_len block_size context_length seq_len max_position_embeddings n_positions",
@@ -159,3 +168,14 @@ def _without_key(name: str, value: Any) -> Translation | None:
         return None
     fix = INSTEAD.get(name, f"leave {name} out")
     raise PacelineError(f"paceline has no {name}, and {value!r} asks for it", fix=fix)
+
+
+def unknown_command(args: Sequence[str], names: Collection[str]) -> UsageError:
+    """Names the command of ours that does the same, or the nearest one, or action of `torch`, `data` and `tokenizer`."""
+    head, word = [*args, ""][:2]
+    if actions := [name.split()[1] for name in names if name.startswith(f"{head} ")]:
+        problem = f"{head} takes {' or '.join(actions)}, {f'not {word}' if word else 'none is given'}"
+        return UsageError(problem, fix=f"paceline {head} {nearest(word, actions) or actions[0]}")
+    near = OTHER_COMMANDS.get(head) or nearest(head, [name.split()[0] for name in names])
+    whole = f"{near} {word}" if f"{near} {word}" in names else near
+    return UsageError(f"unknown command {head}", fix=f"paceline {whole}" if near else "paceline --help lists them")

@@ -190,7 +190,7 @@ class EmitK8sOptions(EmitOptions):
     Resources are those of the plan. What starts again after an interruption resumes the run. Nothing is submitted.
     docs/clusters.md.
 
-    $ paceline emit k8s balanced --gpu H100 --gpus 4 --hosts 2 --image registry.example.org/paceline:0.1.0
+    $ paceline emit k8s balanced --gpu H100 --gpus 4 --hosts 2 --image me/paceline
     """
 
     target = "k8s"

@@ -40,6 +40,10 @@ def folder(tmp_path):
         (tmp_path / "runs" / name / "config.toml").touch()
     (tmp_path / "other" / "elsewhere").mkdir(parents=True)
     (tmp_path / "other" / "elsewhere" / "config.toml").touch()
+    for step in ("step_000040", "step_000500"):
+        (tmp_path / "runs" / "books" / "checkpoints" / step).mkdir(parents=True)
+        (tmp_path / "runs" / "books" / "checkpoints" / step / "manifest.json").touch()
+    (tmp_path / "runs" / "books" / "checkpoints" / "step_000600").mkdir()  # damaged
     (tmp_path / "train.py").touch()
     (tmp_path / "bin").mkdir()
     paceline = tmp_path / "bin" / "paceline"
@@ -86,6 +90,13 @@ def offered(line: str, *, shell: str, folder: Path, capsys) -> list[str]:
         ("paceline train t", ["tiny", "train.py"]),
         ("paceline resume bo", ["books"]),
         ("paceline explain tr", ["train.py"]),
+        ("paceline explain ", ["bin/", "books", "code", "other/", "runs/", "train.py"]),
+        ("paceline profile bo", ["books"]),
+        ("paceline profile --runs-dir other e", ["elsewhere"]),
+        ("paceline profile t", ["tiny", "train.py"]),
+        ("paceline sample books --step ", ["40", "500", "best"]),
+        ("paceline eval runs/books --step 5", ["500"]),
+        ("paceline eval code --step ", ["best"]),
         ("paceline runs show ", ["books", "code"]),
         ("paceline watch --runs-dir other ", ["elsewhere"]),
         ("paceline track books --to ", ["tensorboard", "trackio", "wandb"]),

@@ -21,6 +21,9 @@ RecordKind = Literal["exception", "line", "signal", "exit", "banner"]
 SUPERVISOR_CAUSES = frozenset({
     "hang", "exited-early", "host-lost", "link-lost", "supervisor-lost", "hosts-unconnected", "hosts-path-mtu", "job-over",
 })  # fmt: skip
+REPORTED_CAUSES = frozenset(
+    {"loss-spike", "gradient-nan", "refused"}
+)  # by a rank, with their own fix; not in the catalogue
 KERNEL_LOG = "kernel log"  # how the source of its lines begins
 MAX_LINES, MAX_WIDTH = 4, 200  # of one message on the screen
 MAX_VICTIMS = 16  # listed by number
@@ -97,7 +100,7 @@ class CurveEvidence:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What failed, where, and the fix; cause is an id of the catalogue, one of SUPERVISOR_CAUSES, "healthy" or "unknown"."""
+    """What failed, where, and the fix; cause is an id of the catalogue, one of the causes above, "healthy" or "unknown"."""
 
     cause: str
     also: tuple[str, ...] = ()
@@ -276,8 +279,7 @@ def format_notes(explanation: Explanation) -> list[str]:
         notes.append(f"{format_ranks(explanation.victims, limit=MAX_VICTIMS)} failed only as a consequence")
     if explanation.cause not in ("healthy", "unknown"):
         also = f"; it could also be {' or '.join(explanation.also)}" if explanation.also else ""
-        command = f"; more: paceline explain --cause {explanation.cause}"
-        notes.append(
-            f"{explanation.confidence:.0%} sure{also}{'' if explanation.cause in SUPERVISOR_CAUSES else command}"
-        )
+        is_listed = explanation.cause not in SUPERVISOR_CAUSES | REPORTED_CAUSES
+        command = f"; more: paceline explain --cause {explanation.cause}" if is_listed else ""
+        notes.append(f"{explanation.confidence:.0%} sure{also}{command}")
     return ["", *notes] if notes else []

@@ -240,7 +240,7 @@ def correct_kill(
 
 
 def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) -> Explanation:
-    """If a rank reported its error with a fix, its message and fix replace those of the catalogue."""
+    """If a rank reported its error with a fix, its message, fix and step replace those of the catalogue and of the log."""
     for path in error_files:
         with suppress(*BROKEN_FILE):
             error = json.loads(read_text(path))
@@ -250,8 +250,10 @@ def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) 
             if cause == UNKNOWN or explanation.confidence < SURE:
                 cause = UNKNOWN if exit_code == TrainingFailed.exit_code else "config-error"
             cause = error["cause"] if error.get("cause") in load_catalogue().causes else cause
+            step = error.get("step", explanation.step)  # a step that fails has no line in the log
             if fix := error.get("fix"):
-                return replace(explanation, cause=cause, rank=rank, summary=message, fix=fix, confidence=confidence)
+                facts = {"cause": cause, "rank": rank, "step": step, "confidence": confidence}
+                return replace(explanation, summary=message, fix=fix, **facts)
     return explanation
 
 

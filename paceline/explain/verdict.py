@@ -138,7 +138,9 @@ def explain_event(
     if diverged and len(logs) == 1:
         evidence = (*nan_evidence(progress), *evidence)[:MAX_EVIDENCE]
     places = {(item.source, item.line) for item in evidence}
-    consequences = [event.record for event in candidates if (event.record.source, event.record.line) not in places]
+    texts = {(item.rank, item.text) for item in evidence}  # of which the second traceback of a chain may repeat one
+    others = [event.record for event in candidates if (event.record.source, event.record.line) not in places]
+    consequences = [other for other in others if (other.rank, shorten(other.text)) not in texts]
     rivals = sorted((event for event in roots if event.cause.id != cause.id), key=lambda event: -event.score)
     also = dict.fromkeys(rival.cause.id for rival in rivals if rival.score >= culprit.score - ALSO_NEAR)
     if culprit.cause.id in WAITING or rank_in_text(culprit) is not None:

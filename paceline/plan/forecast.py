@@ -238,7 +238,8 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.offload != "none":
         states += ", states on the host" if plan.precision == "fp32" else ", masters and states on the host"
     states += "" if plan.optimizer_states == "fp32" else ", 8-bit states"
-    epochs = f", {plan.epochs:.3g} epochs" if plan.epochs else ""
+    count = f"{plan.epochs:,.0f}" if (plan.epochs or 0) >= 100 else f"{plan.epochs or 0:.3g}"
+    epochs = f", {count} epochs" if plan.epochs else ""
     length = f"{format_number_of(plan.num_steps, 'step')}, {format_count(plan.num_steps * plan.total_batch_size)} tokens{epochs}"
     if plan.time is not None:
         about = f": about {length}" if plan.cost.get("seconds") else ""

@@ -87,14 +87,13 @@ def track_now(run: RunDir, name: str) -> None:
                 return True
         return False
 
-    sent = track(run, name, continues=continues, report=lambda text: print(text, flush=True))
-    print(f"{name}: {format_number_of(sent, 'row')} sent" if sent else f"{name}: no new rows")
+    print(f"{name}: {track(run, name, continues=continues, report=lambda text: print(text, flush=True))}")
 
 
 def track(
     run: RunDir, name: str, *, continues: Callable[[], bool], report: Callable[[str], None], wait_s: float = 0.0
-) -> int:
-    """Sends all new rows and returns their number; raises PacelineError for any error of a library.
+) -> str:
+    """Sends all new rows and returns how many, as text; raises PacelineError for any error of a library.
 
     continues: waits until the next read is due, and returns whether more rows may come. wait_s: for another process that sends.
     """
@@ -111,7 +110,7 @@ def track(
         ) from error
 
 
-def send(run: RunDir, name: str, continues: Callable[[], bool], report: Callable[[str], None]) -> int:
+def send(run: RunDir, name: str, continues: Callable[[], bool], report: Callable[[str], None]) -> str:
     position, sent, more = Position(), 0, True
     with suppress(OSError, ValueError, TypeError):
         position = Position(**json.loads(run.track(name).read_text()))
@@ -137,7 +136,9 @@ def send(run: RunDir, name: str, continues: Callable[[], bool], report: Callable
     if not tracker.close(exit_code=0 if is_well else 1):
         raise PacelineError(f"{name}: not all rows have arrived", fix=f"paceline track {run.quoted} --to {name}")
     save_position(run, name, position)
-    return sent
+    if not sent:
+        return "no new rows" if tracker.online else "no new rows, and nothing is sent: it is offline"
+    return f"{format_number_of(sent, 'row')} {'sent' if tracker.online else 'saved offline'}"
 
 
 def save_position(run: RunDir, name: str, position: Position) -> None:

@@ -56,6 +56,7 @@ class Position:
 
 class Tracker(Protocol):
     redone: bool = False  # whether it accepts another row of a step that a resume has repeated
+    online: bool = True  # whether rows go to where they are viewed
     where: str  # how to view it
 
     def add(self, row: TrackerRow) -> None: ...
@@ -144,7 +145,7 @@ class Wandb(Tracker):
         self.waiting: dict[str, float] = {}
         self.tracked, self.online = self.begin(position)
         self.where = str(self.tracked.url) if self.online else f"wandb sync {run.path}/track/wandb/offline-run-*"
-        last = self.tracked.step - 1  # of the server
+        last = self.tracked.starting_step - 1  # of the server; `step` is 0 in wandb 0.31
         if self.online and (self.counts_steps or last < 0):
             times = [unix_time(line.get("time")) for line in read_json_lines(run.metrics) if line.get("step") == last]
             position.step, position.time = last, 0.0

@@ -249,7 +249,7 @@ def evaluate_run(run: RunDir, options: EvalOptions, *, dataset: TokenDataset) ->
             sums += score_rows(model, split, rows, token_bytes=token_bytes, device_batch_size=RUN_BATCH_ROWS)
     nats, num_bytes, tokens = sums.tolist()
     bpb = bits_per_byte(nats, num_bytes)
-    return {"step": reader.step, "val_bpb": bpb, "tokens": int(tokens), "data": dataset.meta["source"]}
+    return {"run": run.name, "step": reader.step, "val_bpb": bpb, "tokens": int(tokens), "data": dataset.meta["source"]}
 
 
 def run_batches(
@@ -281,9 +281,9 @@ def format_evaluation(result: Mapping[str, Any], *, name: str) -> str:
     return f"{name} at {step}: val_bpb {result['val_bpb']:.4f} on {tokens}"
 
 
-def sample_run(run: RunDir, options: SampleOptions, *, prompt: str, write: Callable[[str], None]) -> list[str]:
-    """Streams the first sample through `write`, then writes the others; returns all of them."""
-    model, _ = load_model(run, step=options.step, device=options.device)
+def sample_run(run: RunDir, options: SampleOptions, *, prompt: str, write: Callable[[str], None]) -> dict[str, Any]:
+    """Streams the first sample through `write`, then writes the others; returns all of them, with what they were made from."""
+    model, reader = load_model(run, step=options.step, device=options.device)
     tokenizer = Tokenizer.load(run_tokenizer(run))
     live = DecodeStream(tokenizer)
     tokens: list[list[int]] = [[] for _ in range(options.num)]
@@ -308,7 +308,8 @@ def sample_run(run: RunDir, options: SampleOptions, *, prompt: str, write: Calla
     write("\n")
     for number, text in enumerate(texts[1:], 2):
         write(f"\n--- {number} of {options.num}\n{prompt}{text}\n")
-    return texts
+    made_from = {"run": run.name, "step": reader.step, "prompt": prompt, "seed": options.seed}
+    return {**made_from, "temperature": options.temperature, "top_k": options.top_k, "samples": texts}
 
 
 def generate(

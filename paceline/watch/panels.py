@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from paceline.units import format_bytes, format_count, format_duration, format_energy, unix_time
+from paceline.watch.about import OWN_KEYS, group_key
 from paceline.watch.device_panels import host_panel, map_panels, ranks_panel
 from paceline.watch.measures import METRICS, format_figure, format_percent, format_step
 from paceline.watch.snapshot import LIVE, AttemptView, EventView, Level, LogView, Series, Snapshot
@@ -149,7 +150,8 @@ def figures(snapshot: Snapshot) -> Iterator[Figure]:
             continue
         over = value / expected - 1 if known(value) else math.nan
         worse = over < -TOLERANCE if name in METRICS and METRICS[name].better == "more" else over > TOLERANCE
-        difference = "" if math.isnan(over) else f"{100 * over:+.0f} %".replace("-", "−")
+        percent = None if math.isnan(over) else round(100 * over)
+        difference = "" if percent is None else f"{percent:+} %".replace("-", "−") if percent else "0 %"
         yield Figure(name, value, format_figure(name, value), format_figure(name, expected), difference, worse)
 
 
@@ -189,6 +191,8 @@ def compared_figures(snapshot: Snapshot) -> Iterator[Panel]:
         if name in METRICS and known(value):
             step = snapshot.step if name in ("loss", "val_bpb") else None
             yield {"name": name, "text": text, "value": value, "better": METRICS[name].better, "step": step}
+            if name == "val_bpb" and snapshot.eval_tokens:
+                yield {"name": "eval_tokens", "text": f"{snapshot.eval_tokens:,}", "value": None, "better": None}
     if snapshot.elapsed_s is not None:
         yield {"name": "time", "text": format_duration(snapshot.elapsed_s), "value": None, "better": None}
     if snapshot.goodput and (share := snapshot.goodput.share) is not None:
@@ -345,22 +349,25 @@ def log_levels(lines: Sequence[str]) -> dict[str, str]:
     return {str(index): level for index, line in enumerate(lines) if (level := line_level(line)) != "info"}
 
 
-def seed_groups(runs: Sequence[dict[str, Any]], keys: dict[str, str | None]) -> dict[str, Panel]:
+def seed_groups(runs: Sequence[dict[str, Any]], configs: dict[str, dict[str, Any]]) -> dict[str, Panel]:
     """Returns by run the group of those that differ only in their seed: its size, and mean and spread of its last figures.
 
-    keys: by run, the same text for the runs of a group.
+    configs: by run. Where there are several groups, each has the settings in which they differ.
     The spread is one standard deviation. Runs that have not reached the same step have no mean.
     """
     members: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
-        if key := keys.get(run["name"]):
+        if key := group_key(configs.get(run["name"], {})):
             members.setdefault(key, []).append(run)
+    groups = {key: group for key, group in members.items() if len(group) > 1}
+    shared = {key: configs[group[0]["name"]] for key, group in groups.items()}
+    names = dict.fromkeys(name for config in shared.values() for name in config if name not in OWN_KEYS)
+    differing = [name for name in names if len({repr(config.get(name)) for config in shared.values()}) > 1]
     panels: dict[str, Panel] = {}
-    for key, group in members.items():
-        if len(group) < 2:
-            continue
+    for key, group in groups.items():
         is_even = len({run["step"] for run in group}) == 1
-        panel = {"key": key, "size": len(group), "steps": format_step(group[0]["step"]) if is_even else "unequal steps"}
+        panel = {"key": key, "size": len(group), "step": format_step(group[0]["step"]) if is_even else "unequal steps"}
+        panel["settings"] = {name: shared[key].get(name) for name in differing}
         for name in ("loss", "val_bpb"):
             values = [run[name] for run in group if known(run[name])]
             is_whole = is_even and len(values) == len(group)
@@ -381,4 +388,5 @@ def run_row(run: dict[str, Any]) -> Panel:
         "steps": format_step(run["step"]) + (f" of {num_steps:,}" if num_steps else ""),
         "time": unix_time(run["time"]) if run["time"] else None,
         **{name: format_figure(name, run[name]) for name in ("loss", "val_bpb", "tok_per_sec")},
+        "eval_tokens": format_step(run["eval_tokens"] if known(run["val_bpb"]) else None),
     }

@@ -206,7 +206,7 @@ def file_stamp(path: Path) -> tuple[int, int] | None:
 
 
 def format_runs(runs: list[RunStatus]) -> str:
-    """Returns the list of runs as a table; a long name moves its own row alone. It has eval_tokens where the runs differ in it."""
+    """Returns the list of runs as a table; a long name has a line of its own. It has eval_tokens where the runs differ in it."""
     head = ("run", "state", "step", "loss", "val_bpb", "eval_tokens", "tok/s", "last activity (UTC)", "tags")
     rows = [
         (
@@ -227,7 +227,8 @@ def format_runs(runs: list[RunStatus]) -> str:
         if {"tags": any(values), "eval_tokens": len({*values} - {"n/a"}) > 1}.get(name, True):
             column = (name, *values)
             width = max(width for width in map(cells, column) if width <= MAX_COLUMN)
-            columns.append([pad(cell, width, right=name not in ("run", "state", "tags")) for cell in column])
+            next_line, right = f"\n{'':{width}}" if name == "run" else "", name not in ("run", "state", "tags")
+            columns.append([pad(cell, width, right=right) + next_line * (cells(cell) > width) for cell in column])
     notes = (f"{strip_escapes(status.name)}: {note}" for status in runs for note in status.notes)
     return "\n".join(["  ".join(row).rstrip() for row in zip(*columns, strict=True)] + [*notes])
 

@@ -38,7 +38,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.errors import PacelineError
 from paceline.units import format_number_of
-from paceline.watch.about import check_links, group_key
+from paceline.watch.about import check_links
 from paceline.watch.connections import TimedConnection, listen, opened_browser
 from paceline.watch.panels import log_levels, run_panels, run_row, seed_groups
 from paceline.watch.snapshot import Snapshot, changes, to_text
@@ -330,7 +330,7 @@ def lean(news: dict[str, Any]) -> dict[str, Any]:
 def listed(shelf: Shelf) -> list[dict[str, Any]]:
     """Returns the runs with the texts of their rows, and of their group where others differ only in their seed."""
     runs = shelf.runs()
-    groups = seed_groups(runs, {name: group_key(config) for name, config in shelf.settings().items()})
+    groups = seed_groups(runs, shelf.settings())
     return [{**run, "texts": run_row(run), "group": groups.get(run["name"])} for run in runs]
 
 

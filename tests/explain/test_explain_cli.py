@@ -267,6 +267,29 @@ def test_an_error_with_a_fix_that_a_rank_reported_itself_replaces_the_catalogues
     assert explained(capsys, run.path).startswith("loss-nan: no room")
 
 
+def test_an_error_that_a_rank_reports_is_at_its_own_step_and_is_quoted_once(run, capsys):
+    run.events.unlink()
+    append_event(run, "attempt", attempt=1, nproc=1, world_size=1, pids=[4711])
+    message = "the loss leaps to 19.9994 at step 2, 13.7608 above its recent mean (--max-loss-spike 3)"
+    trace = f"""Traceback (most recent call last):
+  File "/opt/paceline/train/worker.py", line 136, in train_rank
+    done, bpb, stopped = loop.train(start)
+paceline.train.trouble.LossTrouble: error: {message}
+"""
+    chain = "\nThe above exception was the direct cause of the following exception:\n\n"
+    run.rank_log(1, 0).write_text(f"step 01/30 | loss 6.2386 | 235 ms\n{trace}{chain}{trace}")
+    error = {"message": message, "fix": "lower --matrix-lr", "exit_code": 3, "cause": "loss-spike", "step": 2}
+    run.rank_error(1, 0).write_text(json.dumps(error))
+    output = json.loads(explained(capsys, run.path, "--json"))
+    assert (output["summary"], output["step"]) == (message, 2)
+    assert [message in item["text"] for item in output["evidence"]].count(True) == 1 and output["consequences"] == []
+    append_event(
+        run, "verdict", attempt=1, cause="loss-spike", step=2, rank=0, summary=message, fix="lower --matrix-lr"
+    )
+    output = explained(capsys, run.path)
+    assert output.startswith(f"loss-spike: {message} (rank 0)\n") and "--cause" not in output
+
+
 def test_half_the_batch_size_is_computed_from_the_runs_config(run, capsys):
     run.rank_log(1, 1).write_text(
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 23.56 GiB\n"

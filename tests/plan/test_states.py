@@ -150,6 +150,12 @@ def test_the_plan_says_so_and_an_older_one_has_fp32_states():
     plan = planned(depth=12, optimizer_states="8bit")
     assert "one device, 8-bit states, compile: measured first" in plan_lines(plan)[3]
     assert "8-bit" not in "".join(plan_lines(planned(depth=12)))
+
+
+def test_a_thousand_epochs_are_counted_in_full():
+    plan = planned(depth=12)  # 100 steps of 256 rows
+    assert "1,024 epochs" in "".join(plan_lines(replace(plan, num_rows=25)))
+    assert "2.5 epochs" in "".join(plan_lines(replace(plan, num_rows=10_240)))
     assert Plan.from_json(plan.to_json()) == plan
     values = {field.name: getattr(plan, field.name) for field in fields(Plan) if field.name != "optimizer_states"}
     assert Plan(**values).optimizer_states == "fp32"

@@ -158,6 +158,17 @@ def test_sample_reports_the_prompt_that_it_read_from_standard_input(unbroken, ca
     assert answer["prompt"] == "def "
 
 
+def test_the_json_of_sample_and_eval_says_which_weights_and_which_choices_it_is_from(unbroken, capsys):
+    words = ("--step=30", "--temperature=0", "--seed=3", "--tokens=2", "--device=cpu")
+    answer = json_of(capsys, "sample", str(unbroken), *words)
+    assert len(answer.pop("samples")) == 1
+    assert answer == {
+        "run": "unbroken", "step": 30, "prompt": "", "seed": 3, "temperature": 0.0, "top_k": 50
+    }  # fmt: skip
+    answer = json_of(capsys, "eval", str(unbroken), "--step=30", "--tokens=64", "--device=cpu")
+    assert (answer["run"], answer["step"]) == ("unbroken", 30)
+
+
 def test_tokenizer_info_takes_a_run(unbroken, capsys, monkeypatch):
     monkeypatch.chdir(unbroken.parent.parent)
     by_name = json_of(capsys, "tokenizer", "info", "unbroken")

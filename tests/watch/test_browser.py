@@ -240,6 +240,22 @@ def test_a_long_name_of_a_run_hides_no_column_and_no_state(page, tmp_path):
             )
 
 
+def test_a_long_name_leaves_room_for_the_figures_of_a_comparison(page, tmp_path):
+    name = "depth=12,lr=0.1," * 12
+    for run, depth in ((name, 4), ("short", 6)):
+        write_run(tmp_path, run, depth=depth)
+    with serving(Shelf(tmp_path)) as port:
+        for size, column in (({"width": 1280, "height": 800}, 2), (PHONE, 1)):
+            page.set_viewport_size(size)
+            go(page, port, f"/compare/{name}/short")
+            for table in ("#figures", "#differences"):
+                page.wait_for_selector(f"{table} td")
+                cell = page.locator(f"{table} tbody tr").first.locator("td").nth(column - 1).bounding_box()
+                panel = page.locator(table).bounding_box()
+                assert cell["x"] + cell["width"] <= panel["x"] + panel["width"]
+            assert overflow(page) == 0
+
+
 def test_the_page_grows_with_the_run_and_follows_its_end(page, tmp_path):
     run = write_run(tmp_path, "live", steps=50, end=None)
     with serving(Shelf(tmp_path)) as port:

@@ -71,9 +71,30 @@ def test_runs_that_differ_only_in_their_seed_form_a_group_with_mean_and_spread(p
             "1.3500 ± 0.0707",
         ]
         assert "unequal steps" in cells[1] and "1.3500 ± 0.0707" not in cells[1]
+        assert page.locator("tr.group .note").all_inner_texts() == ["depth 4", "depth 12"]
         page.locator("tr.group input").first.check()
         assert page.inner_text("button.main") == "Compare 2 runs"
         picture(page, "groups")
+
+
+def test_a_val_bpb_on_other_numbers_of_tokens_is_marked_and_is_not_the_best(page, tmp_path):
+    write_seeds(tmp_path)
+    with serving(Shelf(tmp_path)) as port:
+        go(page, port)
+        assert not page.locator("[data-column=eval_tokens]").count()
+        for name in ("d4-s1", "d4-s2", "d12-s1"):
+            with RunDir(tmp_path / name).config_toml.open("a") as file:
+                file.write(f"eval_tokens = {4096 if name == 'd12-s1' else 256}\n")
+            append_step(RunDir(tmp_path / name), 5, loss=int(name[-1]), val_bpb=1.0)
+        page.wait_for_selector("[data-column=eval_tokens]")
+        row = page.locator("tr:has-text('d12-s1')")
+        assert row.locator("td").all_inner_texts()[-4:-2] == ["1.0000", "4,096"]
+        go(page, port, "/compare/d4-s1/d12-s1")
+        page.wait_for_selector("#figures tr:has-text('eval_tokens ▲')")
+        assert not page.locator("#figures tr:has-text('val_bpb') .best").count()
+        go(page, port, "/compare/d4-s1/d4-s2")
+        page.wait_for_selector("#figures tr:has-text('loss') .best")
+        assert not page.locator("#figures tr:has-text('eval_tokens')").count()
 
 
 @pytest.mark.soak

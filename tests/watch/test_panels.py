@@ -7,7 +7,7 @@ import pytest
 from snapshots import GIB, NOW, STATES, broken, failed, finished, gpu, recovered, script, starting, training, two_hosts
 
 from paceline.watch.device_panels import marks
-from paceline.watch.panels import compared_figures, log_levels, log_of, run_panels, run_row, seed_groups
+from paceline.watch.panels import compared_figures, figures, log_levels, log_of, run_panels, run_row, seed_groups
 from paceline.watch.snapshot import TIME_KINDS, Goodput, LogView, Series, to_text
 from paceline.watch.summary import attempt_outcome
 from paceline.watch.terminal.head import measures, why_page
@@ -43,6 +43,8 @@ def test_a_figure_is_compared_with_the_plan_and_is_worse_past_a_tenth():
     tiles = {tile["name"]: tile for tile in run_panels(slow, now=NOW)["tiles"]}
     assert (tiles["step_ms"]["difference"], tiles["step_ms"]["worse"]) == ("+25 %", True)
     assert (tiles["tok_per_sec"]["difference"], tiles["tok_per_sec"]["worse"]) == ("+7 %", False)
+    near = replace(training(NOW), step_ms=0.999 * training(NOW).plan["step_ms"])
+    assert {figure.name: figure.difference for figure in figures(near)}["step_ms"] == "0 %"
     assert "difference" not in tiles["loss"] and tiles["val_bpb"]["note"] == "best 0.9380"
 
 
@@ -156,12 +158,25 @@ def test_a_group_of_seeds_has_a_mean_where_all_are_at_one_step():
         {"name": name, "step": step, "loss": loss, "val_bpb": None}
         for name, step, loss in (("a", 9, 2.0), ("b", 9, 3.0))
     ]
-    keys = {"a": "x", "b": "x", "c": "y"}
-    group = seed_groups([*runs, {**runs[0], "name": "c"}], keys)
+    configs = {"a": {"depth": 4, "seed": 1}, "b": {"depth": 4, "seed": 2}, "c": {"depth": 6, "seed": 1}}
+    group = seed_groups([*runs, {**runs[0], "name": "c"}], configs)
     assert group.keys() == {"a", "b"}
-    assert (group["a"]["loss"], group["a"]["val_bpb"], group["a"]["steps"]) == ("2.5000 ± 0.7071", "n/a", "9")
-    uneven = seed_groups([runs[0], {**runs[1], "step": 4}], keys)
-    assert (uneven["a"]["loss"], uneven["a"]["steps"]) == ("n/a", "unequal steps")
+    assert (group["a"]["loss"], group["a"]["val_bpb"], group["a"]["step"]) == ("2.5000 ± 0.7071", "n/a", "9")
+    uneven = seed_groups([runs[0], {**runs[1], "step": 4}], configs)
+    assert (uneven["a"]["loss"], uneven["a"]["step"]) == ("n/a", "unequal steps")
+
+
+def test_groups_of_seeds_are_called_by_the_settings_in_which_they_differ():
+    runs = [{"name": name, "step": 9, "loss": 2.0, "val_bpb": 1.0} for name in "abcd"]
+    configs = {
+        name: {"name": name, "depth": 4, "seed": seed, "matrix_lr": lr}
+        for name, seed, lr in (("a", 1, 0.1), ("b", 2, 0.1), ("c", 1, 0.01), ("d", 2, 0.01))
+    }
+    configs["d"]["tokenizer"] = configs["c"]["tokenizer"] = "t.json"
+    groups = seed_groups(runs, configs)
+    assert groups["a"]["settings"] == {"matrix_lr": 0.1, "tokenizer": None}
+    assert groups["d"]["settings"] == {"matrix_lr": 0.01, "tokenizer": "t.json"}
+    assert seed_groups(runs[:2], configs)["a"]["settings"] == {}
 
 
 def test_a_line_of_evidence_leads_to_the_log_that_it_stands_in():

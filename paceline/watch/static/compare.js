@@ -3,6 +3,8 @@
 
 const MOST_COMPARED = 16;
 const LINE_COLOURS = 6;
+const LONG_TEXT = 24; // characters of a cell, as in style.css
+const UNEQUAL_TOKENS = 'val_bpb is measured on different numbers of held-out tokens; paceline eval measures on all of them';
 const NEAR_SHARE = 0.02; // of a step: how far apart the points around it may be
 const DASHES = [null, [8, 4], [2, 3], [12, 4, 2, 4], [5, 3]]; // lines also differ without their colours
 
@@ -62,33 +64,33 @@ class ComparePage {
     );
     const known = this.runs.filter(({ run }) => run.panels.figures);
     const figures = known.map(({ run }) => new Map(run.panels.figures.map((figure) => [figure.name, figure])));
+    const isFair = new Set(figures.map((byName) => byName.get('eval_tokens')?.text).filter(Boolean)).size < 2;
     const names = [...new Set(figures.flatMap((byName) => [...byName.keys()]))];
-    const row = (name, cells) => {
-      const best = bestIndex(cells);
-      const mark = (index) => (index === best ? { class: 'best', title: 'the best of them' } : {});
-      return [name, ...cells.map((figure, index) => el('td', mark(index), figure?.text ?? NA))];
+    const row = (name, cells, better) => {
+      const best = bestText(cells, better);
+      const mark = (figure) => (figure && figure.text === best ? { class: 'best', title: 'the best of them' } : {});
+      return [name, ...cells.map((figure) => el('td', mark(figure), figure?.text ?? NA))];
     };
     const rowsOf = (name) => {
       const cells = figures.map((byName) => byName.get(name));
+      if (name === 'eval_tokens') return isFair ? [] : [row([name, span('mark', ' ▲')], cells)];
+      const better = name === 'val_bpb' && !isFair ? null : cells.find(Boolean).better;
       const curves = known.map(({ run }) => run.curves.series[name]);
       const ends = new Set(curves.map((series) => series?.steps.at(-1)));
-      if (!cells.some((figure) => isNumber(figure?.step)) || ends.size < 2) return [row(name, cells)];
-      const last = row(
-        name,
-        cells.map((figure) => figure && { ...figure, better: null }),
-      );
+      if (!cells.some((figure) => isNumber(figure?.step)) || ends.size < 2) return [row(name, cells, better)];
       const step = commonStep(curves);
-      if (step === null) return [last];
+      if (step === null) return [row(name, cells)];
       const unit = this.board.fields()[name]?.unit;
-      const cellOf = (value) => ({ value, better: cells.find(Boolean).better, text: formatUnit(value, unit) });
+      const cellOf = (value) => ({ value, text: formatUnit(value, unit) });
       const common = curves.map((series) => cellOf(valueAtStep(series, step)));
-      return [last, row(`${name} at step ${formatCount(step)}`, common)];
+      return [row(name, cells), row(`${name} at step ${formatCount(step)}`, common, better)];
     };
-    fill(this.figures, table('figures', this.heads(known), names.flatMap(rowsOf)));
+    const shown = table('figures', this.heads(known), names.flatMap(rowsOf));
+    fill(this.figures, shown, isFair ? null : p('faint', span('mark', '▲ '), `${UNEQUAL_TOKENS}.`));
   }
 
   heads(runs) {
-    return ['', ...runs.map(({ label, colour, dash }) => [swatch(colour, dash), label])];
+    return ['', ...runs.map(({ label, colour, dash }) => [swatch(colour, dash), wrapped(label)])];
   }
 
   nameOf({ run, label, colour, dash, isGone }) {
@@ -103,18 +105,17 @@ class ComparePage {
     const keys = [...new Set(settings.flatMap(Object.keys))].filter(
       (key) => key !== 'name' && new Set(settings.map((values) => written(values[key]))).size > 1,
     );
-    const rows = keys.map((key) => [key, ...settings.map((values) => written(values[key]))]);
+    const rows = keys.map((key) => [key, ...settings.map((values) => wrapped(written(values[key])))]);
     const none = p('faint', 'None: only the names of the runs differ.');
     this.differences.replaceChildren(rows.length ? table('figures', this.heads(this.runs), rows) : none);
   }
 }
 
-// figures: {value, better} of the runs. Returns the index of the best; -1 if one is unknown or all are the same.
-function bestIndex(figures) {
+// better: 'less' or 'more'. Returns the best value of the runs as it is shown; null where one is unknown or all look the same.
+function bestText(figures, better) {
   const values = figures.map((figure) => figure?.value);
-  const better = figures[0]?.better;
-  if (!better || values.length < 2 || !values.every(isNumber) || new Set(values).size < 2) return -1;
-  return values.indexOf(better === 'less' ? Math.min(...values) : Math.max(...values));
+  if (!better || !values.every(isNumber) || new Set(figures.map(({ text }) => text)).size < 2) return null;
+  return figures[values.indexOf(better === 'less' ? Math.min(...values) : Math.max(...values))].text;
 }
 
 // Returns the last step at which all these curves have a value; null without one.
@@ -132,6 +133,9 @@ function isKnownAt(steps, step) {
 
 // Returns the value at a step, between two logged steps on the line between them.
 const valueAtStep = ({ steps, values }, step) => valueOn(...inOrder(steps, values), step);
+
+// Breaks a long name or value into lines, so that the other columns stay in sight.
+const wrapped = (text) => (text.length > LONG_TEXT ? el('span.long', { title: text }, text) : text);
 
 const swatch = (colour, dash) =>
   svg(

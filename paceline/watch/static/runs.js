@@ -7,6 +7,7 @@ const COLUMNS = {
   step: 'step',
   loss: 'loss',
   val_bpb: 'val_bpb',
+  eval_tokens: 'eval_tokens', // shown where val_bpb is measured on different numbers of held-out tokens
   tok_per_sec: 'tok/s',
   time: 'last activity',
 };
@@ -39,6 +40,8 @@ class RunsPage {
     if (names !== this.names) this.settings = null; // of other runs
     this.names = names;
     this.groups.hidden = !runs.some(({ group }) => group);
+    const measured = new Set(runs.map(({ texts }) => texts.eval_tokens).filter((text) => text !== NA));
+    this.columns = Object.keys(COLUMNS).filter((name) => name !== 'eval_tokens' || measured.size > 1);
     this.find();
   }
 
@@ -80,7 +83,7 @@ class RunsPage {
       ? 'No run has this: not in its name, state, tags, note or settings.'
       : 'No runs yet: paceline train makes one.';
     const shown = table('runs', [], []);
-    shown.tHead.rows[0].append(el('th'), ...Object.keys(COLUMNS).map((name) => this.head(name)));
+    shown.tHead.rows[0].append(el('th'), ...this.columns.map((name) => this.head(name)));
     shown.tBodies[0].append(...this.rows(matches));
     this.body.replaceChildren(matches.length ? shown : p('faint', none));
     const { run, column } = focused?.dataset ?? {};
@@ -97,7 +100,8 @@ class RunsPage {
       this.sort = { name, isRising: name === chosen ? !isRising : RISING.includes(name) };
       this.draw();
     };
-    return el('th', { 'aria-sort': order }, button(COLUMNS[name] + sign, sort, { class: 'sort', 'data-column': name }));
+    const title = name === 'eval_tokens' && UNEQUAL_TOKENS;
+    return el('th', { 'aria-sort': order, title }, button(COLUMNS[name] + sign, sort, { class: 'sort', 'data-column': name }));
   }
 
   // Returns a row for each run; with groups, those of one group below each other, at the place of the first of them.
@@ -112,7 +116,7 @@ class RunsPage {
     });
   }
 
-  groupRow({ size, steps, loss, val_bpb: bpb }, members) {
+  groupRow(group, members) {
     const all = members.every(({ name }) => this.chosen.has(name));
     const choose = el('input', {
       type: 'checkbox',
@@ -124,14 +128,11 @@ class RunsPage {
       },
     });
     const about = 'Runs that differ only in their seed: mean ± standard deviation of their last figures';
-    const name = el('th', { scope: 'row', title: about }, `${size} seeds`, span('faint command', 'mean ± deviation'));
-    return el(
-      'tr.group',
-      el('td', choose),
-      name,
-      el('td'),
-      [steps, loss, bpb, '', ''].map((text) => el('td', text)),
-    );
+    const settings = Object.entries(group.settings).map(([key, value]) => `${key} ${written(value)}`);
+    const size = [`${group.size} seeds`, span('faint', ', mean ± deviation')];
+    const name = el('th', { scope: 'row', title: about }, size, span('muted note', settings.join(', ')));
+    const cells = this.columns.slice(2).map((column) => el('td', group[column]));
+    return el('tr.group', el('td', choose), name, el('td'), cells);
   }
 
   row({ name, tags, note, texts }) {
@@ -157,7 +158,7 @@ class RunsPage {
       el('th', { scope: 'row' }, link, chips, span('faint command', texts.command), span('muted note', note)),
       el('td', stateBadge(texts.badge)),
       el('td.steps', texts.share === null ? null : meter(texts.share, 'steps'), texts.steps),
-      [texts.loss, texts.val_bpb, texts.tok_per_sec].map((text) => el('td', text)),
+      this.columns.slice(3, -1).map((column) => el('td', texts[column])),
       el('td.muted', formatTime(texts.time, { seconds: false })),
     );
   }

@@ -26,6 +26,7 @@ COMPARED = ("loss", "val_bpb")
 WIDE = 100  # columns from which two charts stand side by side, and a run's last activity is shown
 NUMBERS = 58  # columns of a row without the name
 STYLES = ("blue", "orange")  # of the two runs
+MAX_NAME = 40  # columns of a run's name above its settings
 NUM_HEADINGS = 2  # lines above the first run
 Setting = tuple[str, ...]  # name, and its value in each run
 
@@ -129,7 +130,8 @@ def show_runs(paths: Sequence[Path], *, as_json: bool) -> str:
     if as_json:
         rows = {name: values for name, *values in settings}
         return json.dumps(finite({"runs": list(map(asdict, runs)), "settings": rows}), indent=1)
-    table = [[clean(cell) for cell in row] for row in (("setting", *(run.name for run in runs)), *settings)]
+    names = [cut(clean(run.name), MAX_NAME) for run in runs]
+    table = [["setting", *names], *([clean(cell) for cell in row] for row in settings)]
     widths = [max(map(cells, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(map(pad, row, widths)).rstrip() for row in table]
     return "\n".join([format_runs(runs), "", *(lines if settings else ["no settings differ"])])

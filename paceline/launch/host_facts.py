@@ -16,7 +16,7 @@ from functools import partial
 from itertools import combinations, repeat
 from typing import Any, TextIO
 
-from paceline.check.probes.facts import AUTO, FOLDER_PROBES, gather_facts
+from paceline.check.probes.facts import AUTO, FOLDER_PROBES, OnProbe, gather_facts
 from paceline.check.probes.network_probe import route_to
 from paceline.check.ready import (
     CheckResult,
@@ -47,12 +47,18 @@ UNKNOWN_LINK |= dict.fromkeys(("address", "rtt_us", "bits_per_s", "back_bits_per
 
 
 def hosts_asker(
-    entries: Sequence[HostEntry], config: Config, *, port: int | None = None, is_whole: bool = False
+    entries: Sequence[HostEntry],
+    config: Config,
+    *,
+    port: int | None = None,
+    is_whole: bool = False,
+    on_answer: OnProbe = lambda name: None,
 ) -> Callable[[Callable[[], Facts]], list[Facts]]:
     """Returns a function that gathers the facts of all these hosts at once; it takes one for the host that it runs on.
 
     The facts of a host have its links to those after it in the list. config: its interpreter, interface and ports. port: to try.
     is_whole: for a report; before a launch the disks are not measured, and what is known of torch is not tried again.
+    on_answer: called with each host that has answered, and with each link before it is measured.
     """
     request = {"port": port} | ({} if is_whole else {"measure_disk": False, "cached_torch": AUTO})
 
@@ -63,6 +69,7 @@ def hosts_asker(
             facts = gather_here() if connection["here"] else ask_host(entry, request, python=config.python)
         except PacelineError as error:
             return {"connection": {**connection, "error": error.message, "fix": error.fix}}
+        on_answer(entry.destination)
         return {**facts, "connection": connection}
 
     def gather_all(gather_here: Callable[[], Facts]) -> list[Facts]:
@@ -73,7 +80,7 @@ def hosts_asker(
             reached = [
                 entry for entry, facts in zip(entries, hosts, strict=True) if facts["connection"]["error"] is None
             ]
-            links = measure_links(reached, probes, ports=ports, interface=interface)
+            links = measure_links(reached, probes, ports=ports, interface=interface, on_link=on_answer)
         names = [facts["connection"]["destination"] for facts in hosts]
         return [{**facts, "links": links.get(name, [])} for name, facts in zip(names, hosts, strict=True)]
 
@@ -143,6 +150,7 @@ def measure_links(
     *,
     ports: tuple[int, int] | None = None,
     interface: str | None = None,
+    on_link: OnProbe = lambda name: None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Returns how each host reaches those after it, by destination: one pair at a time, so that none slows another."""
     links: dict[str, list[dict[str, Any]]] = {entry.destination: [] for entry in entries}
@@ -167,6 +175,7 @@ def measure_links(
             return {**UNKNOWN_LINK, "reason": ours.listens["reason"]}
 
     for first, second in combinations(entries, 2):
+        on_link(f"{first.destination} to {second.destination}")
         links[first.destination].append({"to": second.destination, **try_link(first, second)})
     return links
 
@@ -232,10 +241,11 @@ class StartCheck:
         return checked
 
 
-def ask_hosts(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
+def ask_hosts(entries: Sequence[HostEntry], config: Config, *, on_answer: OnProbe = lambda name: None) -> list[Facts]:
     """Returns the facts and links of hosts for what is no run: a plan, a measurement. Raises PacelineError for a silent host."""
     cached = cache_dir(config) / "torch.json"
-    facts = hosts_asker(entries, config)(partial(gather_facts, measure_disk=False, cached_torch=cached))
+    ask = hosts_asker(entries, config, on_answer=on_answer)
+    facts = ask(partial(gather_facts, measure_disk=False, cached_torch=cached))
     for host in facts:
         if error := at(host, "connection.error"):
             raise PacelineError(f"{at(host, 'connection.destination')}: {error}", fix=str(at(host, "connection.fix")))
@@ -245,9 +255,8 @@ def ask_hosts(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
 def ask_machine(config: Config) -> Machine:
     """Returns what the hosts that a config names are like, for a plan; raises PacelineError where one does not answer."""
     entries, config = hosts_of(config)
-    with progress_line("asking the hosts") as show:
-        show(", ".join(entry.host for entry in entries))
-        machine = machine_of_hosts(ask_hosts(entries, config))
+    with progress_line("asking the hosts") as on_answer:
+        machine = machine_of_hosts(ask_hosts(entries, config, on_answer=on_answer))
     assert machine is not None  # each of them answered
     return machine
 

@@ -248,6 +248,8 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
             f"{ETH0}.addresses": ["10.0.0.2"],
         },
     ),
+    ("hosts-link-slow", {"links": [{**LINK, "bits_per_s": 1.04e10, "back_bits_per_s": 1e7}]}),
+    ("hosts-link-slow", {"links": [{**LINK, "bits_per_s": 9.4e7, "back_bits_per_s": 9.4e7}]}),
     ("hosts-link-indirect", {"links": [LINK], f"{ETH0}.kind": "wifi", f"{ETH0}.addresses": ["10.0.0.2"]}),
     ("hosts-link-far", {"links": [{**LINK, "rtt_us": 9000.0}]}),
     ("hosts-address", {"links": [{**LINK, "tried": ["100.64.0.1"]}]}),
@@ -309,6 +311,25 @@ def test_a_difference_between_hosts_is_reported_with_both(case):
     assert finding.host is None
     assert "node1" in finding.what or "node2" in finding.what
     assert findings_of(id, [first, changed(first, {"host.name": "node2"})], TWO_HOSTS) == []
+
+
+@pytest.mark.parametrize(
+    "there, back, what",
+    [
+        (1.04e10, 1e7, "node1 sends 10 Mb/s to node2, which sends 10.40 Gb/s back"),
+        (1e7, 1.04e10, "node2 sends 10 Mb/s to node1, which sends 10.40 Gb/s back"),
+        (9.4e7, 9.3e7, "node2 sends 94 Mb/s to node1"),
+    ],
+)
+def test_a_link_that_is_slow_or_uneven_needs_no_speed_of_interfaces(there, back, what):
+    link = {**LINK, "bits_per_s": there, "back_bits_per_s": back}
+    second = changed(
+        HOSTS["server"],
+        {"host.name": "node2", "links": [link], f"{ETH0}.addresses": ["10.0.0.2"], f"{ETH0}.kind": "veth"},
+    )
+    [finding] = findings_of("hosts-link-slow", [HOSTS["server"], second], TWO_HOSTS)
+    assert finding.what == what
+    assert finding.fix.startswith("ethtool eth0 and tc qdisc show dev eth0, on both")
 
 
 @pytest.mark.parametrize("host, intent", [

@@ -48,6 +48,7 @@ from paceline.plan.machine import Gpu, HostLink, Machine, with_spec
 from paceline.plan.memory import checkpoint_bytes, copies_bytes, fullest_state
 from paceline.plan.planner import Plan, make_plan, memory_setup
 from paceline.rundir import RunDir, write_atomic
+from paceline.units import format_list
 
 DEADLINE_S = 130.0  # the slowest probe has 30, and four times as long on a busy machine
 PROCESS_BYTES = 300 << 20  # Python with torch on a CPU before it holds any weight: RSS with torch 2.13
@@ -305,9 +306,12 @@ def report_and_refuse(
         print(colour(text) if stream.isatty() else text, file=stream, flush=True)
     stops = [finding.id for finding in relevant if finding.severity == "stop"]
     if stops:
+        silent = [str(finding.host) for finding in relevant if finding.id == "host-unreachable"]
+        fix = ", or start anyway with --no-check" if has_no_check else ""
+        if silent:  # nothing starts on a host that does not answer
+            fix = f", or leave {format_list(silent)} out of --hosts" if several else ""
         raise PacelineError(
-            f"{stopped} would fail: {', '.join(dict.fromkeys(stops))}",
-            fix="apply the fixes above" + (", or start anyway with --no-check" if has_no_check else ""),
+            f"{stopped} would fail: {', '.join(dict.fromkeys(stops))}", fix=f"apply the fixes above{fix}"
         )
 
 

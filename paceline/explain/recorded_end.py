@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from paceline.config import CACHE_SPACE
 from paceline.explain.evidence import count_lines
 from paceline.explain.explanation import KERNEL_LOG, RECORDED, SUPERVISOR_CAUSES, Evidence, Explanation
 from paceline.explain.verdict import HEALTHY, explain_health
@@ -241,7 +242,7 @@ def explain_full_disk(
 
     free_bytes: of another host's disk, host.
     """
-    where, how = f"the disk of {host}", f"ssh {host} df -h ~/.cache"
+    where, how = f"the disk of {host}", f"ssh {host} {CACHE_SPACE}"
     if free_bytes is None:
         where, how = "the disk of the run folder", f"df -h {run.path}"
         free_bytes = free_space(run.path)

@@ -130,7 +130,6 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("nofile-low", "cpu_box", {"host.limits.nofile": [256, 4096]}, CPU, "warn"),
     ("nproc-low", "cpu_box", {"host.limits.nproc": [100, 4096]}, CPU, "warn"),
     ("memlock-low", "server", {"host.limits.memlock": [65536, 65536]}, TWO_HOSTS, "warn"),
-    ("clock-free", "server", {"host.clock.synchronized": False}, TWO_HOSTS, "warn"),
     ("wsl", "workstation", {"host.wsl": True}, CUDA, "note"),
     ("container-no-gpus", "cpu_box", {"nvidia_cards": 2, "host.container": "docker"}, {}, "note"),
     ("cores-few", "cpu_box", {}, {**CPU, "nproc": 3}, "warn"),
@@ -267,6 +266,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("hosts-settings", {"env.NCCL_P2P_DISABLE": "1"}),
     ("hosts-gpus", {"gpus.1.name": "NVIDIA H100 80GB HBM3"}),
     ("hosts-clock", {"links": [{**LINK, "clock_s": -4.2}]}),
+    ("clock-free", {"host.clock.synchronized": False}),
     ("hosts-mtu", {f"{ETH0}.mtu": 9000}),
 ]
 
@@ -311,6 +311,17 @@ def test_a_difference_between_hosts_is_reported_with_both(case):
     assert finding.host is None
     assert "node1" in finding.what or "node2" in finding.what
     assert findings_of(id, [first, changed(first, {"host.name": "node2"})], TWO_HOSTS) == []
+
+
+def test_clocks_that_nothing_keeps_are_one_finding_and_none_where_they_were_compared():
+    hosts = [
+        changed(HOSTS["server"], {"host.name": name, "host.clock.synchronized": False}) for name in ("node1", "node2")
+    ]
+    [finding] = findings_of("clock-free", hosts, TWO_HOSTS)
+    assert finding.what == "no time service keeps the clocks of node1 and node2"
+    assert finding.fix == "sudo timedatectl set-ntp true, on node1 and node2"
+    hosts[1]["links"] = [{**LINK, "clock_s": 0.001}]
+    assert findings_of("clock-free", hosts, TWO_HOSTS) == []
 
 
 @pytest.mark.parametrize(

@@ -307,6 +307,15 @@ def hosts_clock(hosts: Sequence[Host]) -> Cases:
             yield Case(what, "sudo timedatectl set-ntp true, on both")
 
 
+def clock_free(hosts: Sequence[Host]) -> Cases:
+    """Only where the clocks were not compared: hosts_clock judges by how far they are apart."""
+    compared = {name_of(end) for *ends, link in links(hosts) if link.get("clock_s") is not None for end in ends}
+    free = [host for host in hosts if host.at("host.clock.synchronized") is False and name_of(host) not in compared]
+    if free:
+        what = f"no time service keeps the clock{'s' * (len(free) > 1)} of {format_list(map(name_of, free))}"
+        yield Case(what, f"sudo timedatectl set-ntp true, on {format_list(map(name_of, free))}")
+
+
 def hosts_mtu(hosts: Sequence[Host]) -> Cases:
     """Compares the interfaces of each link; where none was measured, those of the default routes."""
     for host, other, link in links(hosts):

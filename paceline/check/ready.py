@@ -307,12 +307,9 @@ def report_and_refuse(
     stops = [finding.id for finding in relevant if finding.severity == "stop"]
     if stops:
         silent = [str(finding.host) for finding in relevant if finding.id == "host-unreachable"]
-        fix = ", or start anyway with --no-check" if has_no_check else ""
-        if silent:  # nothing starts on a host that does not answer
-            fix = f", or leave {format_list(silent)} out of --hosts" if several else ""
-        raise PacelineError(
-            f"{stopped} would fail: {', '.join(dict.fromkeys(stops))}", fix=f"apply the fixes above{fix}"
-        )
+        otherwise = f"leave {format_list(silent)} out of --hosts" if silent else "start anyway with --no-check"
+        fix = "apply the fixes above" + (f", or {otherwise}" if silent or has_no_check else "")
+        raise PacelineError(f"{stopped} would fail: {', '.join(dict.fromkeys(stops))}", fix=fix)
 
 
 def save_check(run: RunDir, checked: CheckResult) -> None:
@@ -326,6 +323,8 @@ def save_check(run: RunDir, checked: CheckResult) -> None:
 
 def find_findings(hosts: Sequence[Facts], intent: Intent, driver: Facts | None = None) -> list[Finding]:
     """Returns the findings, stops first, then in the order of the table. driver: of this machine, where it is none of the hosts."""
+    sizes = (run_verdicts.shard_bytes(facts) for facts in (*hosts, driver) if facts)
+    intent = replace(intent, shard_bytes=next(filter(None, sizes), None))  # each host gets the text
     checked, findings = [Host(facts, intent) for facts in hosts], []
     with_driver = [*checked, Host(driver, intent)] if driver else checked  # it prepares the text and keeps the run
     for verdict in load_verdicts():

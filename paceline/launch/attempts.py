@@ -56,10 +56,6 @@ class Job:
         """Makes one attempt. signals: those since the first attempt began; it adds the ones it receives."""
         raise NotImplementedError
 
-    @property
-    def min_hosts(self) -> int:
-        return self.options.min_hosts
-
     def made_progress(self, outcome: Outcome, *, seconds: float) -> bool:
         """Whether the attempt made progress that its checkpoints do not show."""
         return False
@@ -167,7 +163,7 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             job_end, explanation = current_job_end(), outcome.explanation
             if job_end:
                 explanation = explain_job_end(job_end, explanation, job.run)
-            abilities = replace(job.abilities(end), min_hosts=job.min_hosts, is_job_over=job_end is not None)
+            abilities = replace(job.abilities(end), min_hosts=job.options.min_hosts, is_job_over=job_end is not None)
             decision = decide(Situation(history, recovery, abilities))
             if decision.action == "stop" and abilities.lost_hosts and not job_end:
                 explanation = explain_end_without_host(explanation, job.run, abilities)

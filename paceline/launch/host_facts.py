@@ -57,10 +57,11 @@ def hosts_asker(
     """Returns a function that gathers the facts of all these hosts at once; it takes one for the host that it runs on.
 
     The facts of a host have its links to those after it in the list. config: its interpreter, interface and ports. port: to try.
-    is_whole: for a report; before a launch the disks are not measured, and what is known of torch is not tried again.
-    on_answer: called with each host that has answered, and with each link before it is measured.
+    is_whole: for a report; before a launch what is known of torch is not tried again.
+    on_answer: called with each host that has answered, and with `links` before they are measured.
     """
-    request = {"port": port} | ({} if is_whole else {"measure_disk": False, "cached_torch": AUTO})
+    request = {"port": port, "cache_dir": AUTO, "measure_disk": False}
+    request |= {} if is_whole else {"cached_torch": AUTO}
 
     def gather(entry: HostEntry, gather_here: Callable[[], Facts]) -> Facts:
         connection = {"destination": entry.destination, "here": is_this_host(entry), "error": None, "fix": None}
@@ -80,7 +81,8 @@ def hosts_asker(
             reached = [
                 entry for entry, facts in zip(entries, hosts, strict=True) if facts["connection"]["error"] is None
             ]
-            links = measure_links(reached, probes, ports=ports, interface=interface, on_link=on_answer)
+            on_answer("links")
+            links = measure_links(reached, probes, ports=ports, interface=interface)
         names = [facts["connection"]["destination"] for facts in hosts]
         return [{**facts, "links": links.get(name, [])} for name, facts in zip(names, hosts, strict=True)]
 
@@ -150,7 +152,6 @@ def measure_links(
     *,
     ports: tuple[int, int] | None = None,
     interface: str | None = None,
-    on_link: OnProbe = lambda name: None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Returns how each host reaches those after it, by destination: one pair at a time, so that none slows another."""
     links: dict[str, list[dict[str, Any]]] = {entry.destination: [] for entry in entries}
@@ -175,7 +176,6 @@ def measure_links(
             return {**UNKNOWN_LINK, "reason": ours.listens["reason"]}
 
     for first, second in combinations(entries, 2):
-        on_link(f"{first.destination} to {second.destination}")
         links[first.destination].append({"to": second.destination, **try_link(first, second)})
     return links
 
@@ -241,11 +241,10 @@ class StartCheck:
         return checked
 
 
-def ask_hosts(entries: Sequence[HostEntry], config: Config, *, on_answer: OnProbe = lambda name: None) -> list[Facts]:
+def ask_hosts(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
     """Returns the facts and links of hosts for what is no run: a plan, a measurement. Raises PacelineError for a silent host."""
     cached = cache_dir(config) / "torch.json"
-    ask = hosts_asker(entries, config, on_answer=on_answer)
-    facts = ask(partial(gather_facts, measure_disk=False, cached_torch=cached))
+    facts = hosts_asker(entries, config)(partial(gather_facts, measure_disk=False, cached_torch=cached))
     for host in facts:
         if error := at(host, "connection.error"):
             raise PacelineError(f"{at(host, 'connection.destination')}: {error}", fix=str(at(host, "connection.fix")))
@@ -255,8 +254,9 @@ def ask_hosts(entries: Sequence[HostEntry], config: Config, *, on_answer: OnProb
 def ask_machine(config: Config) -> Machine:
     """Returns what the hosts that a config names are like, for a plan; raises PacelineError where one does not answer."""
     entries, config = hosts_of(config)
-    with progress_line("asking the hosts") as on_answer:
-        machine = machine_of_hosts(ask_hosts(entries, config, on_answer=on_answer))
+    with progress_line("asking the hosts") as show:
+        show(", ".join(entry.host for entry in entries))
+        machine = machine_of_hosts(ask_hosts(entries, config))
     assert machine is not None  # each of them answered
     return machine
 

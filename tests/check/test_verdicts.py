@@ -325,6 +325,35 @@ def test_clocks_that_nothing_keeps_are_one_finding_and_none_where_they_were_comp
 
 
 @pytest.mark.parametrize(
+    "free, text, severity, needs",
+    [
+        (0, {}, "stop", ", its part of a checkpoint needs about 1.0 GiB"),
+        (
+            20 << 20,
+            SMALL_CACHE,
+            "stop",
+            ", the text needs about 50.0 MiB, its part of a checkpoint needs about 1.0 GiB",
+        ),
+        (GIB // 2, {}, "warn", ", its part of a checkpoint needs about 1.0 GiB"),
+        (GIB, {}, None, ""),
+    ],
+)
+def test_the_cache_of_another_host_has_room_for_the_text_and_its_part_of_a_checkpoint(free, text, severity, needs):
+    path = "/data/my cache/paceline"
+    place = {**HOSTS["server"]["storage"]["cache"], "path": path, "free_bytes": free, "writable": free > 0}
+    there = {"storage.cache": place, "storage.run_dir": None, "text": None, "host.name": "node2",
+             "connection": {"destination": "ann@bob", "here": False}}  # fmt: skip
+    hosts = [changed(HOSTS["server"], text), changed(HOSTS["server"], there)]
+    intent = {**TWO_HOSTS, "checkpoint_bytes": 2 * GIB}
+    findings = [*findings_of("cache-full", hosts, intent), *findings_of("folder-unwritable", hosts, intent)]
+    assert [finding.severity for finding in findings] == ([severity] if severity else [])
+    for finding in findings:
+        assert finding.host == "node2" and finding.what.startswith(f"the cache {path} has ")
+        assert finding.what.endswith(f" free{needs}")
+        assert finding.fix.startswith("""ssh ann@bob 'du -sh '"'"'/data/my cache/paceline'"'"'/*' shows what may go""")
+
+
+@pytest.mark.parametrize(
     "there, back, what",
     [
         (1.04e10, 1e7, "node1 sends 10 Mb/s to node2, which sends 10.40 Gb/s back"),

@@ -15,7 +15,7 @@ from paceline.launch.attempts import format_explained, run_attempts
 from paceline.launch.failure import Failure, explain_end
 from paceline.launch.policy import Abilities
 from paceline.launch.supervisor import Outcome
-from paceline.options import Recovery
+from paceline.options import LaunchOptions, Recovery
 from paceline.rundir import RECORDER_DUMP, RunDir, append_event, read_json_lines
 from paceline.slurm import SlurmJob
 
@@ -34,7 +34,7 @@ TYPO = failure(message="ModuleNotFoundError: No module named 'nmupy'", traceback
 class FakeJob:
     """A job whose attempts end as given: a Failure, "interrupted", or None for success."""
 
-    min_hosts = 2
+    options = LaunchOptions(min_hosts=2)
 
     def __init__(self, folder, *ends, abilities=None, on_attempt=lambda number: None, world_size=1):
         self.run = RunDir(folder)

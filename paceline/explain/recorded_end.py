@@ -79,6 +79,14 @@ def apply_recorded_end(
             evidence=tuple(evidence), progress=explanation.progress, notes=explanation.notes,
         )  # fmt: skip
         return explain_silence(stopped, run, attempt, find_last(events, "silence"))
+    save = find_last(events, "save_failed", "checkpoint", "attempt", "attempt_ended")
+    if save.get("event") == "save_failed" and not explanation.shows_failure and is_locked(run):
+        summary = (
+            f"the run is still running, and what it did since its last checkpoint is not saved: {save.get('message')}"
+        )
+        room = f"make room ({show_space(run, save.get('host'))}): it then saves within seconds"
+        fix = f"{room}; watch it: `paceline watch {run.quoted}`"
+        return replace(explanation, cause=DISK_FULL, confidence=1.0, step=save.get("step"), summary=summary, fix=fix)
     start, ended = find_last(events, "attempt"), find_last(events, "attempt_ended")
     shows_failure = explanation.shows_failure and explanation.cause not in AFTERMATH
     shows_end = ended or find_last(events, "finished") or shows_failure or explanation.progress.finished
@@ -92,13 +100,6 @@ def apply_recorded_end(
         return explanation
     if not shows_end and not explanation.shows_failure and is_locked(run):
         progress = replace(explanation.progress, silent_end=False)
-        save = find_last(events, "save_failed", "checkpoint", "attempt")
-        if save.get("event") == "save_failed":
-            summary = f"the run is still running, and what it did since its last checkpoint is not saved: {save.get('message')}"
-            room = f"make room ({show_space(run, save.get('host'))}): it then saves within seconds"
-            fix = f"{room}; watch it: `paceline watch {run.quoted}`"
-            facts = {"confidence": 1.0, "step": save.get("step"), "summary": summary, "fix": fix}
-            return replace(explanation, cause=DISK_FULL, progress=progress, **facts)
         summary = f"the run is still running; {explain_health(progress).summary}"
         return replace(explanation, summary=summary, fix=f"watch it: `paceline watch {run.quoted}`", progress=progress)
     return explain_own_exit(explanation, run, events, attempt)

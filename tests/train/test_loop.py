@@ -292,7 +292,7 @@ def test_a_stop_and_the_deadline_end_the_wait_for_room_and_the_run_is_not_finish
         (
             False,
             30,
-            "the run waits and saves as soon as there is room; a stop before that loses the steps since the newest checkpoint",
+            "the run waits and saves as soon as there is room; a stop before that loses the steps that are not saved",
         ),
     ],
 )

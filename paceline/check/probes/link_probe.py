@@ -173,10 +173,7 @@ def round_trip_us(connection: socket.socket) -> float:
 
 
 def measure_speed(seconds_of: Callable[[int], float]) -> int:
-    """Returns bits per second, from as many bytes as take SPEED_S; on a slow link the first ones are enough.
-
-    seconds_of: takes a number of bytes. Each direction has a size of its own: one may be a thousand times slower than the other.
-    """
+    """Returns bits per second of one direction, by as many bytes as take SPEED_S; the first are enough on a slow link."""
     size, seconds = LARGE_BYTES, seconds_of(LARGE_BYTES)
     if seconds < SPEED_S:
         size = int(min(MAX_SPEED_BYTES, LARGE_BYTES / seconds * SPEED_S))

@@ -74,14 +74,9 @@ def check(args: options.CheckOptions) -> int:
 
     entries, config = hosts.hosts_of(resolve_config(args.config, args.keys))
     with progress_line("checking") as on_probe:
-        checked = check_config(
-            config,
-            probe_machine(),
-            set_keys=frozenset(args.keys),
-            port=args.port,
-            on_probe=on_probe,
-            ask_hosts=host_facts.hosts_asker(entries, config, port=args.port, is_whole=True) if entries else None,
-        )
+        ask = host_facts.hosts_asker(entries, config, port=args.port, is_whole=True, on_answer=on_probe)
+        check_all = partial(check_config, on_probe=on_probe, ask_hosts=ask if entries else None)
+        checked = check_all(config, probe_machine(), set_keys=frozenset(args.keys), port=args.port)
     text = json.dumps(to_json(checked.findings, checked.facts), indent=1) if args.json else ""
     print(text or format_check(checked, verbose=args.verbose, coloured=shows_colours(sys.stdout)))
     return 0 if is_ready(checked.findings) else 1

@@ -254,6 +254,9 @@ def check_utf8(name: str, value: str) -> None:
         ) from None
 
 
+CACHE_SPACE = "'df -h ${XDG_CACHE_HOME:-~/.cache}'"  # a shell command for another host, whose cache it means
+
+
 def cache_dir(config: Config) -> Path:
     """Returns the folder of prepared text and of what was measured on this machine."""
     if config.cache_dir:

@@ -48,6 +48,7 @@ from paceline.plan.machine import Gpu, HostLink, Machine, with_spec
 from paceline.plan.memory import checkpoint_bytes, copies_bytes, fullest_state
 from paceline.plan.planner import Plan, make_plan, memory_setup
 from paceline.rundir import RunDir, write_atomic
+from paceline.units import format_list
 
 DEADLINE_S = 130.0  # the slowest probe has 30, and four times as long on a busy machine
 PROCESS_BYTES = 300 << 20  # Python with torch on a CPU before it holds any weight: RSS with torch 2.13
@@ -305,10 +306,10 @@ def report_and_refuse(
         print(colour(text) if stream.isatty() else text, file=stream, flush=True)
     stops = [finding.id for finding in relevant if finding.severity == "stop"]
     if stops:
-        raise PacelineError(
-            f"{stopped} would fail: {', '.join(dict.fromkeys(stops))}",
-            fix="apply the fixes above" + (", or start anyway with --no-check" if has_no_check else ""),
-        )
+        silent = [str(finding.host) for finding in relevant if finding.id == "host-unreachable"]
+        otherwise = f"leave {format_list(silent)} out of --hosts" if silent else "start anyway with --no-check"
+        fix = "apply the fixes above" + (f", or {otherwise}" if silent or has_no_check else "")
+        raise PacelineError(f"{stopped} would fail: {', '.join(dict.fromkeys(stops))}", fix=fix)
 
 
 def save_check(run: RunDir, checked: CheckResult) -> None:
@@ -322,6 +323,8 @@ def save_check(run: RunDir, checked: CheckResult) -> None:
 
 def find_findings(hosts: Sequence[Facts], intent: Intent, driver: Facts | None = None) -> list[Finding]:
     """Returns the findings, stops first, then in the order of the table. driver: of this machine, where it is none of the hosts."""
+    sizes = (run_verdicts.shard_bytes(facts) for facts in (*hosts, driver) if facts)
+    intent = replace(intent, shard_bytes=next(filter(None, sizes), None))  # each host gets the text
     checked, findings = [Host(facts, intent) for facts in hosts], []
     with_driver = [*checked, Host(driver, intent)] if driver else checked  # it prepares the text and keeps the run
     for verdict in load_verdicts():

@@ -93,6 +93,8 @@ def measure_comm(
     results = make_results(reports, plan, links, tok_per_sec=tok_per_sec, hosts=hosts)
     file = out or comm_file(cache_dir, list(hosts))
     results |= {"folder": str(run.path), "seconds": round(time.monotonic() - started, 1)}
+    if machine.link:  # the same figure tells a plan later whether the link is still like this
+        results["tcp_bytes_per_s"] = round(machine.link.bytes_per_s)
     results["replaced_bytes"] = None if out else largest_bytes(file)
     if results["right"] or out is not None:  # a plan must not rely on a machine that computes wrong results
         save_results(results, file)

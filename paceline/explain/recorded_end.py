@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from paceline.config import CACHE_SPACE
 from paceline.explain.evidence import count_lines
 from paceline.explain.explanation import KERNEL_LOG, RECORDED, SUPERVISOR_CAUSES, Evidence, Explanation
 from paceline.explain.verdict import HEALTHY, explain_health
@@ -78,6 +79,14 @@ def apply_recorded_end(
             evidence=tuple(evidence), progress=explanation.progress, notes=explanation.notes,
         )  # fmt: skip
         return explain_silence(stopped, run, attempt, find_last(events, "silence"))
+    save = find_last(events, "save_failed", "checkpoint", "attempt", "attempt_ended")
+    if save.get("event") == "save_failed" and not explanation.shows_failure and is_locked(run):
+        summary = (
+            f"the run is still running, and what it did since its last checkpoint is not saved: {save.get('message')}"
+        )
+        room = f"make room ({show_space(run, save.get('host'))}): it then saves within seconds"
+        fix = f"{room}; watch it: `paceline watch {run.quoted}`"
+        return replace(explanation, cause=DISK_FULL, confidence=1.0, step=save.get("step"), summary=summary, fix=fix)
     start, ended = find_last(events, "attempt"), find_last(events, "attempt_ended")
     shows_failure = explanation.shows_failure and explanation.cause not in AFTERMATH
     shows_end = ended or find_last(events, "finished") or shows_failure or explanation.progress.finished
@@ -241,11 +250,10 @@ def explain_full_disk(
 
     free_bytes: of another host's disk, host.
     """
-    where, how = f"the disk of {host}", f"ssh {host} df -h ~/.cache"
+    where = f"the disk of {host}"
     if free_bytes is None:
-        where, how = "the disk of the run folder", f"df -h {run.path}"
-        free_bytes = free_space(run.path)
-    fix = f"make room on it ({how}); then {next_command(run)}"
+        where, host, free_bytes = "the disk of the run folder", None, free_space(run.path)
+    fix = f"make room on it ({show_space(run, host)}); then {next_command(run)}"
     if free_bytes is not None and free_bytes < FULL_DISK_BYTES:
         summary = f"{where} is full: nothing could be written"
         return replace(explanation, cause=DISK_FULL, summary=summary, fix=fix, confidence=0.9)
@@ -253,9 +261,15 @@ def explain_full_disk(
     is_silent = all(item.source == RECORDED for item in explanation.evidence[:1])
     if save.get("event") == "save_failed" and is_silent:
         where = f"the disk of {save['host']}" if save.get("host") else "the disk of the run folder"
+        fix = f"make room on it ({show_space(run, save.get('host'))}); then {next_command(run)}"
         summary = f"{where} had no room for the checkpoint of step {save.get('step')}"
         return replace(explanation, cause=DISK_FULL, summary=summary, fix=fix, confidence=0.8)
     return explanation
+
+
+def show_space(run: RunDir, host: str | None) -> str:
+    """Returns the command that shows the room on the disk of a run. host: another one, with its own copy of the run folder."""
+    return f"ssh {host} {CACHE_SPACE}" if host else f"df -h {run.quoted}"
 
 
 def lost_supervisor_texts(attempt: int, head: str | None) -> tuple[str, str]:

@@ -16,9 +16,9 @@ from functools import partial
 from paceline.errors import Interrupted, PacelineError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_explanation, format_summary
-from paceline.explain.recorded_end import HANG, SUPERVISOR_LOST, lost_supervisor_texts
+from paceline.explain.recorded_end import HANG, SUPERVISOR_LOST, lost_supervisor_texts, next_command
 from paceline.explain.run_folder import explain_run
-from paceline.launch.failure import explain_end, read_log_tail
+from paceline.launch.failure import REJOINS, explain_end, read_log_tail
 from paceline.launch.notify import run_services
 from paceline.launch.policy import Abilities, AttemptEnd, Decision, Situation, decide
 from paceline.launch.preemption import short_notice, watch_preemption
@@ -163,13 +163,15 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             job_end, explanation = current_job_end(), outcome.explanation
             if job_end:
                 explanation = explain_job_end(job_end, explanation, job.run)
-                outcome = replace(outcome, explanation=explanation)
+            abilities = replace(job.abilities(end), min_hosts=job.options.min_hosts, is_job_over=job_end is not None)
+            decision = decide(Situation(history, recovery, abilities))
+            if decision.action == "stop" and abilities.lost_hosts and not job_end:
+                explanation = explain_end_without_host(explanation, job.run, abilities)
+            outcome = replace(outcome, explanation=explanation)
             record_verdict(job, number, explanation)
             stops = (e for e in read_json_lines(job.run.events) if e.get("event") == "stopping")
             if signals.first or any(stop.get("attempt") == number for stop in stops):
                 return outcome
-            abilities = replace(job.abilities(end), is_job_over=job_end is not None)
-            decision = decide(Situation(history, recovery, abilities))
             record_decision(job, end, decision, explanation, number)
             if decision.action == "stop":
                 return outcome
@@ -187,6 +189,16 @@ def explain_job_end(job: SlurmJob, explanation: Explanation, run: RunDir) -> Exp
     summary = f"job {job.job_id} of Slurm, which gave the nodes, was cancelled or has ended ({job.state})"
     fix = f"nothing is broken: a new job, as by salloc, then {resume_command(run)}"
     return Explanation(JOB_OVER, confidence=1.0, step=explanation.step, summary=summary, fix=fix)
+
+
+def explain_end_without_host(explanation: Explanation, run: RunDir, abilities: Abilities) -> Explanation:
+    """Returns the explanation of a lost host where the run does not wait for it."""
+    fix = f"{explanation.fix.partition(REJOINS)[0]}; then {next_command(run)}"
+    if not abilities.too_few_hosts:
+        return replace(explanation, fix=fix)
+    others = f"--min-hosts {len(abilities.hosts_left)}, and --hosts without {', '.join(abilities.lost_hosts)}"
+    summary = f"{explanation.summary}; {abilities.too_few_hosts}"
+    return replace(explanation, summary=summary, fix=f"{fix}; or on the others alone, with {others}")
 
 
 def note_problem(run: RunDir, text: str) -> None:

@@ -26,6 +26,7 @@ from paceline.explain.recorded_end import DISK_FULL, HANG, explain_full_disk, ha
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
+from paceline.launch.ssh import disk_fix
 from paceline.plan.host import memory_limit, physical_memory_bytes
 from paceline.rundir import RunDir, read_json_lines
 from paceline.units import format_bytes, parse_time, signal_name
@@ -65,6 +66,8 @@ BLOCKED = ("hosts-unconnected", "hosts-path-mtu")
 OF_HOSTS = (HOST_LOST, LINK_LOST, *BLOCKED)
 EXITED = "exited-early"  # with exit code 0, which no log tells from success
 FULL_DISK = os.strerror(errno.ENOSPC)  # in what another host reports
+
+REJOINS = "; it joins the run again when it "  # in the fix of a lost host, while the run goes on
 
 NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")  # pids, addresses and sizes differ where the error is the same
 
@@ -296,13 +299,13 @@ def explain_hang(
 def explain_host(explanation: Explanation, root: Failure) -> Explanation:
     """Explains the loss of a host, of the connection to one that answers again, or of the way between its ranks and others."""
     cause, summary = root.cause or HOST_LOST, f"{root.subject}: {root.message}"
-    fix = f"see that {root.host} is on and in the network: ssh {root.host} true; it joins the run again when it answers"
+    fix = f"see that {root.host} is on and in the network: ssh {root.host} true{REJOINS}answers"
     if cause == LINK_LOST:
         summary = f"{summary}; it answers again"
         fix = f"if it happens often: see who ends ssh sessions on {root.host} (journalctl -u ssh), and whether this machine sleeps"
     elif FULL_DISK in root.message:
         cause = DISK_FULL
-        fix = f"make room there: ssh {root.host} df -h ~/.cache; it joins the run again when it has some"
+        fix = f"make room there: {disk_fix(root.host or '', root.message)}{REJOINS}has some"
     return replace(explanation, cause=cause, rank=None, summary=summary, fix=root.fix or fix, confidence=1.0)
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import combinations, repeat
 from typing import Any, TextIO
 
-from paceline.check.probes.facts import AUTO, FOLDER_PROBES, gather_facts
+from paceline.check.probes.facts import AUTO, FOLDER_PROBES, OnProbe, gather_facts
 from paceline.check.probes.network_probe import route_to
 from paceline.check.ready import (
     CheckResult,
@@ -47,14 +47,21 @@ UNKNOWN_LINK |= dict.fromkeys(("address", "rtt_us", "bits_per_s", "back_bits_per
 
 
 def hosts_asker(
-    entries: Sequence[HostEntry], config: Config, *, port: int | None = None, is_whole: bool = False
+    entries: Sequence[HostEntry],
+    config: Config,
+    *,
+    port: int | None = None,
+    is_whole: bool = False,
+    on_answer: OnProbe = lambda name: None,
 ) -> Callable[[Callable[[], Facts]], list[Facts]]:
     """Returns a function that gathers the facts of all these hosts at once; it takes one for the host that it runs on.
 
     The facts of a host have its links to those after it in the list. config: its interpreter, interface and ports. port: to try.
-    is_whole: for a report; before a launch the disks are not measured, and what is known of torch is not tried again.
+    is_whole: for a report; before a launch what is known of torch is not tried again.
+    on_answer: called with each host that has answered, and with `links` before they are measured.
     """
-    request = {"port": port} | ({} if is_whole else {"measure_disk": False, "cached_torch": AUTO})
+    request = {"port": port, "cache_dir": AUTO, "measure_disk": False}
+    request |= {} if is_whole else {"cached_torch": AUTO}
 
     def gather(entry: HostEntry, gather_here: Callable[[], Facts]) -> Facts:
         connection = {"destination": entry.destination, "here": is_this_host(entry), "error": None, "fix": None}
@@ -63,6 +70,7 @@ def hosts_asker(
             facts = gather_here() if connection["here"] else ask_host(entry, request, python=config.python)
         except PacelineError as error:
             return {"connection": {**connection, "error": error.message, "fix": error.fix}}
+        on_answer(entry.destination)
         return {**facts, "connection": connection}
 
     def gather_all(gather_here: Callable[[], Facts]) -> list[Facts]:
@@ -73,6 +81,7 @@ def hosts_asker(
             reached = [
                 entry for entry, facts in zip(entries, hosts, strict=True) if facts["connection"]["error"] is None
             ]
+            on_answer("links")
             links = measure_links(reached, probes, ports=ports, interface=interface)
         names = [facts["connection"]["destination"] for facts in hosts]
         return [{**facts, "links": links.get(name, [])} for name, facts in zip(names, hosts, strict=True)]

@@ -168,7 +168,7 @@ class TrainingJob(Job):
         abilities = replace(abilities, lost_hosts=lost, ranks_left=0)
         self.next_plan = self.plan_hosts(cluster, range(len(left), self.options.min_hosts - 1, -1))
         if self.next_plan is None:
-            return abilities
+            return replace(abilities, hosts_left=tuple(left))
         count = self.next_plan.world_size // cluster.members[0].nproc
         cluster.limit(count)
         return replace(abilities, ranks_left=self.next_plan.world_size, hosts_left=tuple(left[:count]))

@@ -52,8 +52,16 @@ class Abilities:
     smaller: str | None = None  # the next configuration that needs less memory, as text
     ranks_left: int | None = None  # ranks that the remaining devices can run; None: no device is missing
     lost_hosts: tuple[str, ...] = ()  # that took part in the attempt
-    hosts_left: tuple[str, ...] = ()  # with ranks_left ranks together
+    hosts_left: tuple[str, ...] = ()  # with ranks_left ranks together, or those that cannot go on
+    min_hosts: int = 1  # --min-hosts
     is_job_over: bool = False  # the Slurm job that this process is in, with its nodes
+
+    @property
+    def too_few_hosts(self) -> str | None:
+        """Says that fewer hosts are left than --min-hosts asks for; None where they are enough."""
+        count = len(self.hosts_left)
+        remaining = f"{format_number_of(count, 'host')} remain{'s' * (count == 1)}"
+        return f"{remaining}, fewer than --min-hosts {self.min_hosts}" if 0 < count < self.min_hosts else None
 
 
 @dataclass(frozen=True)
@@ -150,7 +158,8 @@ RULES = (
     Rule(
         "no-host", "a host was lost, and fewer than `--min-hosts` remain, or they cannot hold the model or divide the batch",
         lambda state: bool(state.abilities.lost_hosts) and not state.abilities.ranks_left, "stop",
-        lambda state: f"lost {', '.join(state.abilities.lost_hosts)}, and the remaining hosts cannot go on",
+        lambda state: f"lost {', '.join(state.abilities.lost_hosts)}"
+        + (f": {few}" if (few := state.abilities.too_few_hosts) else ", and the remaining hosts cannot go on"),
     ),
     Rule(
         "host-gone", "a host was lost, and others remain: the same steps on fewer hosts",

@@ -130,7 +130,8 @@ class FarEnd:
         """Tells the supervisor why an order was not carried out, or why a file could not be written."""
         why, fix = (error.message, error.fix) if isinstance(error, PacelineError) else (str(error), None)
         if is_disk := isinstance(error, OSError) and bool(error.strerror):
-            why = ": ".join(str(part) for part in (error.strerror, error.filename) if part)
+            # a write into an open file has no name of its own
+            why = f"{error.strerror}: {error.filename or (self.run.path if self.run else cache_dir(Config()))}"
         self.channel.send({"event": "refused", "do": do, "why": why, "fix": fix, "disk": is_disk})
 
     def is_of_copy(self, line: Line) -> bool:

@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from paceline.config import CACHE_SPACE
 from paceline.errors import PacelineError
 from paceline.launch.agent import Lines
 from paceline.units import format_list
@@ -235,9 +236,9 @@ class SshModule(FarModule):
 
 def disk_fix(destination: str, error: str) -> str:
     """Returns what helps where a file cannot be written in the cache of another host."""
-    to, (_, _, path) = shlex.quote(destination), error.partition(": /")
+    to, path = shlex.quote(destination), re.search(r": '?(/[^']*)", error)
     if re.search("No space|quota", error):
-        return f"ssh {to} df -h {shlex.quote(str(Path('/', path).parent)) if path else '~/.cache'}"
+        return f"ssh {to} df -h {shlex.quote(str(Path(path[1]).parent))}" if path else f"ssh {to} {CACHE_SPACE}"
     return (
         f"see ssh {to} ls -ld ~ ~/.cache; another cache: export XDG_CACHE_HOME=DIR as the first line of ~/.bashrc there"
     )

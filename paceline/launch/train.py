@@ -319,6 +319,7 @@ def run_training(
             job.cluster.close()
             if is_new and not job.options.detach:  # a log in the folder has the error
                 remove_unstarted(job.run)
+                job.show([f"note    {job.run.path} is removed: nothing was started"])
             raise
         if text:
             job.show([text])

@@ -29,8 +29,9 @@ from paceline.mounts import free_space
 from paceline.plan.shapes import ParamShape
 from paceline.rundir import RunDir, resume_command
 
-# between checks for space after a save that found none; doubled by each further failure
-CHECK_S, LONGEST_CHECK_S = 2.0, 300.0
+LOOK_S = 2.0  # between looks at the free space after a save that found none
+# until the next save where the disk showed room and refused, as with a quota; doubled by each further failure
+RETRY_S, LONGEST_RETRY_S = 2.0, 300.0
 
 DTYPE_CODES = {  # torch -> safetensors
     torch.float64: "F64",
@@ -72,7 +73,7 @@ class CheckpointWriter:
     save leaves only files that `clean_leftovers` removes.
 
     on_no_space: called from the thread of any rank that meets a full disk; `save` and `wait` then raise nothing.
-    Earlier checkpoints stay and the training continues; `has_space_again` on rank 0 reports when a save may succeed.
+    Earlier checkpoints stay and the training continues; `has_space_again` on that rank reports when a save may succeed.
     whole_bytes: of a checkpoint, over all ranks.
     """
 
@@ -90,7 +91,7 @@ class CheckpointWriter:
     def __post_init__(self) -> None:
         assert self.keep_last >= 1, self.keep_last
         self.no_space: NoSpace | None = None  # the error of the last save
-        self._check_s, self._next_check = CHECK_S, 0.0
+        self._retry_s, self._retry_at, self._look_at = RETRY_S, 0.0, 0.0
         self._num_saves = 0
         self._copies: dict[str, Tensor] = {}  # reused by the next save: fresh memory costs more than the copying
         self._thread: threading.Thread | None = None
@@ -132,13 +133,20 @@ class CheckpointWriter:
             raise error
 
     def has_space_again(self) -> bool:
-        """Returns on rank 0 whether the last save found no space and now there is some; cheap enough to call in every step."""
-        if self.no_space is None or self.rank != 0 or time.monotonic() < self._next_check:
+        """Returns whether the last save found no space on this host's disk and now there is some.
+
+        Cheap enough to call in every step. What a rank of another host lacks, that rank alone can see.
+        """
+        error, now = self.no_space, time.monotonic()
+        if error is None or error.host is not None or now < self._look_at:
             return False
-        self._next_check = time.monotonic() + self._check_s
+        self._look_at = now + LOOK_S
         if self._thread is not None and self._thread.is_alive():
             return False
-        return (free_space(self.directory) or 0) >= self.no_space.needed_bytes
+        showed_room = error.free_bytes is not None and error.free_bytes >= error.needed_bytes
+        if showed_room and now < self._retry_at:
+            return False
+        return (free_space(self.directory) or 0) >= error.needed_bytes
 
     @torch.no_grad()
     def _copy(self, pieces: Sequence[Piece]) -> list[RawTensor]:
@@ -173,7 +181,7 @@ class CheckpointWriter:
                 num_bytes = publish(save, state=state, val_bpb=val_bpb, versions=versions, deadline_s=self.deadline_s)
                 prune(self.directory, step=save.step, keep_last=self.keep_last)
                 self.on_saved(save.step, time.monotonic() - began, num_bytes)
-            self.no_space, self._check_s = None, CHECK_S
+            self.no_space, self._retry_s = None, RETRY_S
         except BaseException as error:
             give_up(save, error)
             if isinstance(error, OSError):
@@ -183,8 +191,9 @@ class CheckpointWriter:
             if self.on_no_space is None or not isinstance(error, NoSpace):
                 self._error = error  # for the next call to raise
                 return
-            self._check_s = CHECK_S if self.no_space is None else min(2 * self._check_s, LONGEST_CHECK_S)
-            self.no_space, self._next_check = error, time.monotonic() + self._check_s
+            self._retry_s = RETRY_S if self.no_space is None else min(2 * self._retry_s, LONGEST_RETRY_S)
+            self._retry_at = time.monotonic() + self._retry_s
+            self.no_space = error
             self.on_no_space(error)
 
 

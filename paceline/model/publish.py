@@ -50,6 +50,7 @@ class NoSpace(PacelineError):
         self, message: str, *, fix: str, step: int, needed_bytes: int, free_bytes: int | None, host: str | None = None
     ):
         super().__init__(message, fix=fix)
+        self.record = {"cause": "disk-full"}  # for the rank's error file
         self.host = host  # whose disk is full, if it is not this one's
         # needed: of the whole checkpoint; free: after giving up
         self.step, self.needed_bytes, self.free_bytes = step, needed_bytes, free_bytes

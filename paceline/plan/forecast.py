@@ -261,7 +261,7 @@ def hosts_lines(plan: Plan) -> Iterator[str]:
     cost = plan.cost.get("hosts")
     if not cost:
         return
-    link = f"{cost['link']}, {cost['bytes_per_s'] / 1e9:.3g} GB/s each way"
+    link = f"{cost['link']}, {cost['bytes_per_s'] / 1e9:.3g} GB/s each way, {cost['source']}"
     sending = f"a step sends for {format_ms(1000 * cost['sending_s'])} over {link}"
     together, alone = cost["tok_per_sec"], cost["one_host_tok_per_sec"]
     if together is None:

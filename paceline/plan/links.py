@@ -28,6 +28,7 @@ INFINIBAND_GBITS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}  # four lane
 LATENCY_S = {"pcie": 30e-6, "nvlink": 15e-6, "ib": 20e-6, "ethernet": 100e-6}
 X8_X8_CARDS = 2  # a desktop board splits its sixteen lanes over two slots
 DEFAULT_ETHERNET_GBITS = 10
+OTHER_RATE = 4  # times faster or slower than before: a busy host alone explains a factor of two
 EXAMPLES = "1GbE, 2.5GbE, 10GbE, 25GbE, 100GbE, PCIe 4 x16, PCIe 5 x8, PCIe 5 x16 P2P, NVLink, IB HDR, IB NDR"
 
 
@@ -59,9 +60,10 @@ def link_of(
     measured = measured_link(comm, machine, world_size=world_size, device=device)
     if machine.hosts == 1:
         return user_link or measured or inner_link(spec, num_gpus=world_size, device=device)
-    if user_link is None and measured is not None:
+    was_bytes_per_s = changed_rate(comm, machine.link)
+    if user_link is None and measured is not None and was_bytes_per_s is None:
         return measured
-    between = user_link or checked_link(machine.link)
+    between = user_link or checked_link(machine.link, was_bytes_per_s=was_bytes_per_s)
     if between is None:
         source = f"assumed: {DEFAULT_ETHERNET_GBITS}GbE between hosts; --link names another"
         between = _ethernet(DEFAULT_ETHERNET_GBITS, source=source)
@@ -120,12 +122,25 @@ def measured_link(comm: Mapping[str, Any] | None, machine: Machine, *, world_siz
     return Link(f"{world_size} x {names[0]}", 1 / seconds, latency_s, source, spread=0.15)
 
 
-def checked_link(link: HostLink | None) -> Link | None:
-    """Returns the link between hosts by the check's figures: each message waits for one round trip."""
+def changed_rate(comm: Mapping[str, Any] | None, link: HostLink | None) -> float | None:
+    """Returns what one TCP connection between the hosts reached beside the measurements of comm.json; None where it still does."""
+    before = comm.get("tcp_bytes_per_s") if comm else None  # an older version did not keep it
+    if not before or link is None or before / OTHER_RATE < link.bytes_per_s < before * OTHER_RATE:
+        return None
+    return float(before)
+
+
+def checked_link(link: HostLink | None, *, was_bytes_per_s: float | None = None) -> Link | None:
+    """Returns the link between hosts by the check's figures: each message waits for one round trip.
+
+    was_bytes_per_s: when `paceline comm` measured it, where that no longer holds.
+    """
     if link is None:
         return None
-    name = " to ".join(link.hosts)
-    return Link(name, link.bytes_per_s, link.rtt_s, "measured by the check, one TCP connection", spread=0.2)
+    source = "measured by the check, one TCP connection"
+    if was_bytes_per_s:
+        source += f" that had {was_bytes_per_s / 1e9:.3g} GB/s when paceline comm measured it"
+    return Link(" to ".join(link.hosts), link.bytes_per_s, link.rtt_s, source, spread=0.2)
 
 
 def inner_link(spec: GpuSpec | None, *, num_gpus: int, device: str) -> Link | None:

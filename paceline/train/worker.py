@@ -161,6 +161,7 @@ def make_writer(
     def on_no_space(error: NoSpace) -> None:
         is_last = error.step == plan.num_steps
         effect = f"{'the run waits' if is_last else 'training continues'} and saves as soon as there is room"
+        effect += "; a stop before that loses the steps that are not saved" if is_last else ""
         effect = "the run stops without it" if stop.is_set else effect
         if rank == 0:
             facts = {"needed_bytes": error.needed_bytes, "free_bytes": error.free_bytes, "effect": effect}

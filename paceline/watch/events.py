@@ -7,7 +7,7 @@ view and reports, `event_line` for what `paceline train` prints.
 
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from paceline.errors import Interrupted
@@ -83,6 +83,17 @@ def event_view(event: Record) -> EventView | None:
     return EventView(
         time if time == time else None, kind, event_text(event), level, step if type(step) is int else None
     )
+
+
+def unsaved_texts(events: Sequence[Record | EventView]) -> Iterator[str]:
+    """Yields that the last checkpoint of the last attempt found no room, and which one is the newest."""
+    views = (
+        view for event in reversed(events) if (view := event if isinstance(event, EventView) else event_view(event))
+    )
+    saves = [view for view in views if view.kind in ("attempt", "save_failed", "checkpoint")]
+    if saves and saves[0].kind == "save_failed":
+        newest = next((view.step for view in saves if view.kind == "checkpoint"), None)
+        yield saves[0].text + ("" if newest is None else f"; the newest checkpoint is of step {newest:,}")
 
 
 def event_line(event: Record, *, num_steps: int, has_steps: bool = True) -> str | None:
@@ -234,6 +245,9 @@ def live_state(events: Sequence[Record], mark: Heartbeat | None, line: Record) -
         return "running" if state == "broken" else state  # the end is recorded when a slow terminal has all output
     if "script" in kinds:
         return "running" if start >= 0 else "starting"
+    saves = [event for event in attempt if event.get("event") in ("save_failed", "checkpoint")]
+    if saves and saves[-1].get("last"):
+        return "saving"  # all steps are done, and the run waits for room
     first_step = next((event["step"] for event in attempt if event.get("event") == "resumed"), 0)
     if start >= 0 and mark is None and str(line.get("time", "")) >= str(events[start]["time"]):
         return "training" if line["step"] > first_step else "starting"

@@ -25,7 +25,7 @@ from paceline.terminal import cells, pad
 from paceline.typed_fields import damaged_files, hints_of, well_typed
 from paceline.units import format_count
 from paceline.watch.about import check_links, csv_lines, link_out_of, read_about, read_config, read_notes
-from paceline.watch.events import end_state, is_complete, last_event_time, live_state
+from paceline.watch.events import end_state, is_complete, last_event_time, live_state, unsaved_texts
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines, read_part, search
 from paceline.watch.measures import format_bpb, format_figure, format_step, format_time
 from paceline.watch.snapshot import LIVE, Snapshot, State
@@ -79,7 +79,7 @@ class RunStatus:
     command: list[str] | None = None  # of `paceline run`, whose runs have no metrics.jsonl
     tags: list[str] = field(default_factory=list)  # of `paceline runs tag`
     note: str = ""  # of `paceline runs note`
-    notes: list[str] = field(default_factory=list)  # what could not be read, one line each
+    notes: list[str] = field(default_factory=list)  # what could not be read or saved, one line each
 
 
 def run_status(run: RunDir) -> RunStatus:
@@ -103,7 +103,8 @@ def run_status(run: RunDir) -> RunStatus:
     status = RunStatus(
         name=run.name, path=str(run.path), state=state, num_steps=num_steps, attempts=attempts,
         time=max((time for time in times if isinstance(time, str)), default=None),
-        command=command, tags=tags, note=note, notes=damaged_files(run), **values,
+        command=command, tags=tags, note=note, **values,
+        notes=[*damaged_files(run), *(unsaved_texts(events) if state in LIVE else ())],
     )  # fmt: skip
     return well_typed(status, RunStatus)  # type: ignore[no-any-return]
 

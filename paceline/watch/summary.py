@@ -23,6 +23,7 @@ from paceline.units import (
     format_ranks,
     unix_time,
 )
+from paceline.watch.events import unsaved_texts
 from paceline.watch.measures import (
     FORMATS,
     POWER_LIMIT,
@@ -212,8 +213,8 @@ def warnings(snapshot: Snapshot, *, now: float) -> Iterator[str]:
     elif silent := [rank for rank in snapshot.ranks if is_silent(rank, longest_s=longest_s)]:
         phase = f" in {silent[0].phase}" if silent[0].phase else ""
         yield f"{ranks_are(silent, snapshot)} silent for {format_duration(silent[0].silent_s)}{phase}"
-    if snapshot.state != "starting":
-        yield from loss_warnings(snapshot)
+    yield from unsaved_texts(snapshot.events)
+    yield from loss_warnings(snapshot) if snapshot.state != "starting" else ()
     if slow := [rank for rank in snapshot.ranks if rank.slow]:
         yield f"{ranks_are(slow, snapshot)} slower than the others"
     start = unix_time(snapshot.attempts[-1].time) if snapshot.attempts else 0.0

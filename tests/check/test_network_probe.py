@@ -2,12 +2,14 @@ import os
 import socket
 import subprocess
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from probing import NAMESPACES, ask, made_host
 
+from paceline.check.probes.link_probe import LARGE_BYTES, measure_speed
 from paceline.check.probes.network_probe import (
     default_interface,
     interface_kind,
@@ -145,3 +147,16 @@ def test_a_dead_name_server_is_asked_for_two_seconds():
     with made_host(HOST + "c", files=files) as before:
         network = ask("network_probe", before=before)["network"]
     assert (network["addresses"], network["resolve_error"]) == (None, "no answer in 2 s")
+
+
+def test_a_slow_link_is_measured_by_its_first_bytes_and_a_fast_one_by_as_many_as_take_a_fifth_of_a_second():
+    sizes = list[int]()
+
+    def seconds_of(size: int, *, bytes_per_s: float) -> float:
+        sizes.append(size)
+        return size / bytes_per_s
+
+    assert measure_speed(partial(seconds_of, bytes_per_s=1.25e6)) == 10_000_000
+    assert sizes == [LARGE_BYTES]
+    assert measure_speed(partial(seconds_of, bytes_per_s=1.25e9)) == pytest.approx(1e10)
+    assert sizes == [LARGE_BYTES, LARGE_BYTES, 250_000_000]

@@ -130,7 +130,6 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("nofile-low", "cpu_box", {"host.limits.nofile": [256, 4096]}, CPU, "warn"),
     ("nproc-low", "cpu_box", {"host.limits.nproc": [100, 4096]}, CPU, "warn"),
     ("memlock-low", "server", {"host.limits.memlock": [65536, 65536]}, TWO_HOSTS, "warn"),
-    ("clock-free", "server", {"host.clock.synchronized": False}, TWO_HOSTS, "warn"),
     ("wsl", "workstation", {"host.wsl": True}, CUDA, "note"),
     ("container-no-gpus", "cpu_box", {"nvidia_cards": 2, "host.container": "docker"}, {}, "note"),
     ("cores-few", "cpu_box", {}, {**CPU, "nproc": 3}, "warn"),
@@ -248,6 +247,8 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
             f"{ETH0}.addresses": ["10.0.0.2"],
         },
     ),
+    ("hosts-link-slow", {"links": [{**LINK, "bits_per_s": 1.04e10, "back_bits_per_s": 1e7}]}),
+    ("hosts-link-slow", {"links": [{**LINK, "bits_per_s": 9.4e7, "back_bits_per_s": 9.4e7}]}),
     ("hosts-link-indirect", {"links": [LINK], f"{ETH0}.kind": "wifi", f"{ETH0}.addresses": ["10.0.0.2"]}),
     ("hosts-link-far", {"links": [{**LINK, "rtt_us": 9000.0}]}),
     ("hosts-address", {"links": [{**LINK, "tried": ["100.64.0.1"]}]}),
@@ -265,6 +266,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("hosts-settings", {"env.NCCL_P2P_DISABLE": "1"}),
     ("hosts-gpus", {"gpus.1.name": "NVIDIA H100 80GB HBM3"}),
     ("hosts-clock", {"links": [{**LINK, "clock_s": -4.2}]}),
+    ("clock-free", {"host.clock.synchronized": False}),
     ("hosts-mtu", {f"{ETH0}.mtu": 9000}),
 ]
 
@@ -309,6 +311,65 @@ def test_a_difference_between_hosts_is_reported_with_both(case):
     assert finding.host is None
     assert "node1" in finding.what or "node2" in finding.what
     assert findings_of(id, [first, changed(first, {"host.name": "node2"})], TWO_HOSTS) == []
+
+
+def test_clocks_that_nothing_keeps_are_one_finding_and_none_where_they_were_compared():
+    hosts = [
+        changed(HOSTS["server"], {"host.name": name, "host.clock.synchronized": False}) for name in ("node1", "node2")
+    ]
+    [finding] = findings_of("clock-free", hosts, TWO_HOSTS)
+    assert finding.what == "no time service keeps the clocks of node1 and node2"
+    assert finding.fix == "sudo timedatectl set-ntp true, on node1 and node2"
+    hosts[1]["links"] = [{**LINK, "clock_s": 0.001}]
+    assert findings_of("clock-free", hosts, TWO_HOSTS) == []
+
+
+@pytest.mark.parametrize(
+    "free, text, severity, needs",
+    [
+        (0, {}, "stop", ", its part of a checkpoint needs about 1.0 GiB"),
+        (
+            20 << 20,
+            SMALL_CACHE,
+            "stop",
+            ", the text needs about 50.0 MiB, its part of a checkpoint needs about 1.0 GiB",
+        ),
+        (GIB // 2, {}, "warn", ", its part of a checkpoint needs about 1.0 GiB"),
+        (GIB, {}, None, ""),
+    ],
+)
+def test_the_cache_of_another_host_has_room_for_the_text_and_its_part_of_a_checkpoint(free, text, severity, needs):
+    path = "/data/my cache/paceline"
+    place = {**HOSTS["server"]["storage"]["cache"], "path": path, "free_bytes": free, "writable": free > 0}
+    there = {"storage.cache": place, "storage.run_dir": None, "text": None, "host.name": "node2",
+             "connection": {"destination": "ann@bob", "here": False}}  # fmt: skip
+    hosts = [changed(HOSTS["server"], text), changed(HOSTS["server"], there)]
+    intent = {**TWO_HOSTS, "checkpoint_bytes": 2 * GIB}
+    findings = [*findings_of("cache-full", hosts, intent), *findings_of("folder-unwritable", hosts, intent)]
+    assert [finding.severity for finding in findings] == ([severity] if severity else [])
+    for finding in findings:
+        assert finding.host == "node2" and finding.what.startswith(f"the cache {path} has ")
+        assert finding.what.endswith(f" free{needs}")
+        assert finding.fix.startswith("""ssh ann@bob 'du -sh '"'"'/data/my cache/paceline'"'"'/*' shows what may go""")
+
+
+@pytest.mark.parametrize(
+    "there, back, what",
+    [
+        (1.04e10, 1e7, "node1 sends 10 Mb/s to node2, which sends 10.40 Gb/s back"),
+        (1e7, 1.04e10, "node2 sends 10 Mb/s to node1, which sends 10.40 Gb/s back"),
+        (9.4e7, 9.3e7, "node2 sends 94 Mb/s to node1"),
+    ],
+)
+def test_a_link_that_is_slow_or_uneven_needs_no_speed_of_interfaces(there, back, what):
+    link = {**LINK, "bits_per_s": there, "back_bits_per_s": back}
+    second = changed(
+        HOSTS["server"],
+        {"host.name": "node2", "links": [link], f"{ETH0}.addresses": ["10.0.0.2"], f"{ETH0}.kind": "veth"},
+    )
+    [finding] = findings_of("hosts-link-slow", [HOSTS["server"], second], TWO_HOSTS)
+    assert finding.what == what
+    assert finding.fix.startswith("ethtool eth0 and tc qdisc show dev eth0, on both")
 
 
 @pytest.mark.parametrize("host, intent", [

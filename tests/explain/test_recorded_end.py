@@ -80,6 +80,20 @@ def test_a_run_whose_last_save_had_no_room_and_that_recorded_no_end_filled_the_d
     )  # fmt: skip
 
 
+def test_a_run_that_waits_for_room_is_explained_by_the_disk_while_it_runs(run):
+    lock = lock_run(run)
+    run.rank_log(1, 0).write_text("".join(f"step {step}/8 | loss 3.{9 - step}\n" for step in range(1, 9)))
+    message = "no space for the checkpoint of step 8: rank 1 of 2 on bob has not enough"
+    append_event(run, "save_failed", step=8, needed_bytes=1 << 20, host="bob", last=True, message=message)
+    explanation = explain_run(run)
+    assert (explanation.cause, explanation.step) == ("disk-full", 8)
+    assert explanation.summary.endswith(f"since its last checkpoint is not saved: {message}")
+    assert explanation.fix.startswith("make room (ssh bob 'df -h ${XDG_CACHE_HOME:-~/.cache}'): it then saves")
+    append_event(run, "checkpoint", step=8)
+    assert explain_run(run).cause == "healthy"
+    os.close(lock)
+
+
 @pytest.mark.parametrize("is_ended", [False, True])
 def test_an_attempt_of_which_a_full_disk_keeps_the_events_away_is_not_healthy(run, is_ended):
     append_event(run, "save_failed", step=8, needed_bytes=1 << 20, free_bytes=0)

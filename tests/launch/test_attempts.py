@@ -15,7 +15,7 @@ from paceline.launch.attempts import format_explained, run_attempts
 from paceline.launch.failure import Failure, explain_end
 from paceline.launch.policy import Abilities
 from paceline.launch.supervisor import Outcome
-from paceline.options import Recovery
+from paceline.options import LaunchOptions, Recovery
 from paceline.rundir import RECORDER_DUMP, RunDir, append_event, read_json_lines
 from paceline.slurm import SlurmJob
 
@@ -33,6 +33,8 @@ TYPO = failure(message="ModuleNotFoundError: No module named 'nmupy'", traceback
 
 class FakeJob:
     """A job whose attempts end as given: a Failure, "interrupted", or None for success."""
+
+    options = LaunchOptions(min_hosts=2)
 
     def __init__(self, folder, *ends, abilities=None, on_attempt=lambda number: None, world_size=1):
         self.run = RunDir(folder)
@@ -284,6 +286,20 @@ def test_an_explanation_that_fails_hides_nothing(tmp_path, monkeypatch):
     outcome = run_attempts(job, Recovery())
     assert job.lines == ["no further attempt: the failure could not be explained (KeyError: 'rank')"]
     assert TYPO.message in format_explained(outcome, job.run)
+
+
+def test_a_lost_host_that_ends_the_run_names_min_hosts_and_promises_no_return(tmp_path):
+    lost = replace(failure(None, message="nothing was heard of it for 6 s"), host="cy", cause="host-lost")
+    job = FakeJob(tmp_path, lost, abilities=Abilities(lost_hosts=("cy",), hosts_left=("ada",), ranks_left=0))
+    outcome = run_attempts(job, Recovery())
+    assert job.lines == ["no further attempt: lost cy: 1 host remains, fewer than --min-hosts 2"]
+    [verdict] = job.events("verdict")
+    assert outcome.explanation.summary == verdict["summary"]
+    assert verdict["summary"] == "host cy: nothing was heard of it for 6 s; 1 host remains, fewer than --min-hosts 2"
+    assert verdict["fix"] == (
+        f"see that cy is on and in the network: ssh cy true; then `paceline resume {job.run.path}` goes on from the last"
+        " checkpoint; or on the others alone, with --min-hosts 1, and --hosts without cy"
+    )
 
 
 def test_a_rollback_is_retried_at_once(tmp_path):

@@ -429,6 +429,8 @@ def check_case(hosts: Hosts, case: Sequence) -> None:
         assert answer.returncode == code, text
         assert "Traceback" not in text
         assert said in text, text
+        if typed.startswith("train") and "\nrun     " in text:
+            assert "is removed: nothing was started" in text
         assert text.count("error: ") == (0 if typed.startswith("check") else 1), text
         lines = text.splitlines()
         at = next(i for i, line in enumerate(lines) if said in line and line.startswith(("error: ", "stop ")))

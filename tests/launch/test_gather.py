@@ -204,7 +204,7 @@ def test_a_file_that_cannot_be_written_is_named_with_the_disk_to_look_at(tmp_pat
         write_piece(path, {"file": "text/train.bin", "first": True, "last": True}, b"one")
     assert error.value.filename == str(path)
     assert disk_fix("me@bob", f"No space left on device: {path}") == f"ssh me@bob df -h {tmp_path}/data"
-    assert disk_fix("bob", "No space left on device") == "ssh bob df -h ~/.cache"
+    assert disk_fix("bob", "No space left on device") == "ssh bob 'df -h ${XDG_CACHE_HOME:-~/.cache}'"
 
 
 def test_a_checkpoint_part_comes_whole_and_before_the_json_that_says_so(tmp_path):

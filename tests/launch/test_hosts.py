@@ -148,8 +148,9 @@ def test_a_host_that_does_not_answer_refuses_a_run_while_its_text_is_prepared(tm
     with host_facts.start_check(config, run, options, command="train", trackers=(), entries=entries) as check:
         report = check.with_refusal(lambda label, done, total: reports.append(label))
         check.facts.result()
-        with pytest.raises(PacelineError, match="this run would fail: host-unreachable"):
+        with pytest.raises(PacelineError, match="this run would fail: host-unreachable") as refused:
             report("tokenize", 1, 10)
+    assert refused.value.fix == "apply the fixes above, or leave ada out of --hosts"
     assert reports == [] and "ada: no such name" in capsys.readouterr().out
 
 

@@ -106,12 +106,11 @@ def test_a_full_disk_of_another_host_is_named_with_the_host(tmp_path):
     cause, host, summary, fix, retry = explained(run, silent, {"bob": 0})
     assert (cause, host, retry) == ("disk-full", "bob", "other-checkpoint")  # the policy waits for room
     assert summary == "the disk of bob is full: nothing could be written"
-    assert (
-        fix
-        == f"make room on it (ssh bob df -h ~/.cache); then `paceline resume {run.path}` goes on from the last checkpoint"
-    )
+    room = "make room on it (ssh bob 'df -h ${XDG_CACHE_HOME:-~/.cache}')"
+    assert fix == f"{room}; then `paceline resume {run.path}` goes on from the last checkpoint"
     refused = f"attempt: [Errno 28] {os.strerror(28)}: '/home/bob/.cache/paceline/runs/12ab/books/logs/1'"
     lost = Failure(None, None, None, refused, 0.0, consequence=False, host="bob", cause="host-lost")
     cause, host, summary, fix, _ = explained(run, lost, {})
     assert (cause, host, summary) == ("disk-full", "bob", f"host bob: {refused}")
-    assert fix == "make room there: ssh bob df -h ~/.cache; it joins the run again when it has some"
+    logs = "/home/bob/.cache/paceline/runs/12ab/books/logs"
+    assert fix == f"make room there: ssh bob df -h {logs}; it joins the run again when it has some"

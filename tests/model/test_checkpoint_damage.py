@@ -1,5 +1,7 @@
 """What a disk does to checkpoints: full and then not, gone, read-only; and folders of which parts are missing or wrong."""
 
+import errno
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -63,7 +65,8 @@ def test_a_full_disk_ends_nothing_and_the_older_checkpoint_stands(tiny_disk):
 
 
 def test_free_space_is_reported_and_the_next_save_succeeds(tiny_disk, monkeypatch):
-    monkeypatch.setattr(checkpoint, "CHECK_S", 0.0)
+    monkeypatch.setattr(checkpoint, "LOOK_S", 0.0)
+    monkeypatch.setattr(checkpoint, "RETRY_S", 1e9)  # for a disk that showed room and refused
     saver = Saver(tiny_disk)
     assert not saver.writer.has_space_again()
     filler = fill(tiny_disk, left=100_000)
@@ -78,14 +81,38 @@ def test_free_space_is_reported_and_the_next_save_succeeds(tiny_disk, monkeypatc
     assert not saver.writer.has_space_again()
 
 
-def test_checks_for_space_become_rare_while_saves_keep_failing(tiny_disk):
-    saver = Saver(tiny_disk)
-    fill(tiny_disk, left=100_000)
+def test_saves_become_rare_while_a_disk_shows_room_and_refuses(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "LOOK_S", 0.0)
+
+    def refuse(save):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(checkpoint, "write_part", refuse)
+    saver = Saver(tmp_path)
     for step in (20, 21, 22):
         saver.save(step)
         saver.writer.wait()
     assert [error.step for error in saver.told] == [20, 21, 22]
-    assert saver.writer._check_s == 4 * checkpoint.CHECK_S
+    assert saver.writer._retry_s == 4 * checkpoint.RETRY_S
+    assert not saver.writer.has_space_again()
+    saver.writer._retry_at = 0.0
+    assert saver.writer.has_space_again()
+
+
+def test_room_on_the_disk_of_another_host_is_seen_by_the_rank_there(tmp_path, tiny_disk, monkeypatch):
+    monkeypatch.setattr(checkpoint, "LOOK_S", 0.0)
+    here, there = Saver(tmp_path, 0, 2), Saver(tiny_disk, 1, 2)
+    filler = fill(tiny_disk, left=10_000)
+    there.save(20)
+    there.writer.wait()
+    folder = tmp_path / "checkpoints" / ".step_000020.1-1.tmp"
+    folder.mkdir(parents=True)
+    (folder / "shard_00001_of_00002.full").write_text("bob")  # as the links bring it
+    here.save(20)
+    here.writer.wait()
+    assert (here.told[0].host, here.writer.has_space_again(), there.writer.has_space_again()) == ("bob", False, False)
+    filler.unlink()
+    assert (here.writer.has_space_again(), there.writer.has_space_again()) == (False, True)
 
 
 @pytest.mark.parametrize("late", [0, 1])

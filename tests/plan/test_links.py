@@ -89,6 +89,15 @@ def test_a_link_that_comm_measured_counts_for_the_same_hosts_alone():
     assert link_of(None, same, world_size=2, device="cuda", comm=COMM).bytes_per_s == 0.117e9  # of one host
 
 
+@pytest.mark.parametrize(("now", "expected"), [(0.6e9, 20e9), (1.25e6, 1.25e6), (12e9, 12e9)])
+def test_a_link_that_is_another_one_than_at_the_time_of_comm_is_planned_by_the_check(now, expected):
+    record = {**COMM, "hosts": {"ada": [0], "bob": [1]}, "tcp_bytes_per_s": 1.2e9}
+    machine = hosts_of("ada", "bob", link=HostLink(("ada", "bob"), now, 110e-6))
+    link = link_of(None, machine, world_size=2, device="cuda", comm=record)
+    assert link.bytes_per_s == pytest.approx(expected)
+    assert ("that had 1.2 GB/s when paceline comm measured it" in link.source) == (now == expected)
+
+
 def test_over_hosts_the_slower_link_counts():
     assert scenario(text="NDR", hosts=2).name == "PCIe 5 x8"
     assert scenario(text="NDR", hosts=2, gpus=1).name == "InfiniBand NDR"

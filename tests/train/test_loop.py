@@ -15,16 +15,17 @@ import torch
 
 from paceline.config import Config
 from paceline.data.dataset import rows_of_step
+from paceline.explain.run_folder import explain_run
 from paceline.heartbeat import HeartbeatWriter
 from paceline.model.publish import NoSpace
 from paceline.plan.machine import Machine
 from paceline.plan.planner import make_plan
-from paceline.rundir import RunDir, append_json_line, read_json_lines
+from paceline.rundir import RunDir, append_event, append_json_line, read_json_lines
 from paceline.train import loop, worker
 from paceline.train.loop import MAX_SKIPPED_STEPS, SCALE_GROWTH_STEPS, LossScale, TrainLoader
 from paceline.train.optim import make_optimizer
 from paceline.train.probe import made_up_tokens
-from paceline.train.process import StopRequest
+from paceline.train.process import StopRequest, write_error
 from paceline.train.setup import make_model
 from paceline.train.trouble import LossTrouble
 from paceline.train.worker import finish
@@ -288,7 +289,11 @@ def test_a_stop_and_the_deadline_end_the_wait_for_room_and_the_run_is_not_finish
     [
         (True, 20, "the run stops without it"),
         (False, 20, "training continues and saves as soon as there is room"),
-        (False, 30, "the run waits and saves as soon as there is room"),
+        (
+            False,
+            30,
+            "the run waits and saves as soon as there is room; a stop before that loses the steps that are not saved",
+        ),
     ],
 )
 def test_a_save_without_room_says_whether_the_run_continues_waits_or_stops(
@@ -304,6 +309,20 @@ def test_a_save_without_room_says_whether_the_run_continues_waits_or_stops(
         step == 30 or None,
         [f"no space; {effect}"],
     )
+
+
+def test_a_stop_while_a_run_waits_for_room_is_an_end_by_the_disk(tmp_path):
+    run = RunDir(tmp_path)
+    run.logs(1).mkdir(parents=True)
+    run.config_toml.touch()
+    append_event(run, "attempt", attempt=1, world_size=1)
+    error = NoSpace("no space for the checkpoint of step 8", fix="free some", step=8, needed_bytes=2, free_bytes=1)
+    write_error(run, error, attempt=1, rank=0)
+    append_event(run, "stopping", attempt=1, signal="SIGINT")
+    append_event(run, "rank_failed", attempt=1, rank=0, exit_code=1, message=error.message)
+    append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=1)
+    explanation = explain_run(run)
+    assert (explanation.cause, explanation.summary, explanation.fix) == ("disk-full", error.message, "free some")
 
 
 def test_step_ms_is_the_mean_of_the_steps_since_the_last_line_without_evaluations(tmp_path, monkeypatch):

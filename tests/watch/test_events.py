@@ -2,8 +2,10 @@
 
 import pytest
 
-from paceline.watch.events import event_line, event_text, event_view
+from paceline.heartbeat import Heartbeat
+from paceline.watch.events import event_line, event_text, event_view, live_state, unsaved_texts
 
+START = "2026-01-01T00:00:00Z"
 ROLLBACK = {"event": "rollback", "step": 7, "to_step": 4, "cause": "loss-nan", "number": 1, "at_most": 3}
 TEXTS = [
     (
@@ -49,6 +51,26 @@ TEXTS = [
 @pytest.mark.parametrize(("event", "text"), TEXTS, ids=lambda value: value if isinstance(value, str) else "")
 def test_an_event_becomes_one_line_of_text(event, text):
     assert event_text(event) == text
+
+
+UNSAVED = {"event": "save_failed", "step": 30, "needed_bytes": 2 << 20, "free_bytes": None, "host": "bob", "last": True}
+
+
+def test_a_save_without_room_counts_until_a_checkpoint_or_the_next_attempt():
+    text = (
+        "checkpoint not saved at step 30: 2.0 MiB needed on bob, whose disk is full; it is saved as soon as there is room"
+        "; the newest checkpoint is of step 20"
+    )
+    begun, saved = (
+        {"event": "attempt", "attempt": 1, "world_size": 2, "time": START},
+        {"event": "checkpoint", "step": 20},
+    )
+    events = [begun, saved, UNSAVED, {"event": "note", "text": "x"}]
+    assert list(unsaved_texts(events)) == [text]
+    assert list(unsaved_texts([event_view(event) for event in events])) == [text]
+    assert live_state(events, Heartbeat(30, 0, "ending", 0.0), {}) == "saving"
+    for event in ({**saved, "step": 30}, {**begun, "attempt": 2}):
+        assert list(unsaved_texts([*events, event])) == []
 
 
 def test_the_launching_terminal_prints_the_same_words_behind_the_label_of_the_step():

@@ -70,6 +70,18 @@ def test_while_a_run_recovers_the_attempt_that_ended_is_explained_and_needs_no_f
     assert run_panels(snapshot, now=time.time())["head"]["summary"]["text"] == text
 
 
+def test_a_run_that_waits_for_room_says_so_first(held):
+    held.begin()
+    held.log(46, step_ms=100.0)
+    held.event("checkpoint", step=20)
+    held.event("save_failed", step=100, needed_bytes=2 << 20, host="bob", last=True, effect="the run waits")
+    unsaved = "checkpoint not saved at step 100: 2.0 MiB needed on bob, whose disk is full; the run waits"
+    text = f"{unsaved}; the newest checkpoint is of step 20"
+    snapshot, status = held.look(), run_status(held.run)
+    assert (snapshot.state, status.state, status.notes) == ("saving", "saving", [text])
+    assert text in summarize(snapshot, now=time.time()).text.replace("Checkpoint", "checkpoint")
+
+
 def test_a_script_whose_last_output_is_still_printed_is_running_until_its_end_is_recorded(held):
     held.event("script", command=["train.py"])
     held.begin()

@@ -85,7 +85,7 @@ DEFAULTS: Json = {
 }
 
 
-AUTO = "auto"  # the file is that of this host's cache
+AUTO = "auto"  # the cache of this host, or the file in it
 
 
 def gather_facts(*, on_probe: OnProbe | None = None, **request: Any) -> Json:
@@ -241,13 +241,15 @@ def is_computing(group: int) -> bool:
 
 
 def main() -> int:
-    """Answers a request from another host; its keys are the arguments of gather_facts, all optional. cached_torch may be AUTO."""
+    """Answers a request from another host: the arguments of gather_facts, all optional. cached_torch and cache_dir may be AUTO."""
     try:
         request = json.loads(sys.stdin.read() or "{}")
         if unknown := sorted(request.keys() - DEFAULTS.keys()):
             raise ValueError(f"unknown: {', '.join(unknown)}")
         if request.get("cached_torch") == AUTO:
             request["cached_torch"] = str(cache_dir(Config()) / "torch.json")
+        if request.get("cache_dir") == AUTO:
+            request["cache_dir"] = str(cache_dir(Config()))
     except (ValueError, AttributeError) as error:
         fix = f"send a JSON object with {', '.join(DEFAULTS)}"
         print(PacelineError(f"no request for facts: {error}", fix=fix), file=sys.stderr)

@@ -14,8 +14,9 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -149,11 +150,9 @@ def measure(addresses: Sequence[str], port: int, token: bytes) -> dict[str, Any]
                 connection.sendall(token)
                 link |= {"error": "small", "rtt_us": round_trip_us(connection)}
                 link["error"] = "large"
-                seconds = send_seconds(connection, LARGE_BYTES)
-                size = int(min(MAX_SPEED_BYTES, max(LARGE_BYTES, LARGE_BYTES / seconds * SPEED_S)))
-                link |= {"error": None, "bits_per_s": round(8 * size / send_seconds(connection, size))}
+                link |= {"bits_per_s": measure_speed(partial(send_seconds, connection)), "error": None}
                 link |= {"mtu": path_mtu(connection)}
-                link |= {"back_bits_per_s": round(8 * size / receive_seconds(connection, size))}
+                link |= {"back_bits_per_s": measure_speed(partial(receive_seconds, connection))}
                 return link
         except OSError as error:
             if link["address"]:
@@ -171,6 +170,15 @@ def round_trip_us(connection: socket.socket) -> float:
         receive(connection, 8)
         times.append(time.perf_counter() - started)
     return round(1e6 * statistics.median(times), 1)
+
+
+def measure_speed(seconds_of: Callable[[int], float]) -> int:
+    """Returns bits per second of one direction, by as many bytes as take SPEED_S; the first are enough on a slow link."""
+    size, seconds = LARGE_BYTES, seconds_of(LARGE_BYTES)
+    if seconds < SPEED_S:
+        size = int(min(MAX_SPEED_BYTES, LARGE_BYTES / seconds * SPEED_S))
+        seconds = seconds_of(size)
+    return round(8 * size / seconds)
 
 
 def send_seconds(connection: socket.socket, size: int) -> float:

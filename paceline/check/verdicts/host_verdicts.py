@@ -166,11 +166,6 @@ def memlock_low(host: Host) -> Cases:
         yield Case(f"{format_bytes(soft)} may be locked, and InfiniBand locks its buffers", fix)
 
 
-def clock_free(host: Host) -> Cases:
-    if host.intent.num_hosts > 1 and host.at("host.clock.synchronized") is False:
-        yield Case("the clock is not synchronized", "sudo timedatectl set-ntp true")
-
-
 def wsl(host: Host) -> Cases:
     if host.at("host.wsl"):
         yield Case("this is WSL", "keep the run folder under ~, not under /mnt")

@@ -19,6 +19,8 @@ CLOCK_SKEW_S = 1.0  # on a busy host an answer takes as long
 SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "USE_LIBUV")
 PACKAGES = ("numpy", "tokenizers", "safetensors", "triton", "accelerate", "transformers")
 SLOW_LINK = 0.6  # of the speed that the interfaces report; one TCP stream reaches 0.94 of it
+SLOW_BITS_PER_S = 100e6  # slow whatever the interfaces report: Fast Ethernet reaches 94 Mb/s
+SLOW_WAY = 0.1  # of the other direction
 FAR_US = 2000.0  # two hosts on one switch have 50 to 500
 UNEQUAL_MEMORY = 0.9  # of the larger: below, the plan leaves a tenth of it idle
 INDIRECT = ("tunnel", "wifi")
@@ -184,12 +186,28 @@ def hosts_link_slow(hosts: Sequence[Host]) -> Cases:
     for host, other, link in links(hosts):
         nics, name, peer = interfaces_of(host, other, link), name_of(host), name_of(other)
         nominal = nominal_bits_per_s(nics)
-        ways = ((link["bits_per_s"], name, peer), (link.get("back_bits_per_s"), peer, name))
-        for speed, sender, receiver in ways:
-            if nominal and speed and speed < SLOW_LINK * nominal:
-                what = f"{sender} sends {speed / 1e9:.2f} Gb/s to {receiver}, over interfaces of {nominal / 1e9:g} Gb/s"
-                yield Case(what, f"ethtool {nics[0]['name']}, on both; then the cable and the switch between them")
-                break
+        there, back = (link["bits_per_s"], name, peer), (link.get("back_bits_per_s"), peer, name)
+        for (speed, sender, receiver), (opposite, *_) in ((there, back), (back, there)):
+            if not speed:
+                continue
+            if nominal and speed < SLOW_LINK * nominal:
+                than = f", over interfaces of {nominal / 1e9:g} Gb/s"
+            elif opposite and speed < SLOW_WAY * opposite:
+                than = f", which sends {format_rate(opposite)} back"
+            elif speed < SLOW_BITS_PER_S:
+                than = ""
+            else:
+                continue
+            interface = nics[0]["name"] if nics else "eth0"
+            limits = "" if nominal else f" and tc qdisc show dev {interface}"
+            fix = f"ethtool {interface}{limits}, on both; then the cable and the switch between them"
+            yield Case(f"{sender} sends {format_rate(speed)} to {receiver}{than}", fix)
+            break
+
+
+def format_rate(bits_per_s: float) -> str:
+    """Returns `9.41 Gb/s`, or Mb/s for less than a tenth of one."""
+    return f"{bits_per_s / 1e9:.2f} Gb/s" if bits_per_s >= SLOW_BITS_PER_S else f"{bits_per_s / 1e6:.3g} Mb/s"
 
 
 def hosts_link_indirect(hosts: Sequence[Host]) -> Cases:
@@ -287,6 +305,15 @@ def hosts_clock(hosts: Sequence[Host]) -> Cases:
             late, early = (other, host) if ahead_s > 0 else (host, other)
             what = f"the clock of {name_of(late)} is {abs(ahead_s):.1f} s ahead of that of {name_of(early)}"
             yield Case(what, "sudo timedatectl set-ntp true, on both")
+
+
+def clock_free(hosts: Sequence[Host]) -> Cases:
+    """Only where the clocks were not compared: hosts_clock judges by how far they are apart."""
+    compared = {name_of(end) for *ends, link in links(hosts) if link.get("clock_s") is not None for end in ends}
+    free = [host for host in hosts if host.at("host.clock.synchronized") is False and name_of(host) not in compared]
+    if free:
+        what = f"no time service keeps the clock{'s' * (len(free) > 1)} of {format_list(map(name_of, free))}"
+        yield Case(what, f"sudo timedatectl set-ntp true, on {format_list(map(name_of, free))}")
 
 
 def hosts_mtu(hosts: Sequence[Host]) -> Cases:

@@ -38,6 +38,7 @@ class Intent:
     need_host_bytes: int | None = None  # at least, of all processes on a host
     checkpoint_bytes: int | None = None
     num_checkpoints: int | None = None  # at one time
+    shard_bytes: int | None = None  # about, of a text that is not prepared yet
     port: int | None = None  # None: the kernel chooses one
     trackers: tuple[str, ...] = ()  # which follow the run, on the host that this process runs on
     refused: tuple[str, str] | None = None  # message and fix of a plan that is impossible
@@ -97,6 +98,11 @@ class Host:
     def torch_is_cpu_build(self) -> bool:
         """Whether torch is here and was built without CUDA and ROCm."""
         return bool(self.at("torch")) and self.at("torch.cuda") is None and self.at("torch.hip") is None
+
+    @property
+    def is_other(self) -> bool:
+        """Whether it is another host than the one that starts the run."""
+        return self.at("connection.here") is False
 
     @property
     def num_ranks(self) -> int:

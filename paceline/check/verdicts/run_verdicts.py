@@ -3,10 +3,11 @@ Verdicts on the run: its config, the folders that it writes to, its text and its
 """
 
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from paceline.check.verdicts.rules import Case, Cases, Host, Intent, Rule, at
+from paceline.check.verdicts.rules import Case, Cases, Facts, Host, Intent, Rule, Severity, at
 from paceline.config import Config
 from paceline.errors import PlanError
 from paceline.hub import reach_fix
@@ -135,11 +136,16 @@ def epochs_many(host: Host) -> Cases:
 def folder_unwritable(host: Host) -> Cases:
     for key, name, usual_fix in (*PLACES, TMP):
         place, fix = host.at(f"storage.{key}"), usual_fix
-        if not place or place.get("writable") is not False or (key == "run_dir" and is_without_space(place)):
-            continue  # disk-full says it better
+        if not place or place.get("writable") is not False:
+            continue
+        if is_without_space(place) and (key == "run_dir" or (key == "cache" and host.is_other)):
+            continue  # disk-full and cache-full say it better
         readable = key == "cache" and host.at("text.prepared")  # what is prepared is only read
         harmless = key == "tmp" or readable or (host.intent.command == "check" and host.intent.run_dir is None)
         what = f"{name} {place['path']} cannot be written: {place.get('error') or 'no permission'}"
+        if key == "cache" and host.is_other:  # it may hold all that is needed
+            yield Case(what, other_cache(host), "warn", ("storage.cache",))
+            continue
         if key == "run_dir" and host.intent.command == "resume":
             copy = f"~/runs/{shlex.quote(Path(place['path']).name)}"
             fix = f"mkdir -p ~/runs && cp -r {shlex.quote(place['path'])} {copy} && paceline resume {copy}"
@@ -199,27 +205,54 @@ def disk_no_inodes(host: Host) -> Cases:
         place = host.at(f"storage.{key}") or {}
         free = place.get("free_inodes")
         if free is not None and 0 <= free < FEW_INODES and place.get("filesystem") not in ("btrfs", "overlay"):
+            fix = other_cache(host) if host.is_other else fix
             yield Case(f"{name} {place['path']} has {free} free inodes", fix, evidence=(f"storage.{key}",))
 
 
 def cache_on_network(host: Host) -> Cases:
     place = host.at("storage.cache") or {}
-    if place.get("network"):
+    if place.get("network") and not host.is_other:
         what = f"token shards are on a network file system ({place.get('filesystem')}): {place['path']}"
         yield Case(what, "--cache-dir /tmp/paceline")
 
 
 def cache_full(host: Host) -> Cases:
-    """Judges by 4 bytes of text for a token; room for half of that is too little for any usual tokenizer."""
-    free, num_bytes = host.at("storage.cache.free_bytes"), host.at("text.bytes")
-    if free is None or not num_bytes or host.at("text.prepared") is not False:
-        return
-    need = num_bytes // BYTES_PER_TOKEN * (2 if (host.at("text.vocab_size") or 0) <= 1 << 16 else 4)
-    if free < need:
-        sizes = f"{format_bytes(num_bytes)} of text need about {format_bytes(need)}"
+    """Room for half of what the text needs is too little for any usual tokenizer."""
+    free, need = host.at("storage.cache.free_bytes"), shard_bytes(host.facts)
+    if free is not None and host.is_other:
+        yield from other_cache_cases(host, free)
+    elif free is not None and need and free < need:
+        sizes = f"{format_bytes(host.at('text.bytes'))} of text need about {format_bytes(need)}"
         elsewhere = "--cache-dir ~/.cache/paceline" if host.intent.config.get("cache_dir") else "df -h"
         what = f"the cache {host.at('storage.cache.path')} has {format_bytes(free)} free, {sizes}"
         yield Case(what, elsewhere, "stop" if free < need // 2 else "warn")
+
+
+def shard_bytes(facts: Facts) -> int | None:
+    """Returns what a text that is not prepared needs, at 4 bytes of text for a token; None for any other."""
+    num_bytes = at(facts, "text.bytes")
+    if not num_bytes or at(facts, "text.prepared") is not False:
+        return None
+    return int(num_bytes // BYTES_PER_TOKEN * (2 if (at(facts, "text.vocab_size") or 0) <= 1 << 16 else 4))
+
+
+def other_cache_cases(host: Host, free: int) -> Iterable[Case]:
+    """Another host gets the text, and keeps its part of a checkpoint unless the run folder is shared."""
+    text, part = host.intent.shard_bytes or 0, (host.intent.checkpoint_bytes or 0) // host.intent.num_hosts
+    if free < max(NO_ROOM, text + part):
+        needs = [("the text", text), ("its part of a checkpoint", part)]
+        sizes = [f"{name} needs about {format_bytes(size)}" for name, size in needs if size]
+        what = ", ".join([f"the cache {host.at('storage.cache.path')} has {format_bytes(free)} free", *sizes])
+        severity: Severity = "stop" if free < max(NO_ROOM, text // 2) else "warn"
+        yield Case(what, other_cache(host), severity, ("storage.cache",))
+
+
+def other_cache(host: Host) -> str:
+    """Returns how room is made in the cache of another host: no key of the config moves it."""
+    to, usage = host.at("connection.destination"), f"du -sh {shlex.quote(host.at('storage.cache.path'))}/*"
+    is_ssh = host.at("connection.way") is None
+    show = f"ssh {shlex.quote(to)} {shlex.quote(usage)}" if is_ssh else f"on {to}: {usage}"
+    return f"{show} shows what may go; another cache: export XDG_CACHE_HOME=DIR as the first line of ~/.bashrc there"
 
 
 def tmp_small(host: Host) -> Cases:

@@ -178,7 +178,7 @@ def label_run(args: run_options.RunsTagOptions | run_options.RunsNoteOptions) ->
 
 
 def report(args: run_options.ReportOptions) -> None:
-    from paceline.watch.view import answer_report
+    from paceline.watch.report import answer_report
 
     print(answer_report(args, now=time.time()), end="")
 

@@ -262,7 +262,8 @@ def lost_supervisor_texts(attempt: int, head: str | None) -> tuple[str, str]:
     """Summary and fix of a supervisor that was killed. head: its host, where there are several."""
     if head:
         return (
-            f"the command that ran attempt {attempt} on {head} ended without a report, or {head} was lost; its workers end within half a minute",
+            f"the command that ran attempt {attempt} on {head} ended without a report, or {head} was lost;"
+            " its workers end within half a minute",
             f"see that {head} is on and who killed the command there: --detach keeps it from the end of a session",
         )
     return (

@@ -18,6 +18,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.explain.explanation import with_commands
+from paceline.explain.lines import DIGITS
 
 FIXERS = {"user": "you", "admin": "the administrator of the machine", "hardware": "a repair, or other hardware"}
 RETRIES = {
@@ -31,7 +32,6 @@ RETRIES = {
 MAX_TEXT = 8000  # characters of a text that are searched
 MAX_MATCHES = 2_000  # texts that are remembered with their causes: many ranks report the same
 MAX_SHAPES = 20_000  # texts without digits that are remembered
-DIGITS = str.maketrans("", "", "0123456789")
 CUDA_CALL = re.compile(  # how programs other than torch report what CUDA says of a call that failed
     r"(?i)(?<!NCCL WARN )\bcuda (?:failure|error)\b[^'\n]{0,80}'([^'\n]+)'|\bGPUassert: (.+?) \S+\.(?:cuh?|cpp|h)\b"
     r"|\bcuda (?:runtime error|failure|error(?: at)? \S+:\d+): ([^\n]+)|\bcuda (?:failure|error) \d+:? \(?([^()\n]+)"

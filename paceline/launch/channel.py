@@ -17,6 +17,7 @@ from typing import Any
 # of a line that says nothing else: longer than a packet of any Ethernet, so that a path which loses long packets falls silent
 LONG_PACKET_BYTES = 9000
 PIECE_BYTES = 1 << 16  # of a file in one frame: at 1 Mbit/s a line waits half a second behind it
+ALIVE_S = 1.0  # each side sends a line at least so often
 READ_BYTES = 1 << 18
 MAX_LINE_BYTES = 64 << 20  # of what is not a frame, but has no end either
 

@@ -10,7 +10,6 @@ whose name or folder contains the rank; a failed process may also have written t
 import json
 import re
 import shlex
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -59,12 +58,14 @@ from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, reach_verdict
 from paceline.explain.verdict import UNKNOWN
-from paceline.heartbeat import read_heartbeat
+from paceline.heartbeat import read_heartbeats
 from paceline.rundir import (
     RunDir,
     check_readable,
     is_queued,
+    json_records,
     open_file,
+    read_config,
     read_end,
     read_json_lines,
     read_text,
@@ -157,10 +158,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
 
 def run_values(run: RunDir) -> dict[str, str]:
     """Values from the run's config for the sentences of the catalogue."""
-    config: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        config = tomllib.loads(read_text(run.config_toml))
-    size = config.get("device_batch_size")
+    size = read_config(run).get("device_batch_size")
     half = {"half_batch": str(size // 2)} if isinstance(size, int) and size > 1 else {}
     return {**half, "resume": resume_command(run)}
 
@@ -183,16 +181,13 @@ def exit_log(events: Sequence[Mapping[str, Any]], attempt: int) -> Log:
 
 def progress_log(run: RunDir, events: Sequence[Mapping[str, Any]]) -> Log:
     """How far each rank got, from progress/ and metrics.jsonl, and whether the run reports its end."""
-    marks = {int(path.name): read_heartbeat(path) for path in run.path.glob("progress/*") if path.name.isdecimal()}
-    steps = {rank: mark.step for rank, mark in marks.items() if mark}
+    steps = {rank: heartbeat.step for rank, heartbeat in read_heartbeats(run).items()}
     progress = LogProgress(last_step=max(steps.values(), default=None))
     first = next((line for line in read_json_lines(run.metrics) if isinstance(line.get("step"), int)), None)
     if first is not None:
         last = dict(first)
-        for line in read_end(run.metrics, SAMPLE_BYTES)[0].splitlines():
-            with suppress(ValueError, AttributeError):  # a crash may cut a line
-                record = json.loads(line)
-                last |= record if isinstance(record.get("step"), int) else {}
+        for record in json_records(read_end(run.metrics, SAMPLE_BYTES)[0].splitlines()):
+            last |= record if isinstance(record.get("step"), int) else {}
         progress = LogProgress(count_lines(run.metrics), first["step"], last["step"], last.get("loss"))
     progress = replace(progress, finished=any(event.get("event") == "finished" for event in events))
     return Log(progress=progress, last_steps=steps, ranks=frozenset(steps))

@@ -24,7 +24,7 @@ from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
 from paceline.explain.log import Log
 from paceline.explain.recorded_end import DISK_FULL, HANG, explain_full_disk, hang_fix, next_command
 from paceline.explain.verdict import HEALTHY, UNKNOWN
-from paceline.heartbeat import read_heartbeat
+from paceline.heartbeat import END_PHASES, read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
 from paceline.plan.host import memory_limit, physical_memory_bytes
 from paceline.rundir import RunDir, read_json_lines
@@ -104,7 +104,7 @@ def find_early_exits(run: RunDir, ranks: list[dict[str, Any]]) -> list[Failure]:
     failures = []
     for end in ranks:
         heartbeat = read_heartbeat(run.progress(end["rank"]))
-        if end["exit_code"] != 0 or end["ended_by_us"] or heartbeat is None or heartbeat.phase in ("stopped", "done"):
+        if end["exit_code"] != 0 or end["ended_by_us"] or heartbeat is None or heartbeat.phase in END_PHASES:
             continue
         place = "at its start" if heartbeat.phase == "start" else f"after step {heartbeat.step:,}, in {heartbeat.phase}"
         message = f"exit code 0 {place}, before its work was done"

@@ -58,7 +58,7 @@ def follow_job(run: RunDir, job_id: JobId) -> int:
             log.poll()
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
-        print(f"\ndetached: job {job_id} continues\n{format_job_commands(run)}", flush=True)
+        print(f"\ndetached: job {job_id} continues\n{format_next_commands(run)}", flush=True)
         return 0
     time.sleep(LOOK_S)  # for a file system that shows the last lines late
     log.poll()
@@ -67,7 +67,7 @@ def follow_job(run: RunDir, job_id: JobId) -> int:
     return {"finished": 0, "stopped": Interrupted.exit_code}.get(run_status(run).state, TrainingFailed.exit_code)
 
 
-def format_job_commands(run: RunDir) -> str:
+def format_next_commands(run: RunDir) -> str:
     return f"next    paceline watch {run.quoted}\n        paceline stop {run.quoted}"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.heartbeat import END_PHASES
 from paceline.units import (
     format_bytes,
     format_duration,
@@ -78,7 +79,6 @@ SILENCE_RATIO = 2  # times the longest silence that it came back from
 SILENT_SAMPLES = 5  # of a host, and at least MAX_SILENCE_S
 LONG_PHASES = ("start", "load", "compile", "eval", "sample", "save", "ending")
 LONG_PHASE_RATIO = 10  # times as long may a rank be silent in one of these
-END_PHASES = ("done", "stopped")  # a rank in one of these sends no more heartbeats
 IDLE_USE, SLOWER_THAN_PLANNED = 0.3, 1.15  # shares of a GPU's time while its run trains, and of a step's planned time
 ZERO_LINES = 5  # logged steps without a learning rate
 MAX_RANKS_NAMED = 6

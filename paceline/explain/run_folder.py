@@ -7,11 +7,9 @@ hosts, and the kernel log, if it can be read, kills. One file may hold the outpu
 whose name or folder contains the rank; a failed process may also have written torch's error.json.
 """
 
-import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +51,13 @@ from paceline.explain.log import Log
 from paceline.explain.log_curves import judge_progress
 from paceline.explain.log_text import chunks_from, read_chunks
 from paceline.explain.reader import read_log
-from paceline.explain.recorded_end import apply_recorded_end, events_of, note_good_end, note_recoveries
+from paceline.explain.recorded_end import (
+    apply_recorded_end,
+    events_of,
+    note_good_end,
+    note_recoveries,
+    read_error_file,
+)
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, reach_verdict
@@ -68,7 +72,6 @@ from paceline.rundir import (
     read_config,
     read_end,
     read_json_lines,
-    read_text,
     resume_command,
 )
 from paceline.typed_fields import damaged_files, typed_content, well_typed
@@ -82,7 +85,6 @@ SAMPLE_EVIDENCE = (  # evidence in the hosts' samples, and the causes that it su
     (clock_texts, {"hang", "collective-timeout-desync", "gpu-throttled", UNKNOWN}),
 )
 MAX_FILES = 20_000
-MAX_ERROR_FILE_BYTES = 1 << 20
 LOG_NAMES = re.compile(
     r"(?:\.(?:log|txt|out|err|output|stdout|stderr)(?:\.\d+)?(?:\.(?:gz|bz2|xz))?|(?:^|/)(?:stdout|stderr|slurm-\S+|log)|\.[oe]\d+)$"
 )
@@ -93,7 +95,6 @@ RANK_NAME = re.compile(
 RANK_FILE = re.compile(
     r"(?:^|/)(?P<rank>\d{1,5})(?:/(?:stdout|stderr)\.log|\.(?:log|out|err|txt|error\.json)|/error\.json)$"
 )
-BROKEN_FILE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # raised by an error file of unknown content
 
 
 def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
@@ -237,16 +238,16 @@ def correct_kill(
 def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) -> Explanation:
     """If a rank reported its error with a fix, its message and fix replace those of the catalogue."""
     for path in error_files:
-        with suppress(*BROKEN_FILE):
-            error = json.loads(read_text(path))
-            message, exit_code = str(error["message"]), int(error.get("exit_code", 1))
-            rank = int(path.name.split(".")[0])
-            cause, confidence = explanation.cause, max(explanation.confidence, SURE)
-            if cause == UNKNOWN or explanation.confidence < SURE:
-                cause = UNKNOWN if exit_code == TrainingFailed.exit_code else "config-error"
-            cause = error["cause"] if error.get("cause") in load_catalogue().causes else cause
-            if fix := error.get("fix"):
-                return replace(explanation, cause=cause, rank=rank, summary=message, fix=fix, confidence=confidence)
+        error = read_error_file(path)
+        if error is None or not error.fix:
+            continue
+        rank, fix, confidence = int(path.name.split(".")[0]), error.fix, max(explanation.confidence, SURE)
+        cause = explanation.cause
+        if cause == UNKNOWN or explanation.confidence < SURE:
+            cause = UNKNOWN if error.exit_code == TrainingFailed.exit_code else "config-error"
+        if error.cause and error.cause in load_catalogue().causes:
+            cause = error.cause
+        return replace(explanation, cause=cause, rank=rank, summary=error.message, fix=fix, confidence=confidence)
     return explanation
 
 
@@ -314,7 +315,7 @@ def read_files(files: Sequence[Path]) -> list[Log]:
     shapes, errors = Shapes(), []
     for path, rank in zip(files, ranks_of(files), strict=True):
         if ERROR_NAMES.search(path.name):
-            logs += read_error_file(path, rank=rank)
+            logs += error_log(path, rank=rank)
         else:
             source = str(path) if len(files) > 1 else None
             try:
@@ -367,24 +368,11 @@ def ranks_of(files: Sequence[Path]) -> list[int | None]:
     return ranks if is_one or len(set(ranks) - {None}) > 1 else [None] * len(files)
 
 
-def read_error_file(path: Path, *, rank: int | None) -> list[Log]:
-    """A log of one record; none if the file is not an error file or is incomplete. torch nests the fields, paceline does not."""
-    try:
-        if path.stat().st_size > MAX_ERROR_FILE_BYTES:
-            return []
-        error = json.loads(read_text(path))
-        message = error["message"]
-        if isinstance(message, dict):
-            error = {"traceback": message["extraInfo"].get("py_callstack")}
-            text = str(message["message"])
-            time: float | None = float(message["extraInfo"]["timestamp"])
-        else:
-            text = f"{error['type']}: {message}" if error.get("type") else str(message)
-            time = parse_time(error["time"]) if error.get("time") else None
-        step, traceback = error.get("step"), str(error.get("traceback") or "")
-    except BROKEN_FILE:
+def error_log(path: Path, *, rank: int | None) -> list[Log]:
+    """A log of one record; none if the file is not an error file or is incomplete."""
+    error = read_error_file(path)
+    if error is None:
         return []
-    records = read_log([traceback.encode()], rank=rank, source=str(path)).records
+    records = read_log([error.traceback.encode()], rank=rank, source=str(path)).records
     frames = records[-1].frames if records else ()
-    step = step if isinstance(step, int) else None
-    return [Log(records=(Record("exception", text, 1, rank, None, time, step, frames, str(path)),))]
+    return [Log(records=(Record("exception", error.text, 1, rank, None, error.time, error.step, frames, str(path)),))]

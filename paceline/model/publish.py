@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 
 from paceline.errors import PacelineError
 from paceline.model.manifest import (
@@ -150,6 +149,8 @@ def copy_weights(source: Path, directory: Path) -> None:
 
     Raises OSError where the disk refuses, and PacelineError where a weight is NaN or infinite.
     """
+    import numpy as np  # here: `paceline explain` imports this module, and answers at once
+
     manifest = read_manifest(source)
     tensors = {key: entry for key, entry in manifest.tensors.items() if key.startswith("model.")}
     final = directory / step_folder_name(0)

@@ -22,7 +22,7 @@ from typing import Any
 from paceline import __version__, options, run_options
 from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
-from paceline.errors import PacelineError, UsageError, check_new_file
+from paceline.errors import INTERRUPTED, PacelineError, TrainingFailed, UsageError, check_new_file
 from paceline.terminal import format_facts, plain_output, problem_of, show_progress, shows_colours, tolerant_output
 from paceline.typed_fields import find_training_run
 
@@ -108,7 +108,7 @@ def comm(args: options.CommOptions) -> int:
             facts=hosts,
         )
     print(json.dumps(results, indent=1) if args.json else format_comm(results))
-    return 0 if results["right"] else 3
+    return 0 if results["right"] else TrainingFailed.exit_code
 
 
 def profile(args: options.ProfileOptions) -> None:
@@ -361,7 +361,7 @@ def run_command(args: list[str]) -> int:
             return dispatch(args) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away: `paceline runs | head`
         return 0

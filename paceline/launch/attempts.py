@@ -13,7 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from paceline.errors import Interrupted, PacelineError
+from paceline.errors import INTERRUPTED, PacelineError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_explanation, format_summary
 from paceline.explain.recorded_end import HANG, SUPERVISOR_LOST, lost_supervisor_texts
@@ -178,7 +178,7 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             while not signals.first and (remaining_s := until - time.monotonic()) > 0:
                 time.sleep(min(POLL_S, remaining_s))
             if signals.first:
-                return Outcome("interrupted", Interrupted.exit_code, number, [], between_attempts=True)
+                return Outcome("interrupted", INTERRUPTED, number, [], between_attempts=True)
             number += 1
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.errors import Interrupted, PacelineError, UsageError, expand_home
+from paceline.errors import INTERRUPTED, PacelineError, UsageError, expand_home
 from paceline.launch.hosts import HostEntry, parse_ports
 from paceline.launch.meeting import Meeting
 from paceline.launch.node import TOKEN, Node, read_token
@@ -130,7 +130,7 @@ def lead_nodes(
         exit_code, why = error.exit_code, f"node 0 ended with an error: {error.message}"
         raise
     except KeyboardInterrupt:
-        exit_code, why = Interrupted.exit_code, "node 0 was interrupted"
+        exit_code, why = INTERRUPTED, "node 0 was interrupted"
         raise
     finally:
         for signum in stop_signals:

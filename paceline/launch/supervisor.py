@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from paceline.errors import Interrupted
+from paceline.errors import INTERRUPTED
 from paceline.explain.explanation import Explanation
 from paceline.explain.recorded_end import HANG
 from paceline.heartbeat import read_heartbeat
@@ -249,7 +249,7 @@ class AttemptRecord:
             self.write_attempt()
         failures = self.failures()
         state = self.state(failures)
-        exit_code = Interrupted.exit_code if state == "interrupted" else 0
+        exit_code = INTERRUPTED if state == "interrupted" else 0
         if state == "failed":
             root = failures[0]
             exit_code = root.exit_with

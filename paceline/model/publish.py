@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-
 from paceline.errors import PacelineError
 from paceline.model.manifest import (
     MANIFEST,

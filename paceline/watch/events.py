@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paceline.errors import Interrupted
+from paceline.errors import INTERRUPTED
 from paceline.explain.lines import strip_escapes
 from paceline.heartbeat import Heartbeat
 from paceline.units import format_bytes, format_list, format_ms, format_number_of, unix_time
@@ -40,7 +40,7 @@ STATELESS = {
     "checkpoint", "sample", "note", "memory", "step_time", "finding", "attempt_ended", "verdict", "decision", "save_failed",
     "stopping", "silence", "damaged",
 }  # fmt: skip
-INTERRUPTED_JOB = f"{Interrupted.exit_code}:0"  # exit code and signal, as Slurm shows them
+INTERRUPTED_JOB = f"{INTERRUPTED}:0"  # exit code and signal, as Slurm shows them
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
 ATTEMPT_FIELDS = {"attempt_ended": ("state",), "verdict": ("cause", "summary"), "decision": ("action", "why")}
 DECISIONS = {"stop": "no further attempt: ", "retry": "retrying: "}  # other actions say themselves what is done

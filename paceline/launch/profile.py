@@ -28,7 +28,7 @@ from paceline.launch.hosts import HOST_KEYS
 from paceline.launch.run_text import planner, prepare_data, record_data, reopen_data
 from paceline.launch.supervisor import Outcome
 from paceline.launch.train import changed_run
-from paceline.launch.trial import memory_reason, read_reports, run_session, session_folder
+from paceline.launch.trial import first_failure, memory_reason, read_reports, run_session, session_folder
 from paceline.options import ProfileOptions
 from paceline.plan.advice import FULLEST_PROFILE
 from paceline.plan.algorithms import ALGORITHMS
@@ -124,13 +124,11 @@ def run_ranks(run: RunDir, plan: Plan, *, steps: int, deterministic: bool, libuv
 
 def failed_profile(run: RunDir, plan: Plan, outcome: Outcome) -> TrainingFailed:
     """Returns the error for ranks that did not end well."""
-    root = outcome.failures[0]
-    fix = root.fix or f"read the logs: {run.logs(1)}"
+    text, fix = first_failure(run, outcome, during=" while it was profiled")
     smaller = [rows for rows in divisors(plan.device_batch_size) if rows < plan.device_batch_size]
-    if memory_reason(root, plan) and smaller:
+    if memory_reason(outcome.failures[0], plan) and smaller:
         fix = f"--device-batch-size {smaller[0]}"
-    source = "the launch" if root.rank is None else f"rank {root.rank}"
-    return TrainingFailed(f"{source} failed while it was profiled: {root.message}", fix=fix)
+    return TrainingFailed(text, fix=fix)
 
 
 def largest_rows(config: Config, machine: Machine, make: MakePlan) -> int | None:

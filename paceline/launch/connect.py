@@ -43,22 +43,20 @@ SRUN_ERRORS = (
 
 
 class SrunModule(FarModule):
-    """A module of this package on another node of this job, as a step of its own. python: the interpreter there."""
+    """A module of this package on another node of this job, as a step of its own."""
 
     def __init__(self, node: str, module: str, *, python: str | None):
-        interpreters = [python] if python else [sys.executable, "python3"]
-        command = [*SRUN, f"--nodelist={node}", "sh", "-c", far_command(interpreters)]
+        step = [*SRUN, f"--nodelist={node}", "sh", "-c"]
         env = {name: value for name, value in os.environ.items() if name not in OF_THE_JOB}
         try:
-            super().__init__(command, node, module, interpreters=interpreters, env=env)
+            super().__init__(lambda names: [*step, far_command(names)], node, module, python=python, env=env)
         except FileNotFoundError as error:
             raise PacelineError("srun is not installed here", fix="load Slurm's module, or --hosts for ssh") from error
 
     def failure(self) -> PacelineError:
         self.close()
         if self.process.returncode == NO_PYTHON:
-            names = " or ".join(self.interpreters)
-            return PacelineError(f"no {names} there", fix="--python PATH of an interpreter with torch there")
+            return self.no_interpreter()
         stderr = self.all_errors()
         for pattern, what, fix in SRUN_ERRORS:
             if re.search(pattern, stderr):

@@ -185,6 +185,11 @@ def make_fingerprint(files: list[SourceFile], settings: dict[str, Any]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
+def dataset_of(run: RunDir) -> TokenDataset:
+    """Opens the prepared folder of a run."""
+    return open_dataset(Path(json.loads(run.dataset_json.read_text())["path"]))
+
+
 def open_dataset(path: Path) -> TokenDataset:
     """Opens a prepared folder, in any process; it checks the files' sizes alone, `verify` reads their contents."""
     try:

@@ -181,6 +181,13 @@ class CheckResult:
         """Whether this torch can make its store with libuv; assumed where unknown, since every wheel can."""
         return all(at(facts, "torch.libuv") is not False for facts in self.facts)
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ready": is_ready(self.findings),
+            "findings": [finding.to_json() for finding in self.findings],
+            "facts": {host_name(facts): facts for facts in self.facts},
+        }
+
 
 def judge_facts(hosts: Sequence[Facts], intent: Intent, driver: Facts | None = None) -> CheckResult:
     return CheckResult(hosts, find_findings(hosts, intent, driver))
@@ -370,14 +377,6 @@ def format_passed(checked: CheckResult) -> str:
         values = [f"{path} {short_value(at(facts, path))}" for path in verdict.evidence for facts in checked.facts]
         lines.append(f"ok    {verdict.id:<{width}}  {', '.join(values)}".rstrip())
     return "\n".join(lines)
-
-
-def to_json(findings: Sequence[Finding], hosts: Sequence[Facts]) -> dict[str, Any]:
-    return {
-        "ready": is_ready(findings),
-        "findings": [finding.to_json() for finding in findings],
-        "facts": {host_name(facts): facts for facts in hosts},
-    }
 
 
 def format_catalogue() -> str:

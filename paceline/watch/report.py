@@ -16,12 +16,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError
 from paceline.explain.explanation import with_commands
 from paceline.redaction import redact
 from paceline.run_options import ReportOptions
-from paceline.rundir import RunDir, write_atomic
-from paceline.terminal import cells, pad
+from paceline.rundir import RunDir
+from paceline.terminal import cells, pad, write_output
 from paceline.units import format_count, format_duration
 from paceline.watch.about import read_about
 from paceline.watch.measures import format_time
@@ -47,22 +46,8 @@ def answer_report(options: ReportOptions, *, now: float) -> str:
     output = options.out or ("-" if is_markdown else f"{path.name}.html")
     if output == "-":
         return text
-    write_report(Path(output), text)
+    write_output(Path(output), text.encode(errors="replace").decode())  # the name of a run may not be UTF-8
     return f"report  {output}\n"
-
-
-def write_report(output: Path, text: str) -> None:
-    """Writes a report at once: a full disk leaves the report that was there before."""
-    text = text.encode(errors="replace").decode()  # the name of a run may not be UTF-8
-    try:
-        if output.exists() and not output.is_file():  # /dev/stdout
-            output.write_text(text, encoding="utf-8")
-        else:
-            write_atomic(output, text)
-    except OSError as error:
-        raise PacelineError(
-            f"cannot write {output}: {error.strerror}", fix="write to another place with --out FILE"
-        ) from error
 
 
 def html_report(path: Path, *, now: float) -> str:

@@ -23,7 +23,7 @@ from paceline.plan.activations import MemorySetup
 from paceline.plan.advice import Lever, Price, RunCost, faster_links, fuller_plans, levers, run_cost
 from paceline.plan.estimate import Range, named_parts
 from paceline.plan.history import load_calibration, load_too_large
-from paceline.plan.links import Link, link_of
+from paceline.plan.links import link_of
 from paceline.plan.machine import Machine
 from paceline.plan.memory import checkpoint_bytes
 from paceline.plan.planner import SETUP_FIELDS, Measured, Plan, format_flags, make_plan, threads_of
@@ -84,9 +84,7 @@ def forecast(
     measured = measured_here(cache, link_name=link_name, machine=machine)
     planned = partial(make_plan, vocab_size=vocab_size, num_rows=num_rows)
     plan = planned(config, machine, measured=measured, find_fix=find_fix)
-    comm = read_comm(cache, machine)
-    link = link_of(link_name, machine, world_size=plan.world_size, device=plan.device, comm=comm)
-    setup = step_setup(plan, machine, link=link, cache=cache)
+    setup = step_setup(plan, machine, cache=cache, link_name=link_name)
     step, run = step_time(setup), None
     if step.seconds is not None:
         if config.time is not None:
@@ -129,8 +127,7 @@ def hosts_cost(
         alone = make_plan(
             same_batch, one, vocab_size=vocab_size, num_rows=0, measured=measured_here(cache), find_fix=False
         )
-        link = link_of(None, one, world_size=alone.world_size, device=alone.device, comm=read_comm(cache, one))
-        speed = step_time(step_setup(alone, one, link=link, cache=cache)).tok_per_sec
+        speed = step_time(step_setup(alone, one, cache=cache)).tok_per_sec
         cost["one_host_tok_per_sec"] = speed.expected if speed else None
     return cost
 
@@ -158,8 +155,7 @@ def other_setups(
         with suppress(PlanError):
             measured = measured_here(cache, link_name=name, machine=other)
             plan = planned(replace(config, **change), other, measured=measured, find_fix=False)
-            link = link_of(name, other, world_size=plan.world_size, device=plan.device, comm=read_comm(cache, other))
-            yield what, step_setup(plan, other, link=link, cache=cache)
+            yield what, step_setup(plan, other, cache=cache, link_name=name)
 
 
 def measured_here(cache: Path, *, link_name: str | None = None, machine: Machine | None = None) -> Measured:
@@ -185,8 +181,10 @@ def measured_here(cache: Path, *, link_name: str | None = None, machine: Machine
     return Measured(load_calibration(cache), load_too_large(cache), step_seconds)
 
 
-def step_setup(plan: Plan, machine: Machine, *, link: Link | None, cache: Path) -> StepSetup:
-    """Returns all that the time of a plan's step depends on, with the speeds that were measured here."""
+def step_setup(plan: Plan, machine: Machine, *, cache: Path, link_name: str | None = None) -> StepSetup:
+    """Returns all that the time of a plan's step depends on, with the link and the speeds that were measured here."""
+    comm = read_comm(cache, machine)
+    link = link_of(link_name, machine, world_size=plan.world_size, device=plan.device, comm=comm)
     gpu = machine.gpus[0] if plan.device == "cuda" else None
     processes = 1 if gpu else plan.world_size // plan.hosts
     speeds = load_speeds(cache, device_name=plan.device_name, threads=plan.threads, processes=processes)

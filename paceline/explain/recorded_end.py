@@ -16,13 +16,13 @@ from typing import Any
 
 from paceline.explain.evidence import count_lines
 from paceline.explain.explanation import KERNEL_LOG, RECORDED, SUPERVISOR_CAUSES, Evidence, Explanation
-from paceline.explain.verdict import HEALTHY, explain_health
+from paceline.explain.verdict import HEALTHY, UNKNOWN, explain_health
 from paceline.mounts import free_space
 from paceline.rundir import RunDir, is_locked, is_script_run, read_text, resume_command
 from paceline.units import parse_time
 
 DISK_FULL, STOPPED, SUPERVISOR_LOST = "disk-full", "keyboard-interrupt", "supervisor-lost"
-PREEMPTED, KILLED, PEER_DIED, UNKNOWN, HANG = "preempted-sigterm", "killed-from-outside", "peer-died", "unknown", "hang"
+PREEMPTED, KILLED, PEER_DIED, HANG = "preempted-sigterm", "killed-from-outside", "peer-died", "hang"
 HOST_MEMORY, WORKER_KILLED = "host-oom-killed", "dataloader-worker-killed"
 MAX_ERROR_FILE_BYTES = 1 << 20
 BUILD_LOCK = b"torch/utils/file_baton.py"  # in the stack of a rank that waits until an extension is built

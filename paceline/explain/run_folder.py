@@ -52,6 +52,11 @@ from paceline.explain.log_curves import judge_progress
 from paceline.explain.log_text import chunks_from, read_chunks
 from paceline.explain.reader import read_log
 from paceline.explain.recorded_end import (
+    DISK_FULL,
+    HANG,
+    HOST_MEMORY,
+    KILLED,
+    WORKER_KILLED,
     apply_recorded_end,
     events_of,
     note_good_end,
@@ -78,11 +83,10 @@ from paceline.typed_fields import damaged_files, typed_content, well_typed
 from paceline.units import format_number_of, parse_time, unix_time
 
 SURE = 0.8
-HOST_MEMORY, KILLED = "host-oom-killed", "killed-from-outside"
 SAMPLE_EVIDENCE = (  # evidence in the hosts' samples, and the causes that it supports
-    (partial(fill_texts, MEMORY_FIELDS), {HOST_MEMORY, KILLED, "dataloader-worker-killed", UNKNOWN}),
-    (partial(fill_texts, DISK_FIELDS), {"disk-full", "checkpoint-corrupt", UNKNOWN}),
-    (clock_texts, {"hang", "collective-timeout-desync", "gpu-throttled", UNKNOWN}),
+    (partial(fill_texts, MEMORY_FIELDS), {HOST_MEMORY, KILLED, WORKER_KILLED, UNKNOWN}),
+    (partial(fill_texts, DISK_FIELDS), {DISK_FULL, "checkpoint-corrupt", UNKNOWN}),
+    (clock_texts, {HANG, "collective-timeout-desync", "gpu-throttled", UNKNOWN}),
 )
 MAX_FILES = 20_000
 LOG_NAMES = re.compile(

@@ -23,6 +23,9 @@ from paceline.explain.log import Log
 from paceline.explain.recorded_end import (
     DISK_FULL,
     HANG,
+    KILLED,
+    PEER_DIED,
+    WORKER_KILLED,
     RankError,
     explain_full_disk,
     hang_fix,
@@ -62,7 +65,6 @@ TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of a traceback
 ERROR_START = ("Traceback (most recent call last):", "Fatal Python error: ")
 
 # causes that no log shows
-KILLED, WORKER_KILLED = "killed-from-outside", "dataloader-worker-killed"
 REFUSED = "refused"  # the rank itself reported what is wrong and how to fix it
 HOST_LOST = "host-lost"
 LINK_LOST = "link-lost"  # the host answers again
@@ -313,7 +315,7 @@ def explain_kill(explanation: Explanation, root: Failure, run: RunDir, *, memory
         if explanation.cause == HOST_MEMORY:
             summary = explanation.summary  # from the kernel's own log
         return replace(explanation, cause=HOST_MEMORY, rank=root.rank, summary=summary, confidence=1.0)
-    if explanation.cause not in (HOST_MEMORY, KILLED, "unknown", "peer-died"):
+    if explanation.cause not in (HOST_MEMORY, KILLED, UNKNOWN, PEER_DIED):
         return explanation
     summary = f"{subject} was killed by SIGKILL from outside the run"
     memory = "memory did not run out. " if memory_ran_out is False else ""

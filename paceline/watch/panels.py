@@ -78,8 +78,7 @@ def badge(state: str) -> Panel:
 
 def head_panel(snapshot: Snapshot, *, now: float) -> Panel:
     """Returns name, state, command, summary and progress; `title` is the title of the browser's tab."""
-    share = min(1.0, snapshot.step / snapshot.num_steps) if snapshot.num_steps and snapshot.step is not None else None
-    share = snapshot.preparing["share"] if snapshot.state == "preparing" and snapshot.preparing else share
+    share = snapshot.share
     is_live, shown = snapshot.state in LIVE, badge(snapshot.state)
     level = "busy" if is_live and shown["level"] == "good" else shown["level"]
     command = f"a log of {snapshot.framework}" if snapshot.framework else None

@@ -82,6 +82,11 @@ def format_energy(joules: float) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
+def format_percent(share: float | None, *, digits: int = 0) -> str:
+    """0.72 -> '72 %'; 'n/a' for None."""
+    return "n/a" if share is None else f"{100 * share:.{digits}f} %"
+
+
 def format_mfu(mfu: float | None) -> str:
     return "n/a" if mfu is None else f"{100 * mfu:.1f}%"
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from paceline.terminal import STEERING
-from paceline.units import format_bytes, format_ranks
+from paceline.units import format_bytes, format_percent, format_ranks
 
 RecordKind = Literal["exception", "line", "signal", "exit", "banner"]
 
@@ -278,6 +278,6 @@ def format_notes(explanation: Explanation) -> list[str]:
         also = f"; it could also be {' or '.join(explanation.also)}" if explanation.also else ""
         command = f"; more: paceline explain --cause {explanation.cause}"
         notes.append(
-            f"{explanation.confidence:.0%} sure{also}{'' if explanation.cause in SUPERVISOR_CAUSES else command}"
+            f"{format_percent(explanation.confidence)} sure{also}{'' if explanation.cause in SUPERVISOR_CAUSES else command}"
         )
     return ["", *notes] if notes else []

@@ -43,7 +43,7 @@ from paceline.plan.sizing import PROFILES, divisors
 from paceline.rundir import RunDir, is_locked, write_atomic
 from paceline.terminal import show_progress
 from paceline.typed_fields import find_training_run
-from paceline.units import format_bytes, format_ms, format_number_of
+from paceline.units import format_bytes, format_ms, format_number_of, format_percent
 
 WARMUP_STEPS = 6  # and those in which memory is traced
 WORKER = (sys.executable, "-m", "paceline.train.profiler")
@@ -220,8 +220,8 @@ def low_use(results: Mapping[str, Any], plan: Plan, *, rows: Callable[[], int | 
     reason = max(losses, key=lambda name: losses[name])
     lost_ms = losses[reason]
     what = (
-        f"compute takes {100 * use:.0f} % of a step;"
-        f" the largest loss is {reason}, {format_ms(lost_ms)} or {100 * lost_ms / step_ms:.0f} %"
+        f"compute takes {format_percent(use)} of a step;"
+        f" the largest loss is {reason}, {format_ms(lost_ms)} or {format_percent(lost_ms / step_ms)}"
     )
     why, fix = cause_and_fix(reason, lost_ms, results, plan, rows=rows)
     return Finding("low-device-use", "warn", what, why, fix, {"use": use, "losses_ms": losses})
@@ -272,7 +272,10 @@ def cause_and_fix(
         gain = results["step_ms"] / (results["step_ms"] - lost_ms * (1 - accum / plan.grad_accum_steps)) - 1
         if gain >= LEAST_GAIN:
             micro_steps = f"{accum} instead of {plan.grad_accum_steps} micro-steps"
-            return why, f"--device-batch-size {larger[0]}: it fits, {micro_steps}, about {100 * gain:.0f} % more tok/s"
+            return (
+                why,
+                f"--device-batch-size {larger[0]}: it fits, {micro_steps}, about {format_percent(gain)} more tok/s",
+            )
     return why, f"{longer}; or a wider model"
 
 
@@ -302,7 +305,7 @@ def time_lines(results: Mapping[str, Any], plan: Plan, *, width: int) -> list[st
         text = f"{name:<22}{format_ms(ms):>10}{100 * ms / results['step_ms']:>8.1f} %"
         if has_plan:
             planned = format_ms(planned_ms) if planned_ms else "-"
-            share = f"{100 * planned_ms / results['planned_ms']:.1f} %" if planned_ms else ""
+            share = format_percent(planned_ms / results["planned_ms"], digits=1) if planned_ms else ""
             text += f"{planned:>14}{share:>10}"
         if has_ranks and rank_ms:
             text += f"     {format_ms(min(rank_ms))} to {format_ms(max(rank_ms))}"
@@ -319,7 +322,7 @@ def time_lines(results: Mapping[str, Any], plan: Plan, *, width: int) -> list[st
     if plan.world_size > 1:
         lines.append(f"{'sent under other work':<22}{format_ms(results['hidden_ms']):>10}")
     ranks = f"{format_number_of(results['steps'], 'step')} on {format_number_of(plan.world_size, 'rank')}"
-    lines += ["", f"compute takes {100 * results['use']:.1f} % of a step; mean of {ranks}"]
+    lines += ["", f"compute takes {format_percent(results['use'], digits=1)} of a step; mean of {ranks}"]
     for name, what in {"ms": "by the clock", "cpu_ms": "of processor time"}.items():
         times = format_ms(results["unprofiled"][name]), f"{100 * results['overhead'][name]:+.0f} %"
         lines.append(f"without the profiler {times[0]} {what}, {times[1]} with it: medians")

@@ -78,7 +78,7 @@ from paceline.rundir import (
 )
 from paceline.terminal import show_progress
 from paceline.typed_fields import read_run_file
-from paceline.units import format_count
+from paceline.units import format_count, format_percent
 from paceline.watch.events import end_state
 
 LOCK_POLL_S = 0.2
@@ -294,7 +294,7 @@ def run_training(
     num_tokens = {name: format_count(facts["num_tokens"]) for name, facts in dataset.meta["splits"].items()}
     cached = ", prepared before" if dataset.reused else ""
     left_out = dataset.split("train", job.config.packing).left_out(plan.model.sequence_len)
-    packed = f" ({left_out:.0%} of them left out by best-fit packing)" if left_out else ""
+    packed = f" ({format_percent(left_out)} of them left out by best-fit packing)" if left_out else ""
     assert job.config.eval_tokens is not None  # config_of_plan sets it
     scores_all = job.config.eval_tokens >= dataset.meta["splits"]["val"]["num_tokens"] - 1
     scored = f"{'all' if scores_all else f'{job.config.eval_tokens:,}'} of them in each evaluation"

@@ -38,6 +38,7 @@ from paceline.units import (
     format_mfu,
     format_ms,
     format_number_of,
+    format_percent,
     parse_duration,
 )
 
@@ -212,7 +213,7 @@ def format_plan(plan: Plan, *, source: str) -> list[str]:
     model, *lines = plan_lines(plan)
     if plan.memory:  # a plan of an older version has none
         need, card = plan.memory["process_bytes"]["expected"], plan.memory["card_bytes"]
-        of_card = f" of {format_bytes(card)}, {100 * need / card:.0f} %" if card else ""
+        of_card = f" of {format_bytes(card)}, {format_percent(need / card)}" if card else ""
         device = "GPU" if plan.device == "cuda" else "process"
         lines.append(f"memory  {format_bytes(need)} expected on each {device}{of_card}")
     if plan.cost.get("seconds"):
@@ -315,8 +316,8 @@ def memory_lines(plan: Plan, *, bar_width: int) -> Iterator[str]:
         start += size
     verdict = "; how much the device has is not known"
     if card:
-        aim = f", aimed at {100 * plan.memory_share:.0f} %" if plan.memory_share else ""
-        verdict = f", {100 * memory['share']:.0f} % of {format_bytes(card)}{aim}: {memory['verdict']}"
+        aim = f", aimed at {format_percent(plan.memory_share)}" if plan.memory_share else ""
+        verdict = f", {format_percent(memory['share'])} of {format_bytes(card)}{aim}: {memory['verdict']}"
     bounds = f"({format_bytes(low)} to {format_bytes(high)})"
     yield f"        {'needed':<25}{format_bytes(need):>8}  {bounds}{verdict}"
     if offloaded := memory.get("offloaded_bytes"):  # not in plans of an older version
@@ -350,7 +351,7 @@ def time_lines(forecast: Forecast) -> Iterator[str]:
     if forecast.run is not None:
         yield f"run     {format_run(forecast.run, forecast.plan)}"
     if forecast.levers:
-        yield f"helps   {', '.join(f'{lever.what} +{100 * lever.gain:.0f} %' for lever in forecast.levers[:4])}"
+        yield f"helps   {', '.join(f'{lever.what} +{format_percent(lever.gain)}' for lever in forecast.levers[:4])}"
 
 
 def format_seconds(seconds: Range) -> str:

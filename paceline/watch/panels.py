@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from paceline.units import format_bytes, format_count, format_duration, format_energy, unix_time
+from paceline.units import format_bytes, format_count, format_duration, format_energy, format_percent, unix_time
 from paceline.watch.device_panels import host_panel, map_panels, ranks_panel
-from paceline.watch.measures import METRICS, format_figure, format_percent, format_step
+from paceline.watch.measures import METRICS, format_figure, format_step
 from paceline.watch.snapshot import LIVE, AttemptView, EventView, Level, LogView, Series, Snapshot
 from paceline.watch.summary import (
     LEVEL_SIGNS,
@@ -100,7 +100,7 @@ def head_facts(snapshot: Snapshot, share: float | None, *, now: float) -> Iterat
     """Yields sentences in pieces: text, {text} in bold, {time} for the reader's clock."""
     is_live = snapshot.state in LIVE
     if share is not None and snapshot.num_steps:
-        after = f" of {snapshot.num_steps:,}, {100 * share:.{1 if share < 0.1 else 0}f} %"
+        after = f" of {snapshot.num_steps:,}, {format_percent(share, digits=1 if share < 0.1 else 0)}"
         yield [{"text": f"step {snapshot.step:,}"}, after]
     elif snapshot.step:
         yield [{"text": f"step {snapshot.step:,}"}]

@@ -250,10 +250,10 @@ def test_the_time_of_the_slowest_rank_is_reported():
         "256 KiB     58 us   4.538    58 us   2.269    58 us   2.269    58 us   4.538\n"
         "64.0 MiB  8.41 ms   7.976  8.41 ms   3.988  8.41 ms   3.988  8.41 ms   7.976\n"
         "\n"
-        "link    0-1 PCIe 4.0 x16, 7.98 GB/s, 25% of 31.5 GB/s: poor: paceline check searches for a narrow slot, an IOMMU"
+        "link    0-1 PCIe 4.0 x16, 7.98 GB/s, 25 % of 31.5 GB/s: poor: paceline check searches for a narrow slot, an IOMMU"
         " or a slow interface\n"
-        "train   at 3.98 GB/s a depth-12 step of 65,536 tokens spends up to 30% waiting: 144 ms of sending, partly hidden behind"
-        " 335 ms of compute (at 45% of peak, assumed)\n"
+        "train   at 3.98 GB/s a depth-12 step of 65,536 tokens spends up to 30 % waiting: 144 ms of sending, partly hidden behind"
+        " 335 ms of compute (at 45 % of peak, assumed)\n"
         "saved   comm.json, 12 s"
     )
 

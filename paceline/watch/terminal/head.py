@@ -13,8 +13,8 @@ from itertools import chain
 from typing import Any
 
 from paceline.terminal import ELLIPSIS, cut
-from paceline.units import format_count, format_duration, format_energy, format_ranks
-from paceline.watch.measures import METRICS, format_measure, format_percent, format_time
+from paceline.units import format_count, format_duration, format_energy, format_percent, format_ranks
+from paceline.watch.measures import METRICS, format_measure, format_time
 from paceline.watch.panels import action_text, figures, goodput_panel, severity_level, why_panel
 from paceline.watch.snapshot import BROKEN, LIVE, EventView, Snapshot
 from paceline.watch.summary import (

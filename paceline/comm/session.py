@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.check.ready import machine_of_hosts
-from paceline.check.verdicts.hosts_verdicts import interfaces_of, name_of, nominal_bits_per_s
+from paceline.check.verdicts.hosts_verdicts import interfaces_of, nominal_bits_per_s
 from paceline.check.verdicts.hosts_verdicts import links as links_of
 from paceline.check.verdicts.rules import Facts, Host, Intent
 from paceline.comm.analysis import LinkRate, largest_point, link_of_gpus, make_results, sweep_sizes
@@ -184,7 +184,7 @@ def links_between_hosts(
 
 def short_name_of(host: Host) -> str:
     """Returns the name that a host has in the cluster: its destination without the user."""
-    return name_of(host).rpartition("@")[2]
+    return host.name.rpartition("@")[2]
 
 
 def links_between(plan: Plan, gpus: Sequence[Mapping[str, Any]]) -> dict[tuple[int, ...], LinkRate]:

@@ -127,3 +127,19 @@ def wait(channels: Sequence[Channel], timeout_s: float) -> None:
     _, ready, _ = select.select(list(reading), list(writing), [], timeout_s)
     for fd in ready:
         writing[fd].write()
+
+
+class Lines:
+    """JSON lines from a pipe. It never waits for the end of a line."""
+
+    def __init__(self, fd: int):
+        self.fd = fd
+        self.ended = False
+        self._part = b""
+
+    def read(self) -> list[Line]:
+        """Returns the whole lines that have arrived."""
+        chunk = os.read(self.fd, 1 << 16)
+        self.ended = not chunk
+        *whole, self._part = (self._part + chunk).split(b"\n")
+        return [json.loads(line) for line in whole if line.startswith(b"{")]  # torch may print to stdout as well

@@ -22,7 +22,7 @@ from datetime import datetime
 
 from paceline.check.probes.network_probe import own_addresses
 from paceline.errors import PacelineError
-from paceline.launch.agent import Lines
+from paceline.launch.channel import Lines
 from paceline.launch.node import (
     HELLO_S,
     NO_PROTOCOL,

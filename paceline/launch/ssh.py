@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.launch.agent import Lines
+from paceline.launch.channel import Lines
 from paceline.units import format_list
 
 CONNECT_S = 5

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from paceline.units import format_bytes, format_count, format_duration, format_energy, format_percent, unix_time
-from paceline.watch.device_panels import host_panel, map_panels, ranks_panel
+from paceline.watch.device_panels import Panel, host_panel, map_panels, ranks_panel
 from paceline.watch.measures import METRICS, format_figure, format_step
 from paceline.watch.snapshot import LIVE, AttemptView, EventView, Level, LogView, Series, Snapshot
 from paceline.watch.summary import (
@@ -32,8 +32,6 @@ from paceline.watch.summary import (
     summarize,
     time_rows,
 )
-
-Panel = dict[str, Any]
 
 FIGURES = ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu", "peak_bytes", "total_s")
 TOLERANCE = 0.1  # of a planned figure

@@ -38,11 +38,9 @@ from paceline.watch.events import (
     lost_hosts,
 )
 from paceline.watch.goodput import LINE_FIELDS, goodput, step_lines
-from paceline.watch.growing_file import GrowingFile, parse_lines
+from paceline.watch.growing_file import GrowingFile, JsonRecord, parse_lines
 from paceline.watch.log_reader import LogCurves
 from paceline.watch.snapshot import LIVE, EventView, Goodput, HostView, LogView, RankView, Snapshot, State
-
-Record = dict[str, Any]
 
 MAX_EVENTS = 500
 SCRIPT_RANKS = 8  # ranks of a script whose logs are read for steps and losses
@@ -65,12 +63,12 @@ class RunReader:
         self._script_logs: dict[str, LogCurves] = {}
         self._cache: dict[str, tuple[Any, Any]] = {}  # by name: what the value follows from, and the value
         self._job = JobReader()
-        self._preparing: Record | None = None  # the work before the launch, when it was last read
+        self._preparing: JsonRecord | None = None  # the work before the launch, when it was last read
         self._forget()
 
     def _forget(self) -> None:
-        self.events: list[Record] = []
-        self.attempts: list[Record] = []  # those of the events that begin an attempt
+        self.events: list[JsonRecord] = []
+        self.attempts: list[JsonRecord] = []  # those of the events that begin an attempt
         self.event_views: list[EventView] = []
 
     def update(self) -> Snapshot:
@@ -90,7 +88,7 @@ class RunReader:
         fields = self._shared_fields(spent) | {"notes": notes, "eval_tokens": config.get("eval_tokens")}
         return self._script_snapshot(config, fields) if "command" in config else self._training_snapshot(fields)
 
-    def _config(self) -> tuple[Record, list[str]]:
+    def _config(self) -> tuple[JsonRecord, list[str]]:
         """Returns config.toml, or the command that the events have of a script, and a note where the file cannot be read."""
         try:
             return tomllib.loads(read_text(self.run.config_toml)), []
@@ -121,7 +119,7 @@ class RunReader:
     def goodput(self) -> Goodput:
         """Reads what is new and returns where the time went, computed at most every GOODPUT_EVERY_S while a long run goes on."""
         self.running = is_locked(self.run)
-        self.plan: Record = self._content(self.run.plan_json, json.loads, {})
+        self.plan: JsonRecord = self._content(self.run.plan_json, json.loads, {})
         self._read_events()
         self.metrics.read()
         for path in sorted(self.run.health_dir.glob("*.jsonl")):
@@ -140,7 +138,7 @@ class RunReader:
         spent: Goodput = self._cached("goodput", key, compute)
         return spent
 
-    def _shared_fields(self, spent: Goodput) -> Record:
+    def _shared_fields(self, spent: Goodput) -> JsonRecord:
         """Returns the fields that a training run and a script's run have in common."""
         now, updated, state = time.time(), self._updated(), self._state()
         job = self._job.read(self._job_id()) if state in LIVE else None
@@ -178,12 +176,12 @@ class RunReader:
             "explanation": self._explanation(state) if state in ("failed", "broken", "recovering") else None,
         }
 
-    def _training_snapshot(self, fields: Record) -> Snapshot:
+    def _training_snapshot(self, fields: JsonRecord) -> Snapshot:
         latest = self.metrics.latest
         step, peak = int(latest.get("step", 0)), latest.get("peak_bytes")
         if fields["state"] in ("starting", "training", "evaluating", "saving"):
             step = max([step, *(heartbeat.step for heartbeat in self.heartbeats.values())])
-        measures: Record = {name: latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
+        measures: JsonRecord = {name: latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
         if fields["state"] in ("starting", "recovering"):
             measures |= dict.fromkeys(("tok_per_sec", "step_ms", "mfu"))  # nothing has a speed now
         return Snapshot(
@@ -198,7 +196,7 @@ class RunReader:
             **fields,
         )
 
-    def _script_snapshot(self, config: Record, fields: Record) -> Snapshot:
+    def _script_snapshot(self, config: JsonRecord, fields: JsonRecord) -> Snapshot:
         """Measures come from what the script's ranks print, of the rank whose log shows most of them in the last attempt."""
         last = [log for log in self.logs if log.rank is not None and log.attempt == self.logs[-1].attempt]
         rank_logs = {log.rank: self._script_log(log) for log in last[:SCRIPT_RANKS]}
@@ -309,7 +307,7 @@ class RunReader:
             return end_state(self.events, is_queued=is_queued(self.run))
         return live_state(self.events, self.heartbeats.get(0), self.metrics.recent[-1] if self.metrics.recent else {})
 
-    def _attempt_lines(self) -> list[Record]:
+    def _attempt_lines(self) -> list[JsonRecord]:
         """The last lines of metrics.jsonl that report steps, without those of earlier attempts."""
         start = self.attempts[-1]["time"] if self.attempts else ""
         return [line for line in self.metrics.recent if str(line.get("time")) >= start and "step_ms" in line]

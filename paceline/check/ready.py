@@ -287,7 +287,7 @@ def report_and_refuse(
     *,
     stopped: str,
     stream: TextIO | None = None,
-    several: bool = False,
+    several: bool,
     has_no_check: bool = True,
 ) -> None:
     """Prints warnings and stops; raises PacelineError if there is a stop. Notes are left to `paceline check`.

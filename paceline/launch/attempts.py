@@ -150,7 +150,7 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
     attempts += [int(path.name) for path in job.run.path.glob("logs/*") if path.name.isdecimal()]  # events may be lost
     number, history = 1 + max(attempts, default=0), list[AttemptEnd]()
     record_lost_supervisor(job)
-    with catch_signals(signals) as signals:
+    with catch_signals(signals or StopSignals()) as signals:
         while True:
             outcome, end = run_one_attempt(job, number, signals)
             if outcome.state == "regrouped" and not signals.first:

@@ -97,7 +97,7 @@ def resume(options: ResumeOptions, nodes: Sequence[HostEntry] = ()) -> int:
     return int(resume_run(find_training_run(options.run, runs_dir=runs_dir), options, nodes))
 
 
-def resume_script(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] = ()) -> int:
+def resume_script(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry]) -> int:
     """Starts the script of a run again in the run's own folder, as its next attempt, and returns the exit code.
 
     The script finds what it saved in PACELINE_RUN. Raises PacelineError for what the user can fix.

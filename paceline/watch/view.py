@@ -29,7 +29,7 @@ PLAIN_TERMINALS = ("linux", "vt100", "vt220")  # their fonts have no dots of Bra
 NO_TERMINALS = ("", "dumb", "unknown")
 
 
-def show_run(options: WatchOptions, samples: Callable[[Path], Iterator[dict[str, Any]]] = lambda _: iter(())) -> int:
+def show_run(options: WatchOptions, samples: Callable[[Path], Iterator[dict[str, Any]]]) -> int:
     """Shows the run or log that the options mean, in the view that they mean; returns the exit code.
 
     samples: of this machine, and of the disk that a path is on, to be shown beside a log.

@@ -161,7 +161,7 @@ def longest_ms(ranks: Sequence[RankView]) -> float:
     return max((rank.busy_ms or 0.0 for rank in ranks), default=0.0)
 
 
-def rank_cell(rank: RankView, *, width: int, longest: float, host_width: int = 0) -> Line:
+def rank_cell(rank: RankView, *, width: int, longest: float, host_width: int) -> Line:
     """3 bob train  571 ms ━━━━━━──, with a sign before a slow and a silent rank; with its host where there are several."""
     silent = is_silent(rank)
     sign, style = ("!", "warning") if rank.slow or silent else (" ", "")

@@ -529,7 +529,7 @@ def test_every_verdict_has_a_case_here():
 def test_every_rule_has_its_texts():
     rules = {
         name.replace("_", "-")
-        for _, module in SUBJECTS.values()
+        for module in SUBJECTS.values()
         for name, member in vars(module).items()
         if getattr(member, "__annotations__", {}).get("return") == Iterator[Case]
     }

@@ -146,6 +146,11 @@ def signal_name(number: int) -> str:
         return f"SIGRTMIN+{number - signal.SIGRTMIN}"
 
 
+def format_exit(exit_code: int) -> str:
+    """-11 -> 'ended by SIGSEGV', 3 -> 'ended with exit code 3'."""
+    return f"ended by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with exit code {exit_code}"
+
+
 def signal_number(name: str) -> int:
     """Returns the number of signal_name."""
     base, _, offset = name.partition("+")

@@ -78,16 +78,15 @@ def read_error_file(path: Path) -> RankError | None:
             return RankError(
                 str(message["message"]), traceback=str(extra.get("py_callstack") or ""), time=float(extra["timestamp"])
             )
+        texts = {name: text for name in ("type", "fix", "cause") if isinstance(text := error.get(name), str)}
         return RankError(
             message=str(message),
-            type=error.get("type"),
             traceback=str(error.get("traceback") or ""),
             time=parse_time(error["time"]) if error.get("time") else None,
             step=error["step"] if isinstance(error.get("step"), int) else None,
-            fix=error.get("fix"),
             exit_code=int(error["exit_code"]) if "exit_code" in error else None,
-            cause=error.get("cause"),
             rollback=error.get("rollback") is True,
+            **texts,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

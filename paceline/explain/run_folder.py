@@ -242,16 +242,17 @@ def correct_kill(
 def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) -> Explanation:
     """If a rank reported its error with a fix, its message and fix replace those of the catalogue."""
     for path in error_files:
-        error = read_error_file(path)
-        if error is None or not error.fix:
+        error, rank = read_error_file(path), path.name.split(".")[0]
+        if error is None or not error.fix or not rank.isdecimal():
             continue
-        rank, fix, confidence = int(path.name.split(".")[0]), error.fix, max(explanation.confidence, SURE)
-        cause = explanation.cause
+        cause, confidence = explanation.cause, max(explanation.confidence, SURE)
         if cause == UNKNOWN or explanation.confidence < SURE:
             cause = UNKNOWN if error.exit_code == TrainingFailed.exit_code else "config-error"
         if error.cause and error.cause in load_catalogue().causes:
             cause = error.cause
-        return replace(explanation, cause=cause, rank=rank, summary=error.message, fix=fix, confidence=confidence)
+        return replace(
+            explanation, cause=cause, rank=int(rank), summary=error.message, fix=error.fix, confidence=confidence
+        )
     return explanation
 
 

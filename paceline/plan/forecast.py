@@ -298,7 +298,8 @@ def format_forecast(forecast: Forecast) -> str:
         assumed_lines(forecast),
     ]
     wrap = partial(textwrap.fill, width=width, subsequent_indent=" " * 10)
-    return "\n\n".join("\n".join(map(wrap, block)) for block in blocks)
+    text = "\n\n".join("\n".join(wrap(line.replace(" %", "\xa0%")) for line in block) for block in blocks)
+    return text.replace("\xa0", " ")  # a number and its sign stay on one line
 
 
 def memory_lines(plan: Plan, *, bar_width: int) -> Iterator[str]:
@@ -346,7 +347,7 @@ def time_lines(forecast: Forecast) -> Iterator[str]:
     speed = f"{step.tok_per_sec.expected:,.0f} tok/s, mfu {format_mfu(step.mfu)}, limited by {step.limit}"
     yield f"time    {format_seconds(step.seconds)} a step, {speed}"
     total, largest = sum(step.parts.values()), sorted(step.parts.items(), key=lambda part: -part[1])
-    shares = [f"{name} {100 * seconds / total:.0f}%" for name, seconds in largest if seconds >= 0.01 * total]
+    shares = [f"{name} {format_percent(seconds / total)}" for name, seconds in largest if seconds >= 0.01 * total]
     yield f"        {', '.join(shares)}"
     if forecast.run is not None:
         yield f"run     {format_run(forecast.run, forecast.plan)}"

@@ -194,7 +194,7 @@ def run(folder: Path, case: Case, *, steps: int) -> tuple[Plan, float]:
 
 
 def setup_of(plan: Plan, cache: Path) -> StepSetup:
-    return replace(step_setup(plan, probe_machine(), link=None, cache=cache), compile=False)
+    return replace(step_setup(plan, probe_machine(), cache=cache), compile=False)
 
 
 def predict(plan: Plan, cache: Path) -> StepTime:

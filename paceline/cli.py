@@ -21,9 +21,11 @@ from typing import Any
 
 from paceline import __version__, options, run_options
 from paceline.command_line import HELP_FLAGS, complete, format_commands, parse
+from paceline.config import cache_dir
 from paceline.config_file import resolve_config
-from paceline.errors import PacelineError, UsageError, check_new_file
+from paceline.errors import INTERRUPTED, PacelineError, TrainingFailed, UsageError, check_new_file
 from paceline.other_names import unknown_command
+from paceline.rundir import find_run
 from paceline.terminal import format_facts, plain_output, problem_of, show_progress, shows_colours, tolerant_output
 from paceline.typed_fields import find_training_run
 
@@ -67,7 +69,7 @@ def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:
 
 def check(args: options.CheckOptions) -> int:
     from paceline.check.format import is_ready
-    from paceline.check.ready import check_config, format_check, to_json
+    from paceline.check.ready import check_config, format_check
     from paceline.launch import host_facts, hosts
     from paceline.plan.machine import probe_machine
     from paceline.terminal import progress_line
@@ -77,15 +79,14 @@ def check(args: options.CheckOptions) -> int:
         ask = host_facts.hosts_asker(entries, config, port=args.port, is_whole=True, on_answer=on_probe)
         check_all = partial(check_config, on_probe=on_probe, ask_hosts=ask if entries else None)
         checked = check_all(config, probe_machine(), set_keys=frozenset(args.keys), port=args.port)
-    text = json.dumps(to_json(checked.findings, checked.facts), indent=1) if args.json else ""
-    print(text or format_check(checked, verbose=args.verbose, coloured=shows_colours(sys.stdout)))
+    text = format_check(checked, verbose=args.verbose, coloured=shows_colours(sys.stdout))
+    print(json.dumps(checked.to_json(), indent=1) if args.json else text)
     return 0 if is_ready(checked.findings) else 1
 
 
 def comm(args: options.CommOptions) -> int:
     from paceline.comm.analysis import format_comm
     from paceline.comm.session import measure_comm
-    from paceline.config import cache_dir
     from paceline.launch.host_facts import facts_of_ranks
     from paceline.launch.hosts import hosts_of
 
@@ -104,7 +105,7 @@ def comm(args: options.CommOptions) -> int:
             facts=hosts,
         )
     print(json.dumps(results, indent=1) if args.json else format_comm(results))
-    return 0 if results["right"] else 3
+    return 0 if results["right"] else TrainingFailed.exit_code
 
 
 def profile(args: options.ProfileOptions) -> None:
@@ -161,7 +162,6 @@ def runs(args: run_options.RunsOptions) -> None:
 
 
 def runs_show(args: run_options.RunsShowOptions) -> None:
-    from paceline.rundir import find_run
     from paceline.watch.terminal.runs import show_runs
 
     print(show_runs([find_run(name, runs_dir=args.runs_dir).path for name in args.runs], as_json=args.json))
@@ -174,14 +174,13 @@ def label_run(args: run_options.RunsTagOptions | run_options.RunsNoteOptions) ->
 
 
 def report(args: run_options.ReportOptions) -> None:
-    from paceline.watch.view import answer_report
+    from paceline.watch.report import answer_report
 
     print(answer_report(args, now=time.time()), end="")
 
 
 def track(args: run_options.TrackOptions) -> None:
     from paceline.launch.notify import tracker_names
-    from paceline.rundir import find_run
     from paceline.track.follower import track_now
 
     if not (names := tracker_names(args.to, flag="--to")):
@@ -356,7 +355,7 @@ def run_command(args: list[str]) -> int:
             return dispatch(args) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away: `paceline runs | head`
         return 0

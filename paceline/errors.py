@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 NEAR = 0.75  # of the letters: a suggestion that is further off leads astray
 MAX_MESSAGE = 2000  # characters that are printed: a value that is quoted may have any length
+INTERRUPTED = 130  # the exit code after Ctrl-C or SIGTERM; a checkpoint was saved where there was something to save
 Change = Mapping[str, Any]  # config keys and their new values
 
 
@@ -88,12 +89,6 @@ class TrainingFailed(PacelineError):
     """The training itself broke: a crash, a non-finite loss, a rank that was killed."""
 
     exit_code = 3
-
-
-class Interrupted(PacelineError):
-    """Ctrl-C or SIGTERM; a checkpoint was saved where there was something to save."""
-
-    exit_code = 130
 
 
 @dataclass(frozen=True)

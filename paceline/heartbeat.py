@@ -20,6 +20,7 @@ PHASES = (
     "start", "compile", "train", "eval", "save", "sample", "load", "forward", "backward", "reduce", "update", "ending", "stopped",
     "done",
 )  # fmt: skip
+END_PHASES = ("stopped", "done")  # a rank in one of these sends no more heartbeats
 LINE = '{"step": %9d, "micro_step": %5d, "phase": %s, "time": %14.3f, "monotonic": %14.3f, "sum": '
 SUM = b"%10d}\n"
 PHASE_WIDTH = 10  # of the longest phase with its quotes
@@ -104,3 +105,9 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
         return Heartbeat(fields["step"], fields["micro_step"], fields["phase"], fields["monotonic"], fields["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def read_heartbeats(run: RunDir) -> dict[int, Heartbeat]:
+    """Returns the last heartbeat of each rank that has written one, by rank."""
+    ranks = sorted(int(path.name) for path in run.progress(0).parent.glob("*") if path.name.isdecimal())
+    return {rank: heartbeat for rank in ranks if (heartbeat := read_heartbeat(run.progress(rank)))}

@@ -11,6 +11,7 @@ from typing import IO
 
 from paceline.mounts import read_mounts
 
+LOCK_WAIT_S = 60.0  # for a run: workers that lost their supervisor save and end, or are killed, within this
 ATTEMPTS, RETRY_S = 3, 0.02  # rundir.is_locked holds a lock for some microseconds
 NONE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # NFS 3 without its lock service, Lustre without -o flock
 OF_ONE_HOST = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}  # mount options of NFS and of Lustre

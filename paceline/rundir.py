@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -200,24 +200,9 @@ def unwritable_file(path: Path, error: OSError) -> PacelineError:
 
 def unwritable_run(run: RunDir, error: OSError) -> PacelineError:
     """Returns the error for a run folder that cannot be created or written."""
-    is_run = os.access(run.config_toml, os.F_OK)
-    fix = f"copy it first: cp -r {run.quoted} DIR" if is_run else "--runs-dir DIR in a place you can write"
+    has_begun = os.access(run.config_toml, os.F_OK)
+    fix = f"copy it first: cp -r {run.quoted} DIR" if has_begun else "--runs-dir DIR in a place you can write"
     return PacelineError(f"run folder {run.path} cannot be written: {error.strerror}", fix=fix)
-
-
-def check_unused(run: RunDir, *, fix: str, is_submitted: bool = False) -> None:
-    """Raises PacelineError where the folder holds something. fix: for a folder that is a run.
-
-    is_submitted: it holds what the submission of a Slurm job has left.
-    """
-    # a killed preparation has left the first two, perhaps with a half of its next version
-    remains = (run.lock.name, run.preparing_json.name) + (("slurm", "submitted", "events") if is_submitted else ())
-    if run.path.exists() and not (
-        run.path.is_dir() and all(path.name.startswith(remains) for path in run.path.iterdir())
-    ):
-        is_run = run.config_toml.is_file()
-        text = f"{run.path} already exists" + ("" if is_run else " and is not a run")
-        raise PacelineError(text, fix=fix if is_run else "another --name")
 
 
 def append_event(run: RunDir, event: str, **fields: Any) -> None:
@@ -267,14 +252,15 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     except (FileNotFoundError, NotADirectoryError):
         return
     with file:
-        for line in file:
-            if line.endswith(b"\n"):
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(record, dict):
-                    yield record
+        yield from json_records(line for line in file if line.endswith(b"\n"))
+
+
+def json_records(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    """Yields the lines that are JSON objects."""
+    for line in lines:
+        with suppress(ValueError):
+            if isinstance(record := json.loads(line), dict):
+                yield record
 
 
 def read_end(path: Path, length: int) -> tuple[bytes, bool]:
@@ -368,6 +354,11 @@ def is_queued(run: RunDir) -> bool:
     return run.submitted_toml.is_file() and not run.config_toml.is_file()
 
 
+def is_run(run: RunDir) -> bool:
+    """Whether the folder is a run's: one that began, is prepared, or waits in Slurm's queue."""
+    return run.config_toml.is_file() or is_preparing(run) or is_queued(run)
+
+
 def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
     """The run folder that a path, or a name in runs_dir, means: a training run's or a script's."""
     named, folder = Path(name), Path(runs_dir)
@@ -386,13 +377,24 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
 
 def resume_command(run: RunDir) -> str:
     """Returns the command that continues a run, as a job if it was submitted."""
-    is_submitted = False
-    with suppress(OSError, ValueError, TypeError):
-        is_submitted = "args" in json.loads(read_text(run.slurm_json))  # which a submission alone writes
+    is_submitted = "args" in job_facts(run)  # which a submission alone writes
     return f"paceline resume {run.quoted}{' --slurm' if is_submitted else ''}"
 
 
 def is_script_run(run: RunDir) -> bool:
+    return "command" in read_config(run)
+
+
+def read_config(run: RunDir) -> dict[str, Any]:
+    """Returns the config of a training run, or of a script's run, which has a command; empty where it is missing or damaged."""
     with suppress(OSError, ValueError):
-        return "command" in tomllib.loads(read_text(run.config_toml))
-    return False
+        return tomllib.loads(read_text(run.config_toml))
+    return {}
+
+
+def job_facts(run: RunDir) -> dict[str, Any]:
+    """Returns what slurm.json has; empty where it is missing or damaged."""
+    with suppress(OSError, ValueError):
+        facts = json.loads(read_text(run.slurm_json))
+        return facts if isinstance(facts, dict) else {}
+    return {}

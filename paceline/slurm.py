@@ -217,7 +217,7 @@ def parse_clock(text: str | None) -> float | None:
     return None
 
 
-def parse_partition(text: str, nodes: str = "") -> Partition:
+def parse_partition(text: str, nodes: str) -> Partition:
     """Returns the partition of `scontrol show partition --oneliner`.
 
     nodes: a line for each kind of its nodes, as sinfo shows them: how many, their state, their GPUs.

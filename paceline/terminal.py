@@ -2,7 +2,8 @@
 Text on the screen: the progress of long work, as a bar or a line on a terminal and as plain lines in a pipe; tables of facts;
 and the columns that texts take.
 
-Every command prints through a PlainStream, so no run's name, log or exception can steer the terminal.
+Every command prints through a PlainStream, so no run's name, log or exception can steer the terminal. Files of --out are
+written here too.
 
 Rich is imported when a bar is drawn.
 """
@@ -18,10 +19,11 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate, takewhile
+from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.errors import PacelineError
-from paceline.rundir import NO_SPACE, unreadable_file
+from paceline.rundir import NO_SPACE, unreadable_file, write_atomic
 
 # an escape sequence, whole or cut
 SEQUENCE = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?"
@@ -189,6 +191,18 @@ def problem_of(error: OSError) -> PacelineError:
         raise error
     silence(sys.stdout)
     return PacelineError(f"the output cannot be written: {error.strerror}", fix="write it to another place")
+
+
+def write_output(path: Path, text: str) -> None:
+    """Writes a file of --out, whole or not at all; a device or a pipe as it is. Raises PacelineError where it cannot be written."""
+    try:
+        if path.exists() and not path.is_file():  # a rename would replace it
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_atomic(path.resolve(), text)
+    except OSError as error:
+        fix = "--out FILE in a place you can write"
+        raise PacelineError(f"{path} cannot be written: {error.strerror}", fix=fix) from error
 
 
 class TolerantStream:

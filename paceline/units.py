@@ -82,6 +82,11 @@ def format_energy(joules: float) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
+def format_percent(share: float | None, *, digits: int = 0) -> str:
+    """0.72 -> '72 %'; 'n/a' for None."""
+    return "n/a" if share is None else f"{100 * share:.{digits}f} %"
+
+
 def format_mfu(mfu: float | None) -> str:
     return "n/a" if mfu is None else f"{100 * mfu:.1f}%"
 
@@ -139,6 +144,11 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # of the real-time signals Python knows the first and the last
         return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+
+
+def format_exit(exit_code: int) -> str:
+    """-11 -> 'ended by SIGSEGV', 3 -> 'ended with exit code 3'."""
+    return f"ended by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
 def signal_number(name: str) -> int:

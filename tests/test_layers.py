@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "watch": {"foundation", "explain"},
     "check": {"foundation", "plan", "data"},
     "explain": {"foundation"},
-    "track": {"foundation", "watch"},
+    "track": {"foundation", "explain", "watch"},
     "comm": {"foundation", "plan", "check", "launch"},
     "launch": {"foundation", "plan", "check", "data", "explain", "model", "watch"},
     "model": {"foundation", "plan"},

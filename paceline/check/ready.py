@@ -3,7 +3,7 @@ The check before a launch: facts become findings, and a run that would certainly
 
 The facts are gathered by a process of their own while the caller does other work. The findings follow from the facts alone, so
 verdicts on hosts that are not here are tested from recorded facts. The verdicts are the entries of verdicts.toml with their rules
-in verdicts/. docs/checks.md is generated from them: `python -m paceline.check.ready > docs/checks.md`; a test compares them.
+in verdicts/. dev/checks_page.py writes docs/checks.md from them.
 """
 
 import json
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
@@ -54,25 +53,15 @@ DEADLINE_S = 130.0  # the slowest probe has 30, and four times as long on a busy
 PROCESS_BYTES = 300 << 20  # Python with torch on a CPU before it holds any weight: RSS with torch 2.13
 CUDA_CONTEXT_BYTES = 400 << 20  # a lower bound: context and NCCL took 0.77 GiB on an RTX 5090 D
 AskHosts = Callable[[Callable[[], Facts]], Sequence[Facts]]  # takes a function that gathers this host's facts
-# table of verdicts.toml -> heading in docs/checks.md, module with the rules
-SUBJECTS: dict[str, tuple[str, ModuleType]] = {
-    "config": ("Config", run_verdicts),
-    "torch": ("PyTorch", torch_verdicts),
-    "gpu": ("GPUs", gpu_verdicts),
-    "host": ("Host", host_verdicts),
-    "storage": ("Disk and text", run_verdicts),
-    "network": ("Network", network_verdicts),
-    "hosts": ("Several hosts", hosts_verdicts),
+SUBJECTS: dict[str, ModuleType] = {  # table of verdicts.toml -> module with the rules
+    "config": run_verdicts,
+    "torch": torch_verdicts,
+    "gpu": gpu_verdicts,
+    "host": host_verdicts,
+    "storage": run_verdicts,
+    "network": network_verdicts,
+    "hosts": hosts_verdicts,
 }
-INTRO = """\
-# What `paceline check` checks
-
-Generated from the code: `python -m paceline.check.ready > docs/checks.md`.
-
-`stop`: the launch would fail; `train`, `resume` and `run` do not start, except with `--no-check`. `warn`: it would hurt.
-`note`: good to know. An unknown fact never causes a finding. `paceline check --json` prints the findings with all facts
-(`check.schema.json`, `facts.schema.json`); `--verbose` shows the facts that a finding follows from.
-"""
 
 
 @dataclass(frozen=True)
@@ -94,7 +83,7 @@ def load_verdicts() -> tuple[Verdict, ...]:
     """Returns the verdicts in the order of verdicts.toml; the rule of `gpu-hot` is the function gpu_hot."""
     tables = tomllib.loads(Path(__file__).with_name("verdicts.toml").read_text(encoding="utf-8"))
     return tuple(
-        Verdict(id, subject, vars(SUBJECTS[subject][1])[id.replace("-", "_")], **texts)
+        Verdict(id, subject, vars(SUBJECTS[subject])[id.replace("-", "_")], **texts)
         for subject, entries in tables.items()
         for id, texts in entries.items()
     )
@@ -181,6 +170,13 @@ class CheckResult:
     def libuv(self) -> bool:
         """Whether this torch can make its store with libuv; assumed where unknown, since every wheel can."""
         return all(at(facts, "torch.libuv") is not False for facts in self.facts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ready": is_ready(self.findings),
+            "findings": [finding.to_json() for finding in self.findings],
+            "facts": {host_name(facts): facts for facts in self.facts},
+        }
 
 
 def judge_facts(hosts: Sequence[Facts], intent: Intent, driver: Facts | None = None) -> CheckResult:
@@ -292,7 +288,7 @@ def report_and_refuse(
     *,
     stopped: str,
     stream: TextIO | None = None,
-    several: bool = False,
+    several: bool,
     has_no_check: bool = True,
 ) -> None:
     """Prints warnings and stops; raises PacelineError if there is a stop. Notes are left to `paceline check`.
@@ -373,26 +369,3 @@ def format_passed(checked: CheckResult) -> str:
         values = [f"{path} {short_value(at(facts, path))}" for path in verdict.evidence for facts in checked.facts]
         lines.append(f"ok    {verdict.id:<{width}}  {', '.join(values)}".rstrip())
     return "\n".join(lines)
-
-
-def to_json(findings: Sequence[Finding], hosts: Sequence[Facts]) -> dict[str, Any]:
-    return {
-        "ready": is_ready(findings),
-        "findings": [finding.to_json() for finding in findings],
-        "facts": {host_name(facts): facts for facts in hosts},
-    }
-
-
-def format_catalogue() -> str:
-    """Returns docs/checks.md."""
-    lines = [INTRO]
-    for subject, verdicts in groupby(load_verdicts(), key=lambda verdict: verdict.subject):
-        lines += [f"## {SUBJECTS[subject][0]}", ""]
-        for verdict in verdicts:
-            lines.append(f"### {verdict.id} ({verdict.severity})")
-            lines += ["", verdict.cause, "", f"- Consequence: {verdict.why}.", f"- Fix: {verdict.fix}", ""]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-if __name__ == "__main__":
-    print(format_catalogue(), end="")

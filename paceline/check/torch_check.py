@@ -42,7 +42,7 @@ from paceline.check.torch_recipe import (
 from paceline.check.verdicts.rules import Facts, Intent, at, version_of, visible_gpus
 from paceline.errors import Finding, PacelineError, UsageError, expand_home
 from paceline.plan.host import names_in
-from paceline.units import signal_name
+from paceline.units import format_exit
 
 PROOF = (sys.executable, "-m", "paceline.check.torch_install")  # without -P, as a worker is started
 DEADLINE_S = 60.0  # for one trial: a first import from a slow disk, the first kernel on a card
@@ -178,8 +178,7 @@ def prove_torch(
 
 def describe_end(exit_code: int, stderr: str) -> str:
     """Returns `ended by SIGSEGV; its last line: ...`."""
-    end = f"ended by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with exit code {exit_code}"
-    lines = stderr.strip().splitlines()
+    end, lines = format_exit(exit_code), stderr.strip().splitlines()
     return f"{end}; its last line: {lines[-1][:160]}" if lines else end
 
 

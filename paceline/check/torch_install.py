@@ -27,6 +27,7 @@ from urllib.parse import unquote, urlsplit
 
 from paceline.check.probes.facts import error_line
 from paceline.plan.host import names_in, read_text
+from paceline.plan.nvml import kernel_driver_version
 
 SOURCE_FILES = ("CMakeLists.txt", "aten", "c10")  # next to torch/ in its source tree
 CACHE_VERSION = 1  # of the cached section's fields
@@ -170,7 +171,7 @@ def cache_key(path: Path, *, torch_path: str | None, shadowing: list[str]) -> di
         "executable": sys.executable,
         "torch_path": torch_path,
         "env": {name: os.environ.get(name) for name in CACHE_ENV},
-        "driver": read_text("/sys/module/nvidia/version"),
+        "driver": kernel_driver_version(),
     }
 
 

@@ -196,7 +196,7 @@ def make_recipe(
     driver: str | None,
     machine: str,
     tools: Tools,
-    build: bool = False,
+    build: bool,
     archs: Sequence[str] = (),
 ) -> Recipe:
     """Returns the wheel, the build or the driver that these cards need. Raises PacelineError where no CUDA compiles for them.

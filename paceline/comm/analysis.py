@@ -18,7 +18,7 @@ from paceline.plan.cost import step_messages
 from paceline.plan.links import PCIE_LANE_BYTES_PER_S
 from paceline.plan.planner import Plan
 from paceline.rundir import utc_now
-from paceline.units import format_bytes, format_list, format_ranks
+from paceline.units import format_bytes, format_list, format_percent, format_ranks
 
 NVLINK_BYTES_PER_S = {
     (7, 0): 25e9,
@@ -143,7 +143,9 @@ def compute_seconds(plan: Plan, tok_per_sec: float | None) -> tuple[float | None
         return tokens / tok_per_sec, f"at {tok_per_sec:,.0f} tok/s in each process"
     if plan.peak_flops is None:
         return None, f"no peak FLOPS is known for {plan.device_name} in {plan.precision}"
-    return tokens * plan.flops_per_token / (ASSUMED_MFU * plan.peak_flops), f"at {ASSUMED_MFU:.0%} of peak, assumed"
+    return tokens * plan.flops_per_token / (
+        ASSUMED_MFU * plan.peak_flops
+    ), f"at {format_percent(ASSUMED_MFU)} of peak, assumed"
 
 
 def training_cost(plan: Plan, fits: Mapping[str, Mapping[str, Any]], *, tok_per_sec: float | None) -> dict[str, Any]:
@@ -318,7 +320,7 @@ def format_sizes(results: Mapping[str, Any]) -> list[str]:
 
 def format_link(pair: Mapping[str, Any]) -> str:
     measured, expected = pair["points"][-1]["bus_bytes_per_s"], pair["link"]["bytes_per_s"]
-    share = f"{pair['share']:.0%} of {format_rate(expected)}: " if expected else ""
+    share = f"{format_percent(pair['share'])} of {format_rate(expected)}: " if expected else ""
     return (
         f"link    {pair['ranks'][0]}-{pair['ranks'][1]} {pair['link']['name']}, {format_rate(measured)},"
         f" {share}{pair['verdict']}"
@@ -334,8 +336,9 @@ def format_training(training: Mapping[str, Any]) -> str:
             " --tok-per-sec N, measured in one process alone, gives the share"
         )
     return (
-        f"at {rate} {step} spends up to {training['waiting_share']:.0%} waiting: {sending} of sending, partly hidden behind"
-        f" {format_seconds(training['computing_s'])} of compute ({training['computing_from']})"
+        f"at {rate} {step} spends up to {format_percent(training['waiting_share'])} waiting:"
+        f" {sending} of sending, partly hidden behind {format_seconds(training['computing_s'])}"
+        f" of compute ({training['computing_from']})"
     )
 
 

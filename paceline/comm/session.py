@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline.check.ready import machine_of_hosts
-from paceline.check.verdicts.hosts_verdicts import interfaces_of, name_of, nominal_bits_per_s
+from paceline.check.verdicts.hosts_verdicts import interfaces_of, nominal_bits_per_s
 from paceline.check.verdicts.hosts_verdicts import links as links_of
 from paceline.check.verdicts.rules import Facts, Host, Intent
-from paceline.comm.analysis import LinkRate, largest_point, link_of_gpus, make_results, sweep_sizes, with_hosts
+from paceline.comm.analysis import LinkRate, largest_point, link_of_gpus, make_results, sweep_sizes
 from paceline.config import Config
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.cluster import Cluster
 from paceline.launch.hosts import HostEntry
 from paceline.launch.train import cluster_of
-from paceline.launch.trial import read_reports, run_session, session_folder
+from paceline.launch.trial import first_failure, read_reports, run_session, session_folder
 from paceline.plan.forecast import comm_file
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import Plan, make_plan
@@ -39,10 +39,6 @@ MAX_BYTES = {"cuda": 256 * MIB, "cpu": 16 * MIB}
 SWEEP_S = 4.0  # approximately: slow operations run at least five times
 DEADLINE_S = 10.0
 SLOWEST_BYTES_PER_S = 100e6  # of 1 Gb Ethernet: the deadline leaves time for the largest message at this rate
-
-
-class CommFailed(TrainingFailed):
-    """A rank hung or ended before it had measured."""
 
 
 def measure_comm(
@@ -62,7 +58,7 @@ def measure_comm(
     """Tests and measures the collectives; writes the figures to `out`, else under cache_dir, where plans look, and returns them.
 
     config: device, nproc, and the model whose training step is estimated. entries: several hosts. facts: of each, or of this one.
-    tok_per_sec: of one process alone. progress(label, done, total). worker: the command of each rank. Raises CommFailed when a
+    tok_per_sec: of one process alone. progress(label, done, total). worker: the command of each rank. Raises TrainingFailed when a
     rank hangs or fails.
     """
     started = time.monotonic()
@@ -155,12 +151,11 @@ def run_ranks(
         )
         if plan.device == "cuda":
             fix = "NCCL_P2P_DISABLE=1 paceline comm shows whether the direct path between the cards is at fault"
-        raise CommFailed(outcome.hang.text, fix=f"logs: {run.logs(1)}; {fix}")
+        raise TrainingFailed(outcome.hang.text, fix=f"logs: {run.logs(1)}; {fix}")
     hosts: dict[str, Sequence[int]] = {m.name: m.ranks for m in cluster.started} if cluster else {}
     if outcome.failures:
-        root = outcome.failures[0]
-        subject = "the launch" if root.rank is None else with_hosts(f"rank {root.rank}", hosts)
-        raise CommFailed(f"{subject} failed: {root.message}", fix=root.fix or f"read the logs: {run.logs(1)}")
+        text, fix = first_failure(run, outcome)
+        raise TrainingFailed(text, fix=fix)
     return hosts
 
 
@@ -191,7 +186,7 @@ def links_between_hosts(
 
 def short_name_of(host: Host) -> str:
     """Returns the name that a host has in the cluster: its destination without the user."""
-    return name_of(host).rpartition("@")[2]
+    return host.name.rpartition("@")[2]
 
 
 def links_between(plan: Plan, gpus: Sequence[Mapping[str, Any]]) -> dict[tuple[int, ...], LinkRate]:

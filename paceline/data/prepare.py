@@ -34,7 +34,7 @@ from paceline.errors import PacelineError, expand_home
 from paceline.locks import NoLocks, try_lock
 from paceline.rundir import RunDir, write_atomic
 from paceline.typed_fields import find_training_run, read_run_file
-from paceline.units import format_bytes, format_duration, format_number_of
+from paceline.units import format_bytes, format_duration, format_number_of, format_percent
 
 if TYPE_CHECKING:
     from paceline.data.dataset import TokenSplit
@@ -185,6 +185,11 @@ def make_fingerprint(files: list[SourceFile], settings: dict[str, Any]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
+def dataset_of(run: RunDir) -> TokenDataset:
+    """Opens the prepared folder of a run."""
+    return open_dataset(Path(json.loads(run.dataset_json.read_text())["path"]))
+
+
 def open_dataset(path: Path) -> TokenDataset:
     """Opens a prepared folder, in any process; it checks the files' sizes alone, `verify` reads their contents."""
     try:
@@ -293,7 +298,7 @@ def format_prepared(dataset: TokenDataset, config: Config, *, file: str | None, 
     rows = dataset.split("train", config.packing)
     packed = f"{rows.num_rows(config.sequence_len):,} of {config.sequence_len:,} tokens to train on"
     if left_out := rows.left_out(config.sequence_len):
-        packed += f"; best-fit packing leaves out {left_out:.0%} of the text"
+        packed += f"; best-fit packing leaves out {format_percent(left_out)} of the text"
     facts = data_info(dataset)
     train, val = (facts["splits"][name]["num_tokens"] for name in ("train", "val"))
     files, documents = (

@@ -20,7 +20,7 @@ from paceline.config import MIN_VOCAB_SIZE
 from paceline.data.corpus import Progress, held_out_below, part_bytes_of, read_corpus
 from paceline.data.readers import ReadNotes, SourceFile
 from paceline.errors import PacelineError, expand_home
-from paceline.rundir import write_atomic
+from paceline.terminal import write_output
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,13 +91,10 @@ class Tokenizer:
             if not path.parent.exists():
                 path.parent.mkdir(parents=True)
                 print(f"note    made the folder {path.parent}", file=sys.stderr)
-            if path.exists() and not path.is_file():  # a device or a pipe, which a rename would replace
-                path.write_bytes(self.json_bytes)
-            else:
-                write_atomic(path.resolve(), self.json_bytes.decode())
         except OSError as error:
             fix = "--out FILE in a place you can write"
             raise PacelineError(f"{path} cannot be written: {error.strerror}", fix=fix) from error
+        write_output(path, self.json_bytes.decode())
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, without a separator; raises PacelineError for text that is not UTF-8."""

@@ -38,7 +38,7 @@ NUMBER = re.compile(r"\d+")
 
 
 def culprit_rank(
-    event: Event, candidates: Sequence[Event], logs: Sequence[Log], *, hang: CollectiveHang | None = None
+    event: Event, candidates: Sequence[Event], logs: Sequence[Log], *, hang: CollectiveHang | None
 ) -> int | None:
     """The rank that caused the event; candidates are all events that may have ended the run. hang: of its collectives."""
     if (rank := rank_in_text(event)) is not None or event.cause.id in EXTERNAL:

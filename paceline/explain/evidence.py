@@ -38,9 +38,8 @@ from paceline.explain.series import (
     VALIDATION,
     MetricSeries,
     SeriesTable,
-    json_records,
 )
-from paceline.rundir import RECORDER_DUMP, RunDir, open_file, read_end
+from paceline.rundir import RECORDER_DUMP, RunDir, json_records, open_file, read_end
 from paceline.units import format_bytes, format_ranks, unix_time
 
 MAX_DUMP_BYTES = 1 << 26
@@ -193,13 +192,8 @@ def read_ras_report(path: Path) -> list[Log]:
 
 def read_samples(path: Path, *, since: str) -> list[Sample]:
     """The samples at the end of a health file whose time is not before `since`."""
-    lines = []
-    for line in read_end(path, SAMPLE_BYTES)[0].splitlines():
-        with suppress(ValueError, KeyError, TypeError):  # a crash may cut a line
-            sample: Sample = json.loads(line)
-            if sample["time"] >= since:
-                lines.append(sample)
-    return lines
+    samples = json_records(read_end(path, SAMPLE_BYTES)[0].splitlines())
+    return [sample for sample in samples if isinstance(sample.get("time"), str) and sample["time"] >= since]
 
 
 def count_lines(path: Path) -> int:

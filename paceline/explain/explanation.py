@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from paceline.terminal import STEERING
-from paceline.units import format_bytes, format_ranks
+from paceline.units import format_bytes, format_percent, format_ranks
 
 RecordKind = Literal["exception", "line", "signal", "exit", "banner"]
 
@@ -281,5 +281,5 @@ def format_notes(explanation: Explanation) -> list[str]:
         also = f"; it could also be {' or '.join(explanation.also)}" if explanation.also else ""
         is_listed = explanation.cause not in SUPERVISOR_CAUSES | REPORTED_CAUSES
         command = f"; more: paceline explain --cause {explanation.cause}" if is_listed else ""
-        notes.append(f"{explanation.confidence:.0%} sure{also}{command}")
+        notes.append(f"{format_percent(explanation.confidence)} sure{also}{command}")
     return ["", *notes] if notes else []

@@ -19,11 +19,10 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, AnyStr
 
-from paceline.explain.lines import HOST, Fields, has_word, split_prefix, strip_escapes, unwrap_json
+from paceline.explain.lines import DIGITS, HOST, Fields, has_word, split_prefix, strip_escapes, unwrap_json
 from paceline.explain.progress import reports_progress
-from paceline.explain.run_bounds import DIGITS
 from paceline.units import format_number_of
 
 # of Python and NCCL, which write them at the start of a line
@@ -181,12 +180,16 @@ def common_start(lines: Sequence[bytes]) -> bytes:
     texts = [line for line in lines if line.strip()]
     if len(texts) < MIN_COMMON:
         return b""
-    first, last = min(texts), max(texts)
-    length = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
-    match = TAG.match(first[:length])
+    match = TAG.match(common_prefix(texts))
     tag = match[0].decode("utf-8", "replace") if match else ""
     is_tag = not LEVEL.search(tag) and split_prefix(f"{tag}text").text != "text" and not reports_progress(tag)
     return match[0] if match and (is_tag or not tag.strip()) else b""
+
+
+def common_prefix(texts: Sequence[AnyStr]) -> AnyStr:
+    first, last = min(texts), max(texts)
+    length = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
+    return first[:length]
 
 
 def shared_shape(lines: Sequence[str]) -> str:
@@ -194,13 +197,12 @@ def shared_shape(lines: Sequence[str]) -> str:
     if len(lines) < MIN_SHARED:
         return ""
     shapes = [ZEROS.sub("0", SPACES.sub(" ", line[: 2 * MAX_PREFIX].translate(AS_ZERO))) for line in lines]
-    first, last = min(shapes), max(shapes)
-    length = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
-    if ERROR_LEVEL.search(first[:length]):  # it says that all lines are errors
+    common = common_prefix(shapes)
+    if ERROR_LEVEL.search(common):  # it says that all lines are errors
         return ""
-    for end in [edge.end() for edge in EDGE.finditer(first[: min(length, MAX_PREFIX)])][::-1]:
-        shape = first[:end]
-        is_cut = "0:0" in first[end:length]  # before the time that the program itself writes
+    for end in [edge.end() for edge in EDGE.finditer(common[:MAX_PREFIX])][::-1]:
+        shape = common[:end]
+        is_cut = "0:0" in common[end:]  # before the time that the program itself writes
         if is_cut or NOT_FORWARDER.search(shape) or not FORWARDER.fullmatch(shape):
             continue
         if len({text for text in (line[len(shape) :] for line in shapes) if HAS_WORD.search(text)}) >= MIN_COMMON:

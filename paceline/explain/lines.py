@@ -18,6 +18,7 @@ from typing import Any, AnyStr
 
 from paceline.terminal import STEERING
 
+DIGITS = str.maketrans("", "", "0123456789")  # for str.translate, which removes them
 MAX_PREFIXES = 8  # on one line; real ones have four
 MAX_RANKS = 100_000
 DAYS_BEFORE_MONTH = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334)

@@ -5,24 +5,27 @@ A stop that somebody asked for is no failure. A supervisor that was killed recor
 verdict from being written.
 """
 
+import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.config import CACHE_SPACE
 from paceline.explain.evidence import count_lines
 from paceline.explain.explanation import KERNEL_LOG, RECORDED, SUPERVISOR_CAUSES, Evidence, Explanation
-from paceline.explain.verdict import HEALTHY, explain_health
+from paceline.explain.verdict import HEALTHY, UNKNOWN, explain_health
 from paceline.mounts import free_space
-from paceline.rundir import RunDir, is_locked, is_script_run, resume_command
+from paceline.rundir import RunDir, is_locked, is_script_run, read_text, resume_command
+from paceline.units import parse_time
 
 DISK_FULL, STOPPED, SUPERVISOR_LOST = "disk-full", "keyboard-interrupt", "supervisor-lost"
-PREEMPTED, KILLED, PEER_DIED, UNKNOWN, HANG = "preempted-sigterm", "killed-from-outside", "peer-died", "unknown", "hang"
+PREEMPTED, KILLED, PEER_DIED, HANG = "preempted-sigterm", "killed-from-outside", "peer-died", "hang"
 HOST_MEMORY, WORKER_KILLED = "host-oom-killed", "dataloader-worker-killed"
+MAX_ERROR_FILE_BYTES = 1 << 20
 BUILD_LOCK = b"torch/utils/file_baton.py"  # in the stack of a rank that waits until an extension is built
 LAST_LINE = "last line: "
 NEXT_BATCH = b"_try_get_data"  # of a rank that waits for a worker of its data loader
@@ -41,6 +44,53 @@ HANG_LINES = (  # of hangs/<attempt>/<rank>.txt: the heartbeat, the process, and
     re.compile(r"State:"),
     re.compile(r'File "|\S.* \([^()]+:\d+\)$'),
 )
+
+
+@dataclass(frozen=True)
+class RankError:
+    """What a rank of the trainer, or torch's @record in a script, wrote about the error that ended it."""
+
+    message: str
+    type: str | None = None  # None: the message begins with it
+    traceback: str = ""
+    time: float | None = None  # Unix seconds
+    step: int | None = None
+    fix: str | None = None  # of a mistake that the user can fix
+    exit_code: int | None = None  # of the command
+    cause: str | None = None
+    rollback: bool = False  # the step is repeated from the last checkpoint without its batch
+
+    @property
+    def text(self) -> str:
+        return f"{self.type}: {self.message}" if self.type else self.message
+
+
+def read_error_file(path: Path) -> RankError | None:
+    """Returns the error in `<rank>.error.json` or torch's error.json; None where it is missing, incomplete or of another form.
+
+    torch writes {"message": {"message": ..., "extraInfo": {"py_callstack": ..., "timestamp": ...}}}.
+    """
+    try:
+        if path.stat().st_size > MAX_ERROR_FILE_BYTES:
+            return None
+        error = json.loads(read_text(path))
+        if isinstance(message := error["message"], dict):
+            extra = message["extraInfo"]
+            return RankError(
+                str(message["message"]), traceback=str(extra.get("py_callstack") or ""), time=float(extra["timestamp"])
+            )
+        texts = {name: text for name in ("type", "fix", "cause") if isinstance(text := error.get(name), str)}
+        return RankError(
+            message=str(message),
+            traceback=str(error.get("traceback") or ""),
+            time=parse_time(error["time"]) if error.get("time") else None,
+            step=error["step"] if isinstance(error.get("step"), int) else None,
+            exit_code=int(error["exit_code"]) if "exit_code" in error else None,
+            rollback=error.get("rollback") is True,
+            **texts,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def events_of(all_events: Iterable[Mapping[str, Any]], attempt: int) -> list[Mapping[str, Any]]:

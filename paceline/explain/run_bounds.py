@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from paceline.explain.explanation import Record
 from paceline.explain.line_measures import StepLoss
+from paceline.explain.lines import DIGITS
 from paceline.explain.progress import EPOCH
 
 BUFFERED_LINES = 120  # that a buffer may still hold when a program ends
 MAX_SHAPES, SHAPE_CHARS = 64, 30
-DIGITS = str.maketrans("", "", "0123456789")
 PROGRAM = (
     r"(?:\w+=\S* +)*(?:(?:exec|time|nohup|env|sudo) +)*(?:\S*/)?"
     r"(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|mpiexec|bash|sh|uv run|poetry run|conda run)\b"

@@ -7,12 +7,9 @@ hosts, and the kernel log, if it can be read, kills. One file may hold the outpu
 whose name or folder contains the rank; a failed process may also have written torch's error.json.
 """
 
-import json
 import re
 import shlex
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,34 +51,44 @@ from paceline.explain.log import Log
 from paceline.explain.log_curves import judge_progress
 from paceline.explain.log_text import chunks_from, read_chunks
 from paceline.explain.reader import read_log
-from paceline.explain.recorded_end import apply_recorded_end, events_of, note_good_end, note_recoveries
+from paceline.explain.recorded_end import (
+    DISK_FULL,
+    HANG,
+    HOST_MEMORY,
+    KILLED,
+    WORKER_KILLED,
+    apply_recorded_end,
+    events_of,
+    note_good_end,
+    note_recoveries,
+    read_error_file,
+)
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, reach_verdict
 from paceline.explain.verdict import UNKNOWN
-from paceline.heartbeat import read_heartbeat
+from paceline.heartbeat import read_heartbeats
 from paceline.rundir import (
     RunDir,
     check_readable,
     is_queued,
+    json_records,
     open_file,
+    read_config,
     read_end,
     read_json_lines,
-    read_text,
     resume_command,
 )
 from paceline.typed_fields import damaged_files, typed_content, well_typed
 from paceline.units import format_number_of, parse_time, unix_time
 
 SURE = 0.8
-HOST_MEMORY, KILLED = "host-oom-killed", "killed-from-outside"
 SAMPLE_EVIDENCE = (  # evidence in the hosts' samples, and the causes that it supports
-    (partial(fill_texts, MEMORY_FIELDS), {HOST_MEMORY, KILLED, "dataloader-worker-killed", UNKNOWN}),
-    (partial(fill_texts, DISK_FIELDS), {"disk-full", "checkpoint-corrupt", UNKNOWN}),
-    (clock_texts, {"hang", "collective-timeout-desync", "gpu-throttled", UNKNOWN}),
+    (partial(fill_texts, MEMORY_FIELDS), {HOST_MEMORY, KILLED, WORKER_KILLED, UNKNOWN}),
+    (partial(fill_texts, DISK_FIELDS), {DISK_FULL, "checkpoint-corrupt", UNKNOWN}),
+    (clock_texts, {HANG, "collective-timeout-desync", "gpu-throttled", UNKNOWN}),
 )
 MAX_FILES = 20_000
-MAX_ERROR_FILE_BYTES = 1 << 20
 LOG_NAMES = re.compile(
     r"(?:\.(?:log|txt|out|err|output|stdout|stderr)(?:\.\d+)?(?:\.(?:gz|bz2|xz))?|(?:^|/)(?:stdout|stderr|slurm-\S+|log)|\.[oe]\d+)$"
 )
@@ -92,7 +99,6 @@ RANK_NAME = re.compile(
 RANK_FILE = re.compile(
     r"(?:^|/)(?P<rank>\d{1,5})(?:/(?:stdout|stderr)\.log|\.(?:log|out|err|txt|error\.json)|/error\.json)$"
 )
-BROKEN_FILE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # raised by an error file of unknown content
 
 
 def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
@@ -157,10 +163,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
 
 def run_values(run: RunDir) -> dict[str, str]:
     """Values from the run's config for the sentences of the catalogue."""
-    config: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        config = tomllib.loads(read_text(run.config_toml))
-    size = config.get("device_batch_size")
+    size = read_config(run).get("device_batch_size")
     half = {"half_batch": str(size // 2)} if isinstance(size, int) and size > 1 else {}
     return {**half, "resume": resume_command(run)}
 
@@ -183,16 +186,13 @@ def exit_log(events: Sequence[Mapping[str, Any]], attempt: int) -> Log:
 
 def progress_log(run: RunDir, events: Sequence[Mapping[str, Any]]) -> Log:
     """How far each rank got, from progress/ and metrics.jsonl, and whether the run reports its end."""
-    marks = {int(path.name): read_heartbeat(path) for path in run.path.glob("progress/*") if path.name.isdecimal()}
-    steps = {rank: mark.step for rank, mark in marks.items() if mark}
+    steps = {rank: heartbeat.step for rank, heartbeat in read_heartbeats(run).items()}
     progress = LogProgress(last_step=max(steps.values(), default=None))
     first = next((line for line in read_json_lines(run.metrics) if isinstance(line.get("step"), int)), None)
     if first is not None:
         last = dict(first)
-        for line in read_end(run.metrics, SAMPLE_BYTES)[0].splitlines():
-            with suppress(ValueError, AttributeError):  # a crash may cut a line
-                record = json.loads(line)
-                last |= record if isinstance(record.get("step"), int) else {}
+        for record in json_records(read_end(run.metrics, SAMPLE_BYTES)[0].splitlines()):
+            last |= record if isinstance(record.get("step"), int) else {}
         progress = LogProgress(count_lines(run.metrics), first["step"], last["step"], last.get("loss"))
     progress = replace(progress, finished=any(event.get("event") == "finished" for event in events))
     return Log(progress=progress, last_steps=steps, ranks=frozenset(steps))
@@ -242,18 +242,19 @@ def correct_kill(
 def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) -> Explanation:
     """If a rank reported its error with a fix, its message, fix and step replace those of the catalogue and of the log."""
     for path in error_files:
-        with suppress(*BROKEN_FILE):
-            error = json.loads(read_text(path))
-            message, exit_code = str(error["message"]), int(error.get("exit_code", 1))
-            rank = int(path.name.split(".")[0])
-            cause, confidence = explanation.cause, max(explanation.confidence, SURE)
-            if cause == UNKNOWN or explanation.confidence < SURE:
-                cause = UNKNOWN if exit_code == TrainingFailed.exit_code else "config-error"
-            cause = error["cause"] if error.get("cause") in load_catalogue().causes else cause
-            step = error.get("step", explanation.step)  # a step that fails has no line in the log
-            if fix := error.get("fix"):
-                facts = {"cause": cause, "rank": rank, "step": step, "confidence": confidence}
-                return replace(explanation, summary=message, fix=fix, **facts)
+        error, rank = read_error_file(path), path.name.split(".")[0]
+        if error is None or not error.fix or not rank.isdecimal():
+            continue
+        cause, confidence = explanation.cause, max(explanation.confidence, SURE)
+        if cause == UNKNOWN or explanation.confidence < SURE:
+            cause = UNKNOWN if error.exit_code == TrainingFailed.exit_code else "config-error"
+        if error.cause and error.cause in load_catalogue().causes:
+            cause = error.cause
+        step = explanation.step if error.step is None else error.step  # a step that fails has no line in the log
+        return replace(
+            explanation,
+            cause=cause, rank=int(rank), step=step, summary=error.message, fix=error.fix, confidence=confidence,
+        )  # fmt: skip
     return explanation
 
 
@@ -321,7 +322,7 @@ def read_files(files: Sequence[Path]) -> list[Log]:
     shapes, errors = Shapes(), []
     for path, rank in zip(files, ranks_of(files), strict=True):
         if ERROR_NAMES.search(path.name):
-            logs += read_error_file(path, rank=rank)
+            logs += error_log(path, rank=rank)
         else:
             source = str(path) if len(files) > 1 else None
             try:
@@ -374,24 +375,11 @@ def ranks_of(files: Sequence[Path]) -> list[int | None]:
     return ranks if is_one or len(set(ranks) - {None}) > 1 else [None] * len(files)
 
 
-def read_error_file(path: Path, *, rank: int | None) -> list[Log]:
-    """A log of one record; none if the file is not an error file or is incomplete. torch nests the fields, paceline does not."""
-    try:
-        if path.stat().st_size > MAX_ERROR_FILE_BYTES:
-            return []
-        error = json.loads(read_text(path))
-        message = error["message"]
-        if isinstance(message, dict):
-            error = {"traceback": message["extraInfo"].get("py_callstack")}
-            text = str(message["message"])
-            time: float | None = float(message["extraInfo"]["timestamp"])
-        else:
-            text = f"{error['type']}: {message}" if error.get("type") else str(message)
-            time = parse_time(error["time"]) if error.get("time") else None
-        step, traceback = error.get("step"), str(error.get("traceback") or "")
-    except BROKEN_FILE:
+def error_log(path: Path, *, rank: int | None) -> list[Log]:
+    """A log of one record; none if the file is not an error file or is incomplete."""
+    error = read_error_file(path)
+    if error is None:
         return []
-    records = read_log([traceback.encode()], rank=rank, source=str(path)).records
+    records = read_log([error.traceback.encode()], rank=rank, source=str(path)).records
     frames = records[-1].frames if records else ()
-    step = step if isinstance(step, int) else None
-    return [Log(records=(Record("exception", text, 1, rank, None, time, step, frames, str(path)),))]
+    return [Log(records=(Record("exception", error.text, 1, rank, None, error.time, error.step, frames, str(path)),))]

@@ -26,7 +26,7 @@ from paceline.explain.explanation import CurveEvidence
 from paceline.explain.line_measures import ERROR_NAME, HELD_OUT_WORD
 from paceline.explain.log_text import START_BYTES, message_column
 from paceline.noise import median
-from paceline.rundir import open_file
+from paceline.rundir import json_records, open_file
 from paceline.units import format_number_of, unix_time
 
 LOSS, VALIDATION, GRADIENT, RATE = "loss", "validation loss", "gradient norm", "learning rate"
@@ -319,21 +319,11 @@ def read_csv(file: BinaryIO, table: SeriesTable, report: Report) -> None:
 
 def read_json_metrics(file: BinaryIO, table: SeriesTable, report: Report) -> None:
     lines = [line for line in file if line.strip()]
-    records = json_records(lines)
+    records = list(json_records(lines))
     for number, record in enumerate(records):
         table.add_record(record, number=number, time=unix_time(record.get("time")))
     if num_cut := len(lines) - len(records):
         report(f"left out {format_number_of(num_cut, 'line')} that cannot be parsed, of {len(lines):,}")
-
-
-def json_records(texts: Iterable[str | bytes]) -> list[dict[str, Any]]:
-    """The texts that are JSON objects."""
-    records = []
-    for text in texts:
-        with suppress(ValueError):
-            if isinstance(record := json.loads(text), dict):
-                records.append(record)
-    return records
 
 
 READERS: tuple[tuple[re.Pattern[str], Reader], ...] = (  # by the name of a file

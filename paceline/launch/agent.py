@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.channel import Lines
 from paceline.launch.stacks import recorder_env, remove_pipes
 from paceline.rundir import RunDir
 
@@ -50,22 +51,6 @@ def main() -> int:
         send({"event": "unreachable", "address": place["host"], "port": place["port"], "reason": why})
         return 1
     return Agent(lines[0], commands).run(lines[1:])
-
-
-class Lines:
-    """JSON lines from a pipe. It never waits for the end of a line."""
-
-    def __init__(self, fd: int):
-        self.fd = fd
-        self.ended = False
-        self._part = b""
-
-    def read(self) -> list[dict[str, Any]]:
-        """Returns the whole lines that have arrived."""
-        chunk = os.read(self.fd, 1 << 16)
-        self.ended = not chunk
-        *whole, self._part = (self._part + chunk).split(b"\n")
-        return [json.loads(line) for line in whole if line.startswith(b"{")]  # torch may print to stdout as well
 
 
 class Agent:

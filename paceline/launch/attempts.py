@@ -13,7 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from paceline.errors import Interrupted, PacelineError
+from paceline.errors import INTERRUPTED, PacelineError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_explanation, format_summary
 from paceline.explain.recorded_end import HANG, SUPERVISOR_LOST, lost_supervisor_texts, next_command
@@ -150,7 +150,7 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
     attempts += [int(path.name) for path in job.run.path.glob("logs/*") if path.name.isdecimal()]  # events may be lost
     number, history = 1 + max(attempts, default=0), list[AttemptEnd]()
     record_lost_supervisor(job)
-    with catch_signals(signals) as signals:
+    with catch_signals(signals or StopSignals()) as signals:
         while True:
             outcome, end = run_one_attempt(job, number, signals)
             if outcome.state == "regrouped" and not signals.first:
@@ -180,7 +180,7 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             while not signals.first and (remaining_s := until - time.monotonic()) > 0:
                 time.sleep(min(POLL_S, remaining_s))
             if signals.first:
-                return Outcome("interrupted", Interrupted.exit_code, number, [], between_attempts=True)
+                return Outcome("interrupted", INTERRUPTED, number, [], between_attempts=True)
             number += 1
 
 

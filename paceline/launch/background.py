@@ -2,7 +2,7 @@
 A run without its terminal: `--detach` lets the supervisor go on in the background, `paceline stop` finds it and ends it.
 
 The lock of the run folder names the supervisor's process and host. A stop is what Ctrl-C is in the terminal of the run: the first
-signal saves a checkpoint and ends, the second ends at once.
+signal saves a checkpoint and ends, the second ends at once. What may stand in the folder of a new run is decided here too.
 """
 
 import json
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.launch.queue import active_job, stop_job
+from paceline.launch.queue import active_job, format_next_commands, stop_job
 from paceline.launch.ssh import agent_note
 from paceline.launch.supervisor import ONE_CTRL_C_S
 from paceline.model.manifest import list_checkpoints
@@ -46,7 +46,7 @@ def detach(run: RunDir, lock: int, *, destinations: Sequence[str] = ()) -> bool:
     pid = os.fork()
     if pid:
         print(f"detached: process {pid}, output in {path}")
-        print(f"next    paceline watch {run.quoted}\n        paceline stop {run.quoted}", flush=True)
+        print(format_next_commands(run), flush=True)
         return True
     os.setsid()  # a terminal that closes reaches it no more
     with path.open("ab") as log, Path(os.devnull).open("rb") as nothing:
@@ -55,6 +55,39 @@ def detach(run: RunDir, lock: int, *, destinations: Sequence[str] = ()) -> bool:
         os.dup2(log.fileno(), 2)
     write_holder(lock)
     return False
+
+
+def check_unused(run: RunDir, *, fix: str, is_submitted: bool = False) -> None:
+    """Raises PacelineError where the folder holds something. fix: for a folder that is a run.
+
+    is_submitted: it holds what the submission of a Slurm job has left.
+    """
+    # a killed preparation has left the first two, perhaps with a half of its next version
+    remains = (run.lock.name, run.preparing_json.name) + (("slurm", "submitted", "events") if is_submitted else ())
+    if run.path.exists() and not (
+        run.path.is_dir() and all(path.name.startswith(remains) for path in run.path.iterdir())
+    ):
+        has_begun = run.config_toml.is_file()
+        text = f"{run.path} already exists" + ("" if has_begun else " and is not a run")
+        raise PacelineError(text, fix=fix if has_begun else "another --name")
+
+
+def create_folder(run: RunDir, *, is_named: bool) -> RunDir:
+    """Creates the folder of a new run and returns the run.
+
+    A run that the user did not name gets a number where another command has taken the same name at the same time.
+    """
+    path, number = run.path, 1
+    while True:
+        try:
+            run.path.mkdir(parents=True, exist_ok=is_named)
+        except FileExistsError:
+            if is_named or not run.path.exists():
+                raise
+            number += 1
+            run = RunDir(path.with_name(f"{path.name}-{number}"))
+        else:
+            return run
 
 
 def answer_stop(options: StopOptions) -> str:

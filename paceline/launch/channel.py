@@ -17,6 +17,7 @@ from typing import Any
 # of a line that says nothing else: longer than a packet of any Ethernet, so that a path which loses long packets falls silent
 LONG_PACKET_BYTES = 9000
 PIECE_BYTES = 1 << 16  # of a file in one frame: at 1 Mbit/s a line waits half a second behind it
+ALIVE_S = 1.0  # each side sends a line at least so often
 READ_BYTES = 1 << 18
 MAX_LINE_BYTES = 64 << 20  # of what is not a frame, but has no end either
 
@@ -126,3 +127,19 @@ def wait(channels: Sequence[Channel], timeout_s: float) -> None:
     _, ready, _ = select.select(list(reading), list(writing), [], timeout_s)
     for fd in ready:
         writing[fd].write()
+
+
+class Lines:
+    """JSON lines from a pipe. It never waits for the end of a line."""
+
+    def __init__(self, fd: int):
+        self.fd = fd
+        self.ended = False
+        self._part = b""
+
+    def read(self) -> list[Line]:
+        """Returns the whole lines that have arrived."""
+        chunk = os.read(self.fd, 1 << 16)
+        self.ended = not chunk
+        *whole, self._part = (self._part + chunk).split(b"\n")
+        return [json.loads(line) for line in whole if line.startswith(b"{")]  # torch may print to stdout as well

@@ -21,7 +21,7 @@ from paceline.check.probes.network_probe import interface_env, interface_here, r
 from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.launch.agent import prepare_attempt, start_agent_process
-from paceline.launch.channel import Channel, Line, frame, wait
+from paceline.launch.channel import ALIVE_S, Channel, Line, frame, wait
 from paceline.launch.copies import Copies
 from paceline.launch.gather import RUN_FILES, Arrivals, folder_frames
 from paceline.launch.hosts import HostEntry, parse_ports
@@ -31,7 +31,6 @@ from paceline.plan.machine import Machine
 from paceline.rundir import RunDir, append_event
 
 SILENT_S = 5.5  # a host that says nothing for so long is lost; it sends a line every second
-ALIVE_S = 1.0
 LONGEST_TICK_S = 1.0  # of a tick that took longer, this process itself was stopped
 OPEN_S = 150.0
 SEND_S = 3600.0  # for a host to take the text or a checkpoint

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.errors import Interrupted, PacelineError, UsageError, expand_home
+from paceline.errors import INTERRUPTED, PacelineError, UsageError, expand_home
 from paceline.launch.hosts import HostEntry, parse_ports
 from paceline.launch.meeting import Meeting
 from paceline.launch.node import TOKEN, Node, read_token
@@ -43,22 +43,20 @@ SRUN_ERRORS = (
 
 
 class SrunModule(FarModule):
-    """A module of this package on another node of this job, as a step of its own. python: the interpreter there."""
+    """A module of this package on another node of this job, as a step of its own."""
 
     def __init__(self, node: str, module: str, *, python: str | None):
-        interpreters = [python] if python else [sys.executable, "python3"]
-        command = [*SRUN, f"--nodelist={node}", "sh", "-c", far_command(interpreters)]
+        step = [*SRUN, f"--nodelist={node}", "sh", "-c"]
         env = {name: value for name, value in os.environ.items() if name not in OF_THE_JOB}
         try:
-            super().__init__(command, node, module, interpreters=interpreters, env=env)
+            super().__init__(lambda names: [*step, far_command(names)], node, module, python=python, env=env)
         except FileNotFoundError as error:
             raise PacelineError("srun is not installed here", fix="load Slurm's module, or --hosts for ssh") from error
 
     def failure(self) -> PacelineError:
         self.close()
         if self.process.returncode == NO_PYTHON:
-            names = " or ".join(self.interpreters)
-            return PacelineError(f"no {names} there", fix="--python PATH of an interpreter with torch there")
+            return self.no_interpreter()
         stderr = self.all_errors()
         for pattern, what, fix in SRUN_ERRORS:
             if re.search(pattern, stderr):
@@ -130,7 +128,7 @@ def lead_nodes(
         exit_code, why = error.exit_code, f"node 0 ended with an error: {error.message}"
         raise
     except KeyboardInterrupt:
-        exit_code, why = Interrupted.exit_code, "node 0 was interrupted"
+        exit_code, why = INTERRUPTED, "node 0 was interrupted"
         raise
     finally:
         for signum in stop_signals:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from paceline.check.format import format_findings
 from paceline.errors import Finding
@@ -26,7 +26,7 @@ from paceline.rundir import RunDir, open_file, utc_now
 from paceline.terminal import COLOUR, SEQUENCE, STEERING, is_terminal, own_stream
 from paceline.units import format_bytes, format_count, format_duration, format_mfu, format_ms, parse_time
 from paceline.watch.events import event_line, step_label
-from paceline.watch.growing_file import GrowingFile, parse_lines
+from paceline.watch.growing_file import GrowingFile, JsonRecord, parse_lines
 
 ETA_RECORDS = 50  # logged steps that the speed is taken from: it includes evaluations and saves
 REDRAW_S = 0.25
@@ -44,8 +44,7 @@ SPECIAL = CONTROL + b"\r\x1b"  # a line without these is shown as it is
 ESCAPE, COLOUR_CODE = re.compile(SEQUENCE.encode()), re.compile(COLOUR.pattern.encode())
 COLOUR_END = b"\x1b[0m"
 
-Record = dict[str, Any]
-OnMetrics = Callable[[Record], None]  # takes each line of metrics.jsonl
+OnMetrics = Callable[[JsonRecord], None]  # takes each line of metrics.jsonl
 
 
 class Digest:
@@ -66,7 +65,7 @@ class Digest:
         self.stream = stream
         self.metrics = NewRecords(run.metrics)
         self.events = NewRecords(run.events)
-        self.recent: deque[Record] = deque(maxlen=ETA_RECORDS)
+        self.recent: deque[JsonRecord] = deque(maxlen=ETA_RECORDS)
         self.bar: Bar | None = None
         self.stop_shown = False
 
@@ -89,7 +88,7 @@ class Digest:
         if self.bar:
             self.bar.close()
 
-    def show_metrics(self, record: Record) -> None:
+    def show_metrics(self, record: JsonRecord) -> None:
         """Shows a line of metrics.jsonl."""
         step = record.get("step")
         if not isinstance(step, int):
@@ -104,7 +103,7 @@ class Digest:
         if record.get("val_bpb") is not None:
             self.show(f"{step_label(step, self.num_steps)} | val_bpb {record['val_bpb']:.4f}")
 
-    def show_event(self, event: Record) -> None:
+    def show_event(self, event: JsonRecord) -> None:
         """Shows a line of events.jsonl, unless only the file needs it."""
         kind = event.get("event")
         if kind == "stopping" and self.stop_shown:
@@ -135,7 +134,7 @@ class NewRecords:
         self._file.skip_to(size if offset is None else offset, before=b"")
         self._read_until = utc_now()
 
-    def read(self) -> list[Record]:
+    def read(self) -> list[JsonRecord]:
         """Returns the records that are new since the last call; after a rewrite, those that are newer than the last one."""
         is_rewritten = self._file.restarted()
         records = [record for block in self._file.blocks() for record in parse_lines(block)]
@@ -169,7 +168,7 @@ class Bar:
         self.drawn_at = 0.0
         self.changed = True
 
-    def update(self, record: Record, *, tokens: int, eta_s: float | None) -> None:
+    def update(self, record: JsonRecord, *, tokens: int, eta_s: float | None) -> None:
         """Sets the bar to a logged step."""
         step = record["step"]
         # a bar has less room than a line: loss and remaining time come first, unknown numbers are left out
@@ -200,12 +199,12 @@ class Bar:
         self.progress.stop()
 
 
-def format_step(record: Record, *, num_steps: int, eta_s: float | None) -> str:
+def format_step(record: JsonRecord, *, num_steps: int, eta_s: float | None) -> str:
     """Returns 'step 00120/02500 | loss 4.1203 | 612 ms | 856,679 tok/s | mfu 41.2% | 38.1 GiB | eta 24m17s'."""
     return " | ".join([step_label(record["step"], num_steps), *format_numbers(record, eta_s=eta_s)])
 
 
-def format_numbers(record: Record, *, eta_s: float | None) -> list[str]:
+def format_numbers(record: JsonRecord, *, eta_s: float | None) -> list[str]:
     """Returns the numbers of a logged step with their units; 'n/a' for what is unknown."""
     step_ms, tok_per_sec, peak_bytes = (record.get(key) for key in ("step_ms", "tok_per_sec", "peak_bytes"))
     return [
@@ -218,7 +217,7 @@ def format_numbers(record: Record, *, eta_s: float | None) -> list[str]:
     ]
 
 
-def seconds_left(records: list[Record], *, num_steps: int) -> float | None:
+def seconds_left(records: list[JsonRecord], *, num_steps: int) -> float | None:
     """Returns the remaining time, from the clock between logged steps; from step_ms while only one step is logged."""
     step_s = seconds_per_step(
         [record["step"] for record in records], [parse_time(record["time"]) for record in records]

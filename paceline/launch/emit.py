@@ -26,6 +26,7 @@ from paceline.plan.machine import Machine
 from paceline.plan.planner import Plan
 from paceline.plan.query import machine_of, num_hosts
 from paceline.run_options import EmitOptions
+from paceline.terminal import write_output
 from paceline.typed_fields import find_training_run
 from paceline.units import GIB, MIB, format_bytes, format_number_of
 
@@ -201,11 +202,7 @@ def write_file(options: EmitOptions, text: str) -> str:
     if options.out is None:
         return text
     check_new_file(options.out, force=options.force)
-    try:
-        options.out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        fix = "--out FILE in a place you can write"
-        raise PacelineError(f"{options.out} cannot be written: {error.strerror}", fix=fix) from error
+    write_output(options.out, text)
     comments = [line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("#"), text.splitlines())]
     return "\n".join([f"wrote   {options.out}", *(f"        {line}" for line in comments)]) + "\n"
 

@@ -34,7 +34,7 @@ from paceline.options import AccelerateOptions, LaunchOptions
 from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_world_size
 from paceline.plan.precision import choose_precision
-from paceline.terminal import cells, pad
+from paceline.terminal import cells, pad, write_output
 from paceline.units import format_number_of
 
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name of the first
@@ -353,11 +353,7 @@ def accelerate_config(options: AccelerateOptions, machine: Machine) -> str:
     if file == "-":
         return format_yaml(values).rstrip("\n")
     check_new_file(Path(file), force=options.force)
-    try:
-        Path(file).write_text(format_yaml(values), encoding="utf-8")
-    except OSError as error:
-        fix = "--out FILE in a place you can write"
-        raise PacelineError(f"{file} cannot be written: {error.strerror}", fix=fix) from error
+    write_output(Path(file), format_yaml(values))
     processes = format_number_of(values["num_processes"], "process", "processes")
     hosts = f" on {values['num_machines']} hosts" if values["num_machines"] > 1 else ""
     device = "CPU" if values["use_cpu"] else "GPU"

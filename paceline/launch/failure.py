@@ -8,11 +8,9 @@ the kernel because the host ran out of memory (its counter of such kills has gro
 """
 
 import errno
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +20,25 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.evidence import flight_recorder_logs
 from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
 from paceline.explain.log import Log
-from paceline.explain.recorded_end import DISK_FULL, HANG, explain_full_disk, hang_fix, next_command
+from paceline.explain.recorded_end import (
+    DISK_FULL,
+    HANG,
+    KILLED,
+    PEER_DIED,
+    WORKER_KILLED,
+    RankError,
+    explain_full_disk,
+    hang_fix,
+    next_command,
+    read_error_file,
+)
 from paceline.explain.verdict import HEALTHY, UNKNOWN
-from paceline.heartbeat import read_heartbeat
+from paceline.heartbeat import END_PHASES, read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
 from paceline.launch.ssh import disk_fix
 from paceline.plan.host import memory_limit, physical_memory_bytes
 from paceline.rundir import RunDir, read_json_lines
-from paceline.units import format_bytes, parse_time, signal_name
+from paceline.units import format_bytes, signal_name
 
 FAILED_EXIT_CODE = TrainingFailed.exit_code
 LOG_TAIL_BYTES = 1 << 16  # a log may have grown to gigabytes
@@ -57,7 +66,6 @@ TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of a traceback
 ERROR_START = ("Traceback (most recent call last):", "Fatal Python error: ")
 
 # causes that no log shows
-KILLED, WORKER_KILLED = "killed-from-outside", "dataloader-worker-killed"
 REFUSED = "refused"  # the rank itself reported what is wrong and how to fix it
 HOST_LOST = "host-lost"
 LINK_LOST = "link-lost"  # the host answers again
@@ -107,7 +115,7 @@ def find_early_exits(run: RunDir, ranks: list[dict[str, Any]]) -> list[Failure]:
     failures = []
     for end in ranks:
         heartbeat = read_heartbeat(run.progress(end["rank"]))
-        if end["exit_code"] != 0 or end["ended_by_us"] or heartbeat is None or heartbeat.phase in ("stopped", "done"):
+        if end["exit_code"] != 0 or end["ended_by_us"] or heartbeat is None or heartbeat.phase in END_PHASES:
             continue
         place = "at its start" if heartbeat.phase == "start" else f"after step {heartbeat.step:,}, in {heartbeat.phase}"
         message = f"exit code 0 {place}, before its work was done"
@@ -138,15 +146,16 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
     """Returns how a rank failed, from its exit code, its error file and its log. end: as launch/elastic.py reports it."""
     rank, exit_code = end["rank"], end["exit_code"]
     lines = read_log_tail(run.rank_log(attempt, rank))
-    error = read_error(run.rank_error(attempt, rank))
+    error = read_error_file(run.rank_error(attempt, rank))
     end_signal = signal_name(-exit_code) if exit_code < 0 else None
-    traceback = error.get("traceback")
+    traceback = (error and error.traceback) or None
     # otherwise it had survived that error
     if not traceback and (end["ended_by_us"] or end_signal not in OUTSIDE_SIGNALS):
         start = next((i for i in reversed(range(len(lines))) if lines[i].lstrip().startswith(ERROR_START)), None)
         # native frames and warnings after an error belong to it
         traceback = None if start is None else "\n".join(lines[start:])
-    message = error.get("message") or (exception_line(traceback) if traceback else None)
+    message = (error.message if error.fix else error.text.rstrip(": ")) if error else None
+    message = message or (exception_line(traceback) if traceback else None)
     consequence = bool(PEER_LOST.search(message or "")) or (end["ended_by_us"] and not error)
     if not message and end_signal:
         sender = ": sent by somebody, or by the kernel when memory ran out" if end_signal == "SIGKILL" else ""
@@ -160,35 +169,13 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
         signal=end_signal,
         message=message,
         # the rank's host may have another time than this one
-        time=(error.get("time") or end["time"]) - end.get("clock_s", 0.0),
+        time=((error and error.time) or end["time"]) - end.get("clock_s", 0.0),
         consequence=consequence,
-        fix=error.get("fix"),
-        exit_with=error.get("exit_code", FAILED_EXIT_CODE),
+        fix=error.fix if error else None,
+        exit_with=error.exit_code if error and error.exit_code is not None else FAILED_EXIT_CODE,
         traceback=traceback,
         host=end.get("host"),
     )
-
-
-def read_error(path: Path) -> dict[str, Any]:
-    """Returns the error that the trainer's worker or torch's @record wrote; empty where there is none.
-
-    torch writes {"message": {"message": ..., "extraInfo": {"py_callstack": ..., "timestamp": ...}}}.
-    """
-    try:
-        error = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(error["message"], dict):
-            extra = error["message"]["extraInfo"]
-            message, seconds = error["message"]["message"], float(extra["timestamp"])
-            return {"message": message, "traceback": extra["py_callstack"], "time": seconds}
-        return {
-            "message": error["message"] if error.get("fix") else f"{error['type']}: {error['message']}".rstrip(": "),
-            "traceback": error.get("traceback"),
-            "fix": error.get("fix"),
-            "exit_code": int(error.get("exit_code", FAILED_EXIT_CODE)),
-            "time": parse_time(error["time"]),
-        }
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}  # no file, or one that a kill left half-written: the log has to do
 
 
 def read_log_tail(path: Path) -> list[str]:
@@ -247,11 +234,9 @@ def explain_end(
         fix = f"read the end of its log: {run.rank_log(attempt, root.rank or 0)}"
         summary = f"{root.subject}: {root.message}"
         explanation = replace(explanation, cause=UNKNOWN, rank=root.rank, summary=summary, fix=fix, confidence=0.0)
-    record: dict[str, Any] = {}  # what the trainer's rank to blame wrote about its error
-    if root.rank is not None:
-        with suppress(OSError, ValueError, TypeError):
-            record |= json.loads(run.rank_error(attempt, root.rank).read_text(encoding="utf-8"))
-    explanation = replace(explanation, cause=record.get("cause", explanation.cause))
+    error = None if root.rank is None else read_error_file(run.rank_error(attempt, root.rank))
+    error = error or RankError(root.message)
+    explanation = replace(explanation, cause=error.cause or explanation.cause)
     if root.fix is not None and explanation.cause in TRAINER_CRASHES:
         explanation = replace(explanation, cause=REFUSED, summary=root.message, fix=root.fix, confidence=1.0)
     hosts = next((event.get("hosts") for event in events if event.get("event") == "attempt"), None)
@@ -261,19 +246,19 @@ def explain_end(
     has_own_error = not (is_outside or root.consequence or explanation.cause in (KILLED, HANG, *OF_HOSTS))
     end = AttemptEnd(
         cause=explanation.cause,
-        retry=retry_class(explanation, root, record),
+        retry=retry_class(explanation, root, rollback=error.rollback),
         rank=root.rank if explanation.rank is None else explanation.rank,
-        step=record.get("step", explanation.step),
+        step=explanation.step if error.step is None else error.step,
         new_checkpoint=milestones[-1:] == ["checkpoint"],
         error=NUMBERS.sub("N", "".join(root.message.splitlines()[:1])) if has_own_error else "",
-        rolled_back=record.get("rollback") is True,
+        rolled_back=error.rollback,
     )
     return end, explanation
 
 
-def retry_class(explanation: Explanation, root: Failure, record: dict[str, Any]) -> Retry:
-    """Returns whether a retry can help. record: what the rank to blame wrote about its error."""
-    if explanation.cause in (KILLED, HANG, EXITED, *OF_HOSTS) or record.get("rollback"):
+def retry_class(explanation: Explanation, root: Failure, *, rollback: bool) -> Retry:
+    """Returns whether a retry can help. rollback: the rank to blame asks for one."""
+    if explanation.cause in (KILLED, HANG, EXITED, *OF_HOSTS) or rollback:
         return "same"
     if OUT_OF_MEMORY.search(root.message) or NO_PRIMITIVE.search(root.message):
         return "smaller"
@@ -333,7 +318,7 @@ def explain_kill(explanation: Explanation, root: Failure, run: RunDir, *, memory
         if explanation.cause == HOST_MEMORY:
             summary = explanation.summary  # from the kernel's own log
         return replace(explanation, cause=HOST_MEMORY, rank=root.rank, summary=summary, confidence=1.0)
-    if explanation.cause not in (HOST_MEMORY, KILLED, "unknown", "peer-died"):
+    if explanation.cause not in (HOST_MEMORY, KILLED, UNKNOWN, PEER_DIED):
         return explanation
     summary = f"{subject} was killed by SIGKILL from outside the run"
     memory = "memory did not run out. " if memory_ran_out is False else ""

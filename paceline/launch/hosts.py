@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
+from paceline.check.probes.network_probe import own_addresses
 from paceline.config import MAX_HOSTS, Config
 from paceline.errors import UsageError
 from paceline.launch.meeting import NodeLink
@@ -244,7 +243,7 @@ def is_this_host(entry: HostEntry) -> bool:
     name = socket.gethostname()
     if entry.host in ("localhost", "127.0.0.1", "::1", name, name.partition(".")[0]):
         return True
-    own = {address.address.partition("%")[0] for nics in psutil.net_if_addrs().values() for address in nics}
+    own = own_addresses()
     with suppress(OSError):
         addresses = socket.getaddrinfo(ssh_name(entry.destination), None, type=socket.SOCK_STREAM)
         return any(address[0] in own for *_, address in addresses)

@@ -29,9 +29,8 @@ from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
 from paceline.model.manifest import better_checkpoint, newest_folder
 from paceline.plan.advice import step_gap
 from paceline.plan.estimate import Range
-from paceline.plan.forecast import read_comm, step_setup
+from paceline.plan.forecast import step_setup
 from paceline.plan.history import keep_attempt, keep_too_large
-from paceline.plan.links import link_of
 from paceline.plan.machine import probe_machine
 from paceline.plan.memory import checkpoint_bytes
 from paceline.plan.nvml import LostCards
@@ -301,9 +300,7 @@ def watch_steps(run: RunDir, plan: Plan, *, cache: Path, cluster: Cluster | None
 
     def gap(measured_s: float) -> Finding | None:
         machine = cluster.machine if cluster else probe_machine()
-        comm = read_comm(cache, machine)
-        link = link_of(None, machine, world_size=plan.world_size, device=plan.device, comm=comm)
-        setup = step_setup(plan, machine, link=link, cache=cache)
+        setup = step_setup(plan, machine, cache=cache)
         # a step over a network says nothing about this device's speed
         if setup.speeds is not None and planned.uncorrected_s is not None and plan.hosts == 1:
             # a cache that cannot be written makes the next plan less precise, and does not stop this run

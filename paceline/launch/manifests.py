@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.errors import INTERRUPTED, UsageError
 from paceline.launch.emit import WORKSPACE, ClusterJob
 from paceline.launch.node import TOKEN
 from paceline.units import GIB, format_bytes
@@ -28,7 +28,6 @@ USER_ID = 1000  # of the Dockerfile; the volume belongs to its group
 MAX_RESTARTS = 100  # preemptions, and lost nodes
 # exit codes after which the same command would end the same way: a mistake, wrong usage, a training that failed for good
 FINAL_CODES = [1, 2, 3]
-INTERRUPTED = 130  # after a save
 NOFILE = 65_536
 NODE_DISK_GIB = 64  # of a machine: the image, and what compilers write
 # a letter first, so that it is neither a number nor a date; a colon or a hash would need more care than quotes cost

@@ -20,10 +20,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 
-import psutil  # type: ignore[import-untyped, unused-ignore]
-
+from paceline.check.probes.network_probe import own_addresses
 from paceline.errors import PacelineError
-from paceline.launch.agent import Lines
+from paceline.launch.channel import Lines
 from paceline.launch.node import (
     HELLO_S,
     NO_PROTOCOL,
@@ -354,7 +353,7 @@ def listen(place: Place, show: Callable[[str], None]) -> socket.socket:
 
     Raises PacelineError where the port is taken, or mpirun runs on another host than rank 0.
     """
-    own = {address.address.partition("%")[0] for nics in psutil.net_if_addrs().values() for address in nics}
+    own = own_addresses()
     resolved = dict.fromkeys(address for name in place.addresses for address in addresses_of(name, place.port))
     local = [address for address in resolved if address in own]
     # a host's own name often means 127.0.1.1 on that host alone

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from paceline.errors import Interrupted, PacelineError, TrainingFailed
+from paceline.errors import INTERRUPTED, PacelineError, TrainingFailed
 from paceline.launch.agent import start_child
 from paceline.launch.places import Place
 from paceline.launch.ssh import MAX_STDERR_BYTES, code_archive
@@ -211,7 +211,7 @@ class Node:
             self.report_ends()
             self.pass_signals()
             if self.is_killed:
-                return Interrupted.exit_code, "a second Ctrl-C"
+                return INTERRUPTED, "a second Ctrl-C"
             if self.control is not None:
                 if now - alive_at > ALIVE_S:
                     alive_at = now

@@ -28,7 +28,7 @@ from paceline.launch.hosts import HOST_KEYS
 from paceline.launch.run_text import planner, prepare_data, record_data, reopen_data
 from paceline.launch.supervisor import Outcome
 from paceline.launch.train import changed_run
-from paceline.launch.trial import memory_reason, read_reports, run_session, session_folder
+from paceline.launch.trial import first_failure, memory_reason, read_reports, run_session, session_folder
 from paceline.options import ProfileOptions
 from paceline.plan.advice import FULLEST_PROFILE
 from paceline.plan.algorithms import ALGORITHMS
@@ -43,7 +43,7 @@ from paceline.plan.sizing import PROFILES, divisors
 from paceline.rundir import RunDir, is_locked, write_atomic
 from paceline.terminal import show_progress
 from paceline.typed_fields import find_training_run
-from paceline.units import format_bytes, format_ms, format_number_of
+from paceline.units import format_bytes, format_ms, format_number_of, format_percent
 
 WARMUP_STEPS = 6  # and those in which memory is traced
 WORKER = (sys.executable, "-m", "paceline.train.profiler")
@@ -124,13 +124,11 @@ def run_ranks(run: RunDir, plan: Plan, *, steps: int, deterministic: bool, libuv
 
 def failed_profile(run: RunDir, plan: Plan, outcome: Outcome) -> TrainingFailed:
     """Returns the error for ranks that did not end well."""
-    root = outcome.failures[0]
-    fix = root.fix or f"read the logs: {run.logs(1)}"
+    text, fix = first_failure(run, outcome, during=" while it was profiled")
     smaller = [rows for rows in divisors(plan.device_batch_size) if rows < plan.device_batch_size]
-    if memory_reason(root, plan) and smaller:
+    if memory_reason(outcome.failures[0], plan) and smaller:
         fix = f"--device-batch-size {smaller[0]}"
-    source = "the launch" if root.rank is None else f"rank {root.rank}"
-    return TrainingFailed(f"{source} failed while it was profiled: {root.message}", fix=fix)
+    return TrainingFailed(text, fix=fix)
 
 
 def largest_rows(config: Config, machine: Machine, make: MakePlan) -> int | None:
@@ -222,8 +220,8 @@ def low_use(results: Mapping[str, Any], plan: Plan, *, rows: Callable[[], int | 
     reason = max(losses, key=lambda name: losses[name])
     lost_ms = losses[reason]
     what = (
-        f"compute takes {100 * use:.0f} % of a step;"
-        f" the largest loss is {reason}, {format_ms(lost_ms)} or {100 * lost_ms / step_ms:.0f} %"
+        f"compute takes {format_percent(use)} of a step;"
+        f" the largest loss is {reason}, {format_ms(lost_ms)} or {format_percent(lost_ms / step_ms)}"
     )
     why, fix = cause_and_fix(reason, lost_ms, results, plan, rows=rows)
     return Finding("low-device-use", "warn", what, why, fix, {"use": use, "losses_ms": losses})
@@ -274,7 +272,10 @@ def cause_and_fix(
         gain = results["step_ms"] / (results["step_ms"] - lost_ms * (1 - accum / plan.grad_accum_steps)) - 1
         if gain >= LEAST_GAIN:
             micro_steps = f"{accum} instead of {plan.grad_accum_steps} micro-steps"
-            return why, f"--device-batch-size {larger[0]}: it fits, {micro_steps}, about {100 * gain:.0f} % more tok/s"
+            return (
+                why,
+                f"--device-batch-size {larger[0]}: it fits, {micro_steps}, about {format_percent(gain)} more tok/s",
+            )
     return why, f"{longer}; or a wider model"
 
 
@@ -304,7 +305,7 @@ def time_lines(results: Mapping[str, Any], plan: Plan, *, width: int) -> list[st
         text = f"{name:<22}{format_ms(ms):>10}{100 * ms / results['step_ms']:>8.1f} %"
         if has_plan:
             planned = format_ms(planned_ms) if planned_ms else "-"
-            share = f"{100 * planned_ms / results['planned_ms']:.1f} %" if planned_ms else ""
+            share = format_percent(planned_ms / results["planned_ms"], digits=1) if planned_ms else ""
             text += f"{planned:>14}{share:>10}"
         if has_ranks and rank_ms:
             text += f"     {format_ms(min(rank_ms))} to {format_ms(max(rank_ms))}"
@@ -321,7 +322,7 @@ def time_lines(results: Mapping[str, Any], plan: Plan, *, width: int) -> list[st
     if plan.world_size > 1:
         lines.append(f"{'sent under other work':<22}{format_ms(results['hidden_ms']):>10}")
     ranks = f"{format_number_of(results['steps'], 'step')} on {format_number_of(plan.world_size, 'rank')}"
-    lines += ["", f"compute takes {100 * results['use']:.1f} % of a step; mean of {ranks}"]
+    lines += ["", f"compute takes {format_percent(results['use'], digits=1)} of a step; mean of {ranks}"]
     for name, what in {"ms": "by the clock", "cpu_ms": "of processor time"}.items():
         times = format_ms(results["unprofiled"][name]), f"{100 * results['overhead'][name]:+.0f} %"
         lines.append(f"without the profiler {times[0]} {what}, {times[1]} with it: medians")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.errors import Interrupted, PacelineError, TrainingFailed
+from paceline.errors import INTERRUPTED, PacelineError, TrainingFailed
 from paceline.launch.requeue import job_of
 from paceline.rundir import RunDir, append_event, read_json_lines
 from paceline.slurm import ENDED, JobId, SlurmError, SlurmJob, ask, format_job, read_job
@@ -58,16 +58,16 @@ def follow_job(run: RunDir, job_id: JobId) -> int:
             log.poll()
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
-        print(f"\ndetached: job {job_id} continues\n{format_job_commands(run)}", flush=True)
+        print(f"\ndetached: job {job_id} continues\n{format_next_commands(run)}", flush=True)
         return 0
     time.sleep(LOOK_S)  # for a file system that shows the last lines late
     log.poll()
     state = record_job_end(run) or (job.state if job else "n/a")
     print(f"slurm   job {job_id} {state}", flush=True)
-    return {"finished": 0, "stopped": Interrupted.exit_code}.get(run_status(run).state, TrainingFailed.exit_code)
+    return {"finished": 0, "stopped": INTERRUPTED}.get(run_status(run).state, TrainingFailed.exit_code)
 
 
-def format_job_commands(run: RunDir) -> str:
+def format_next_commands(run: RunDir) -> str:
     return f"next    paceline watch {run.quoted}\n        paceline stop {run.quoted}"
 
 

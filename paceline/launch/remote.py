@@ -27,23 +27,22 @@ from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError
 from paceline.explain.evidence import read_kernel_errors
 from paceline.launch.agent import kill_processes, prepare_attempt, start_agent_process
-from paceline.launch.channel import Channel, Line, frame, wait
+from paceline.launch.channel import ALIVE_S, Channel, Line, frame, wait
 from paceline.launch.gather import SENT, Follower, folder_frames, missing_files, receive, remove_newer, write_piece
 from paceline.launch.script_copy import PREFIX, ScriptCopy
 from paceline.launch.stacks import inspect_ranks, rank_processes
+from paceline.locks import LOCK_WAIT_S
 from paceline.model.manifest import MANIFEST, read_manifest, step_folders
 from paceline.model.publish import prune
 from paceline.mounts import free_space
 from paceline.rundir import RunDir, RunInUse, lock_run, write_atomic
 
 TICK_S, LOOK_S = 0.1, 0.2  # between two rounds, and two looks at what the ranks have written
-ALIVE_S = 1.0
 # without a word from the supervisor, which sends one every second; with the agent's LINK_LOST_GRACE_S and ENGINE_MARGIN_S 29 s
 HEAD_LOST_S = 9.0
 IDLE_S = 300.0  # between two attempts: the supervisor waits, and hashes a checkpoint
 AGENT_END_S = 30.0
 LEFT_S = 10.0  # for the ranks that a lost link has left here to end
-LOCK_WAIT_S = 60.0
 
 
 def main() -> int:

@@ -24,6 +24,7 @@ from paceline.rundir import (
     append_event,
     is_locked,
     is_queued,
+    job_facts,
     read_json_lines,
     resume_command,
     utc_now,
@@ -160,14 +161,6 @@ def record_job(run: RunDir, job_id: JobId, **facts: Any) -> None:
     write_atomic(run.slurm_json, json.dumps({**job_facts(run), "job_id": job_id, "time": utc_now(), **facts}) + "\n")
 
 
-def job_facts(run: RunDir) -> dict[str, Any]:
-    """Returns what slurm.json says; nothing where it is missing or broken."""
-    with suppress(OSError, ValueError):
-        facts = json.loads(run.slurm_json.read_text(encoding="utf-8"))
-        return facts if isinstance(facts, dict) else {}
-    return {}
-
-
 def job_of(run: RunDir) -> JobId | None:
     """Returns the Slurm job that had the run last."""
     return parse_job_id(job_facts(run).get("job_id"))
@@ -184,24 +177,6 @@ def find_start(run: RunDir) -> Literal["new", "submitted", "continues"]:
     if is_queued(run):
         return "submitted"
     return "continues" if job_of(run) == place.job_id and run.config_toml.is_file() else "new"
-
-
-def create_folder(run: RunDir, *, is_named: bool) -> RunDir:
-    """Creates the folder of a new run and returns the run.
-
-    A run that the user did not name gets a number where another command has taken the same name at the same time.
-    """
-    path, number = run.path, 1
-    while True:
-        try:
-            run.path.mkdir(parents=True, exist_ok=is_named)
-        except FileExistsError:
-            if is_named or not run.path.exists():
-                raise
-            number += 1
-            run = RunDir(path.with_name(f"{path.name}-{number}"))
-        else:
-            return run
 
 
 def has_ended(run: RunDir) -> bool:

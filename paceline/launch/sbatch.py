@@ -21,16 +21,17 @@ from paceline.command_line import parameters_of
 from paceline.config import Config, cache_dir
 from paceline.config_file import format_toml, resolve_config
 from paceline.errors import PacelineError, PlanError, UsageError, nearest
+from paceline.launch.background import check_unused
 from paceline.launch.job import planned_step, stop_grace_s
-from paceline.launch.queue import follow_job, format_job_commands
-from paceline.launch.requeue import check_free, job_facts, record_job
+from paceline.launch.queue import follow_job, format_next_commands
+from paceline.launch.requeue import record_job
 from paceline.options import PlanOptions, ResumeOptions, SubmitOptions, TrainOptions
 from paceline.plan.forecast import Forecast, forecast
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Machine, imagined_machine, probe_machine
 from paceline.plan.planner import Plan
 from paceline.plan.query import answer
-from paceline.rundir import RunDir, append_event, check_unused, is_queued, unwritable_run, write_atomic
+from paceline.rundir import RunDir, append_event, is_queued, job_facts, unwritable_run, write_atomic
 from paceline.slurm import Partition, SlurmError, SlurmJob, ask, parse_limit, read_partitions, submit_script
 from paceline.units import format_duration, format_list, format_number_of
 
@@ -91,7 +92,6 @@ class JobLength:
 
 def submit_run(config: Config, run: RunDir, options: TrainOptions) -> int:
     """Submits a new run to Slurm, and follows it unless it is detached; returns the exit code. Raises PacelineError."""
-    check_free(run)
     fix = f"paceline resume {run.quoted} --slurm continues a training, or another --name"
     check_unused(run, fix=fix, is_submitted=is_queued(run))  # by a job that has ended before it began
     nodes, config = nodes_of(replace(config, name=run.name))
@@ -101,7 +101,6 @@ def submit_run(config: Config, run: RunDir, options: TrainOptions) -> int:
 
 def submit_resume(run: RunDir, config: Config, plan: Plan, options: ResumeOptions) -> int:
     """Submits the continuation of a run to Slurm, on as many nodes as before or as --hosts says; so with --slurm-args."""
-    check_free(run)
     slurm_args = options.slurm_args or str(job_facts(run).get("args", ""))
     if slurm_args and not (options.slurm_args or options.print):
         print(f"slurm   as submitted before: --slurm-args {shlex.quote(slurm_args)}", flush=True)
@@ -149,7 +148,7 @@ def submit(
     print(f"slurm   job {job_id}, {where}; {length.text}")
     print(f"script  {run.path / SCRIPT}", flush=True)
     if options.detach:
-        print(format_job_commands(run))
+        print(format_next_commands(run))
         return 0
     return follow_job(run, job_id)
 

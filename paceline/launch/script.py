@@ -30,7 +30,7 @@ from paceline.explain.recorded_end import went_on
 from paceline.explain.run_folder import explain_run
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.launch.attempts import Job, run_job
-from paceline.launch.background import detach
+from paceline.launch.background import check_unused, create_folder, detach
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import LogTail, NewRecords
 from paceline.launch.env import Launch, check_host_options, env_elsewhere, format_env, harm_lines, worker_env
@@ -39,7 +39,6 @@ from paceline.launch.hosts import HOST_KEYS, HostEntry, hosts_of, is_this_host
 from paceline.launch.member import reach_early
 from paceline.launch.notify import checked_services
 from paceline.launch.policy import CRASHES, Abilities, AttemptEnd
-from paceline.launch.requeue import create_folder
 from paceline.launch.script_command import command_name, make_argv
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
 from paceline.launch.sync import find_script_files, send_script
@@ -49,7 +48,6 @@ from paceline.plan.planner import choose_device, choose_world_size
 from paceline.rundir import (
     RunDir,
     append_event,
-    check_unused,
     find_run,
     is_script_run,
     lock_run,
@@ -99,7 +97,7 @@ def resume(options: ResumeOptions, nodes: Sequence[HostEntry] = ()) -> int:
     return int(resume_run(find_training_run(options.run, runs_dir=runs_dir), options, nodes))
 
 
-def resume_script(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] = ()) -> int:
+def resume_script(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry]) -> int:
     """Starts the script of a run again in the run's own folder, as its next attempt, and returns the exit code.
 
     The script finds what it saved in PACELINE_RUN. Raises PacelineError for what the user can fix.

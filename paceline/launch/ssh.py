@@ -18,7 +18,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 
 from paceline.config import CACHE_SPACE
 from paceline.errors import PacelineError
-from paceline.launch.agent import Lines
+from paceline.launch.channel import Lines
 from paceline.units import format_list
 
 CONNECT_S = 5
@@ -168,21 +168,22 @@ class ModuleProcess:
 class FarModule(ModuleProcess):
     """A module of this package on another host, by a command that starts a process there and passes its stdin and stdout on.
 
-    destination: what the host is called in a fix. interpreters: the first of these that exists there is taken.
+    command_of: the command for interpreters, of which it takes the first that exists there. destination: what the host is called in
+    a fix. python: the interpreter there; None: as here, else python3.
     """
 
     def __init__(
         self,
-        command: Sequence[str],
+        command_of: Callable[[list[str]], Sequence[str]],
         destination: str,
         module: str,
         *,
-        interpreters: Sequence[str],
+        python: str | None,
         env: Mapping[str, str] | None = None,
     ):
-        self.destination, self.interpreters = destination, interpreters
+        self.destination, self.interpreters = destination, [python] if python else [sys.executable, "python3"]
         self.has_answered = False
-        super().__init__(command, env=env)
+        super().__init__(command_of(self.interpreters), env=env)
         digest, archive = code_archive()
         source = f"{BOOTSTRAP}\nmain({digest!r}, {len(archive)}, {module!r})"
         try:
@@ -205,15 +206,19 @@ class FarModule(ModuleProcess):
             raise PacelineError(f"it could not keep the code: {text}", fix=disk_fix(self.destination, text))
         raise PacelineError(text, fix="repeat the command")
 
+    def no_interpreter(self) -> PacelineError:
+        """Returns the error for NO_PYTHON."""
+        names = " or ".join(self.interpreters)
+        return PacelineError(f"no {names} there", fix="--python PATH of an interpreter with torch there")
+
 
 class SshModule(FarModule):
-    """A module of this package on another host, over ssh. python: the interpreter there; None: as here, else python3."""
+    """A module of this package on another host, over ssh."""
 
     def __init__(self, destination: str, module: str, *, python: str | None):
-        interpreters = [python] if python else [sys.executable, "python3"]
-        command = [*SSH, "--", destination, remote_command(interpreters)]
+        ssh = [*SSH, "--", destination]
         try:
-            super().__init__(command, destination, module, interpreters=interpreters)
+            super().__init__(lambda names: [*ssh, remote_command(names)], destination, module, python=python)
         except FileNotFoundError as error:
             raise PacelineError("ssh is not installed here", fix="sudo apt install openssh-client") from error
 
@@ -221,8 +226,7 @@ class SshModule(FarModule):
         self.close()
         last, to, exit_code = self.last_error(), shlex.quote(self.destination), self.process.returncode
         if exit_code == NO_PYTHON:
-            names = " or ".join(self.interpreters)
-            return PacelineError(f"no {names} there", fix="--python PATH of an interpreter with torch there")
+            return self.no_interpreter()
         if not self.has_answered and exit_code != SSH_FAILED:  # no Python, or a login that runs no command
             path = shlex.quote(self.interpreters[-1])
             fix = f"ssh {to} {path} --version must print one; --python PATH of an interpreter with torch there"

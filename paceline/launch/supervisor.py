@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from paceline.errors import Interrupted
+from paceline.errors import INTERRUPTED
 from paceline.explain.explanation import Explanation
 from paceline.explain.recorded_end import HANG
 from paceline.heartbeat import read_heartbeat
@@ -97,7 +97,7 @@ def run_attempt(
     record = AttemptRecord(run, attempt, cluster, script=script)
     watch = partial(Watchdog, attempt=attempt, nproc=nproc, hang_after_s=hang_after_s, script=script, cluster=cluster)
     watchdog = watch(run)
-    with catch_signals(signals) as signals, start_agents(cluster, run, attempt, job, settings or {}):
+    with catch_signals(signals or StopSignals()) as signals, start_agents(cluster, run, attempt, job, settings or {}):
         while cluster.runs:
             lines = cluster.read(TICK_S)
             if record.follow(lock_fd, on_move):
@@ -249,7 +249,7 @@ class AttemptRecord:
             self.write_attempt()
         failures = self.failures()
         state = self.state(failures)
-        exit_code = Interrupted.exit_code if state == "interrupted" else 0
+        exit_code = INTERRUPTED if state == "interrupted" else 0
         if state == "failed":
             root = failures[0]
             exit_code = root.exit_with
@@ -363,9 +363,8 @@ class StopSignals:
 
 
 @contextmanager
-def catch_signals(signals: StopSignals | None = None) -> Iterator[StopSignals]:
-    """Collects the signals that arrive within the block, in `signals` if it is given."""
-    signals = signals or StopSignals()
+def catch_signals(signals: StopSignals) -> Iterator[StopSignals]:
+    """Collects the signals that arrive within the block."""
     is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup a closed terminal stops nothing
     caught = [signum for signum in STOP_SIGNALS if signum != signal.SIGHUP or not is_deaf]
     handlers = {signum: signal.signal(signum, signals.add) for signum in caught}

@@ -25,7 +25,7 @@ from paceline.data.corpus import Progress
 from paceline.data.prepare import TokenDataset
 from paceline.errors import PacelineError
 from paceline.launch.attempts import run_job
-from paceline.launch.background import continuing_fix, detach
+from paceline.launch.background import check_unused, continuing_fix, create_folder, detach
 from paceline.launch.cluster import Cluster
 from paceline.launch.env import check_host_options, format_env, harm_lines
 from paceline.launch.host_facts import start_check
@@ -34,7 +34,7 @@ from paceline.launch.job import TrainingJob, plan_env
 from paceline.launch.losses import cluster_session
 from paceline.launch.member import Reach, reach_early
 from paceline.launch.notify import checked_services
-from paceline.launch.requeue import announce_job, check_free, create_folder, current_job, find_start, job_of, record_job
+from paceline.launch.requeue import announce_job, check_free, current_job, find_start, job_of, record_job
 from paceline.launch.run_text import (
     FIXED_KEYS,
     absolute_texts,
@@ -55,6 +55,7 @@ from paceline.launch.sbatch import check_options, job_note, submit_resume, submi
 from paceline.launch.stacks import GONE, process_state
 from paceline.launch.sync import send_text
 from paceline.launch.trial import try_plan
+from paceline.locks import LOCK_WAIT_S
 from paceline.model.manifest import last_good_step
 from paceline.options import ResumeOptions, Services, TrainOptions
 from paceline.plan.forecast import format_plan, measured_here
@@ -66,7 +67,6 @@ from paceline.rundir import (
     RunDir,
     RunInUse,
     append_event,
-    check_unused,
     holder_of,
     is_script_run,
     lock_run,
@@ -78,10 +78,9 @@ from paceline.rundir import (
 )
 from paceline.terminal import show_progress
 from paceline.typed_fields import read_run_file
-from paceline.units import format_count
+from paceline.units import format_count, format_percent
 from paceline.watch.events import end_state
 
-LOCK_WAIT_S = 60.0  # workers that lost their supervisor save and end, or are killed, within this
 LOCK_POLL_S = 0.2
 PUBLISH_S = 1.0
 
@@ -295,7 +294,7 @@ def run_training(
     num_tokens = {name: format_count(facts["num_tokens"]) for name, facts in dataset.meta["splits"].items()}
     cached = ", prepared before" if dataset.reused else ""
     left_out = dataset.split("train", job.config.packing).left_out(plan.model.sequence_len)
-    packed = f" ({left_out:.0%} of them left out by best-fit packing)" if left_out else ""
+    packed = f" ({format_percent(left_out)} of them left out by best-fit packing)" if left_out else ""
     assert job.config.eval_tokens is not None  # config_of_plan sets it
     scores_all = job.config.eval_tokens >= dataset.meta["splits"]["val"]["num_tokens"] - 1
     scored = f"{'all' if scores_all else f'{job.config.eval_tokens:,}'} of them in each evaluation"

@@ -42,12 +42,6 @@ KEEP_FOLDERS = 10  # of one kind, with every rank's log
 MakeCluster = Callable[[], Cluster | None]  # the hosts that a trial runs on; None for this one alone
 
 
-class ProbeFailed(PacelineError):
-    """The trial failed for another reason than memory, so the run would fail too."""
-
-    exit_code = TrainingFailed.exit_code
-
-
 @dataclass(frozen=True)
 class Speed:
     """What a trial measured on its slowest rank, in seconds. start_s: from the launch until the model is ready."""
@@ -169,13 +163,11 @@ def run_trial(plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...], c
             if not outcome.hang and (reason := memory_reason(failure, plan)):
                 place = "" if failure.rank is None else f"on {failure.subject} "
                 return Trial(out_of_memory=f"{place}({reason})")
-        failed, root = True, outcome.failures[0]
-        without_trial = "" if plan.time else "; --profile balanced starts without the trial"
-        source = "the launch" if root.subject == "launch" else root.subject
-        raise ProbeFailed(
-            f"two steps were tried before the run, and {source} failed: {root.message}",
-            fix=root.fix or f"read the logs: {run.logs(1)}" + without_trial,
-        )
+        failed = True
+        text, fix = first_failure(run, outcome)
+        if outcome.failures[0].fix is None and not plan.time:
+            fix += "; --profile balanced starts without the trial"
+        raise TrainingFailed(f"two steps were tried before the run, and {text}", fix=fix)
     finally:
         if cluster:
             cluster.close()
@@ -223,6 +215,13 @@ def run_session(
     if outcome.state == "interrupted":
         raise KeyboardInterrupt
     return outcome
+
+
+def first_failure(run: RunDir, outcome: Outcome, *, during: str = "") -> tuple[str, str]:
+    """Returns which rank of a measurement failed first and why, and what to do. during: what failed, behind the rank."""
+    root = outcome.failures[0]
+    subject = "the launch" if root.subject == "launch" else root.subject
+    return f"{subject} failed{during}: {root.message}", root.fix or f"read the logs: {run.logs(1)}"
 
 
 def read_reports(folder: Path, world_size: int) -> list[Any]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from paceline.heartbeat import Heartbeat
+from paceline.heartbeat import END_PHASES, Heartbeat
 from paceline.launch.activity import HANG_AFTER_S, LONG_PHASE, SCRIPT_HANG_AFTER_S, HeartbeatActivity, LogActivity
 from paceline.launch.cluster import Cluster
 from paceline.launch.stacks import (
@@ -45,7 +45,6 @@ from paceline.units import format_list, format_ranks
 PROCESS_CHECK_S = 0.5  # between two looks at the processes while heartbeats are missing
 LONGEST_POLL_S = 1.0  # more time than this between two polls does not count
 INSPECTION_S = 10.0  # another host has as long for the stacks of its ranks
-FINAL_PHASES = ("stopped", "done")
 MADE_PROGRESS = "made progress"
 MAX_PLACES = 4  # in one sentence
 
@@ -299,7 +298,7 @@ def find_culprits(ranks: Sequence[RankState]) -> list[RankState]:
     furthest = max(rank.place for rank in ranks)
     some_wait = any(waits_for_others(rank.frames) for rank in ranks)
     criteria: tuple[Callable[[RankState], bool], ...] = (
-        lambda rank: rank.state in CANNOT_RUN and not (rank.heartbeat and rank.heartbeat.phase in FINAL_PHASES),
+        lambda rank: rank.state in CANNOT_RUN and not (rank.heartbeat and rank.heartbeat.phase in END_PHASES),
         lambda rank: rank.place < furthest,
         lambda rank: some_wait and bool(rank.frames) and not waits_for_others(rank.frames),
         lambda rank: rank.cores >= WORKING,

@@ -21,6 +21,7 @@ from paceline.model.layers import compile_once
 from paceline.plan.activations import CPU_KEEP_TOKENS
 from paceline.plan.cost import attention_blocks
 from paceline.plan.shapes import window_sizes
+from paceline.units import format_percent
 
 # B rows, T tokens in a row (with a cache: new tokens), C n_embd, H n_head, K n_kv_head, D head_dim; N = B*H
 
@@ -103,7 +104,7 @@ def attention_problem(config: ModelConfig, way: str, dtype: torch.dtype, device:
         error = attention_error(config, way, dtype, device)
     except Exception as problem:  # a library, a compiler or a driver that is missing or too old shows in many ways
         return f"{type(problem).__name__}: {problem}".splitlines()[0]
-    return None if error < ATTENTION_ERROR else f"its numbers are {100 * error:.1f} % off"
+    return None if error < ATTENTION_ERROR else f"its numbers are {format_percent(error, digits=1)} off"
 
 
 def attention_error(config: ModelConfig, way: str, dtype: torch.dtype, device: torch.device) -> float:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import paceline
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, nearest
 from paceline.model.manifest import RawTensor, check_shapes, num_rows, read_manifest, step_folders, step_of
 from paceline.model.publish import NoSpace, PendingSave, explained, give_up, prune, publish, shard_name, write_part
 from paceline.mounts import free_space
@@ -244,9 +243,9 @@ class CheckpointReader:
         """
         entry = self._manifest.tensors.get(key)
         if entry is None:
-            near = get_close_matches(key, self.keys(), n=1)
+            near = nearest(key, self.keys())
             raise PacelineError(
-                f"checkpoint {self.path} has no tensor {key}" + (f"; the nearest is {near[0]}" if near else ""),
+                f"checkpoint {self.path} has no tensor {key}" + (f"; the nearest is {near}" if near else ""),
                 fix="use the configuration it was saved with: config.toml of its run",
             )
         hi = num_rows(entry.shape) if hi is None else hi

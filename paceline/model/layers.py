@@ -362,7 +362,7 @@ def fused_loss_problem(device: torch.device) -> str | None:
 
 def run_fused(z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool, grad_scale: Tensor | None) -> Tensor:
     """Computes capped_nats_ by the Triton kernel, on a CUDA device."""
-    from paceline.model.loss_kernel import capped_nats_fused_
+    from paceline.model.kernels import capped_nats_fused_
 
     return capped_nats_fused_(z, targets, vocab_size, with_grad, grad_scale, cap=SOFTCAP)
 

@@ -164,14 +164,14 @@ def cast_at_once(x: Tensor, element: str, amax: Tensor, *, rows: bool, columns: 
 
 def run_largest(x: Tensor) -> Tensor:
     """Computes largest_of by the Triton kernel."""
-    from paceline.model.cast_kernel import largest_fused
+    from paceline.model.kernels import largest_fused
 
     return largest_fused(x)
 
 
 def run_cast(x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
     """Computes the codes of cast_at_once by the Triton kernel."""
-    from paceline.model.cast_kernel import cast_fused
+    from paceline.model.kernels import cast_fused
 
     return cast_fused(x, amax, dtype, smallest=SMALLEST_AMAX, rows=rows, columns=columns)
 

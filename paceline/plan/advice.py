@@ -20,7 +20,7 @@ from paceline.plan.estimate import Range
 from paceline.plan.shapes import num_evaluations
 from paceline.plan.sizing import PROFILES, SIZE_KEYS, DoesNotFit
 from paceline.plan.step_time import StepSetup, StepTime, step_time
-from paceline.units import format_count, format_duration, parse_duration
+from paceline.units import format_count, format_duration, format_percent, parse_duration
 
 FORWARD_SHARE = 1 / 3  # of a step: an evaluation has no backward
 DISK_BYTES_PER_S = 500e6  # a SATA drive; training continues meanwhile, a checkpoint waits for the one before
@@ -103,7 +103,7 @@ def run_cost(
     if watts is not None:
         low, expected, high = (watts / 1000 * share for share in POWER_SHARE)
         kwh = Range(gpu_hours.low * low, gpu_hours.expected * expected, gpu_hours.high * high)
-        shares = f"{POWER_SHARE[0]:.0%} to {POWER_SHARE[2]:.0%}"
+        shares = f"{format_percent(POWER_SHARE[0])} to {format_percent(POWER_SHARE[2])}"
         assumptions.append(f"{shares} of {watts:.0f} W drawn by each device; the rest of the host is not in it")
     if price is not None:
         paid = gpu_hours if price.unit == "gpu-hour" else kwh
@@ -313,7 +313,7 @@ def step_gap(setup: StepSetup, planned: StepTime, measured_s: float) -> Finding 
     if abs(gap) <= GAP:
         return None
     planned_ms, measured_ms = 1000 * planned.seconds.expected, 1000 * measured_s
-    what = f"a step takes {measured_ms:,.0f} ms, {planned_ms:,.0f} were planned ({gap:+.0%})"
+    what = f"a step takes {measured_ms:,.0f} ms, {planned_ms:,.0f} were planned ({100 * gap:+.0f} %)"
     evidence = {"measured_s": measured_s, "planned_s": planned.seconds.expected, "limit": planned.limit}
     if gap < 0:
         why = "the plan stood on figures that are too low for this device"

@@ -23,7 +23,7 @@ from paceline.plan.activations import MemorySetup
 from paceline.plan.advice import Lever, Price, RunCost, faster_links, fuller_plans, levers, run_cost
 from paceline.plan.estimate import Range, named_parts
 from paceline.plan.history import load_calibration, load_too_large
-from paceline.plan.links import Link, link_of
+from paceline.plan.links import link_of
 from paceline.plan.machine import Machine
 from paceline.plan.memory import checkpoint_bytes
 from paceline.plan.planner import SETUP_FIELDS, Measured, Plan, format_flags, make_plan, threads_of
@@ -38,6 +38,7 @@ from paceline.units import (
     format_mfu,
     format_ms,
     format_number_of,
+    format_percent,
     parse_duration,
 )
 
@@ -84,9 +85,7 @@ def forecast(
     measured = measured_here(cache, link_name=link_name, machine=machine)
     planned = partial(make_plan, vocab_size=vocab_size, num_rows=num_rows)
     plan = planned(config, machine, measured=measured, find_fix=find_fix)
-    comm = read_comm(cache, machine)
-    link = link_of(link_name, machine, world_size=plan.world_size, device=plan.device, comm=comm)
-    setup = step_setup(plan, machine, link=link, cache=cache)
+    setup = step_setup(plan, machine, cache=cache, link_name=link_name)
     step, run = step_time(setup), None
     if step.seconds is not None:
         if config.time is not None:
@@ -129,8 +128,7 @@ def hosts_cost(
         alone = make_plan(
             same_batch, one, vocab_size=vocab_size, num_rows=0, measured=measured_here(cache), find_fix=False
         )
-        link = link_of(None, one, world_size=alone.world_size, device=alone.device, comm=read_comm(cache, one))
-        speed = step_time(step_setup(alone, one, link=link, cache=cache)).tok_per_sec
+        speed = step_time(step_setup(alone, one, cache=cache)).tok_per_sec
         cost["one_host_tok_per_sec"] = speed.expected if speed else None
     return cost
 
@@ -158,8 +156,7 @@ def other_setups(
         with suppress(PlanError):
             measured = measured_here(cache, link_name=name, machine=other)
             plan = planned(replace(config, **change), other, measured=measured, find_fix=False)
-            link = link_of(name, other, world_size=plan.world_size, device=plan.device, comm=read_comm(cache, other))
-            yield what, step_setup(plan, other, link=link, cache=cache)
+            yield what, step_setup(plan, other, cache=cache, link_name=name)
 
 
 def measured_here(cache: Path, *, link_name: str | None = None, machine: Machine | None = None) -> Measured:
@@ -185,8 +182,10 @@ def measured_here(cache: Path, *, link_name: str | None = None, machine: Machine
     return Measured(load_calibration(cache), load_too_large(cache), step_seconds)
 
 
-def step_setup(plan: Plan, machine: Machine, *, link: Link | None, cache: Path) -> StepSetup:
-    """Returns all that the time of a plan's step depends on, with the speeds that were measured here."""
+def step_setup(plan: Plan, machine: Machine, *, cache: Path, link_name: str | None = None) -> StepSetup:
+    """Returns all that the time of a plan's step depends on, with the link and the speeds that were measured here."""
+    comm = read_comm(cache, machine)
+    link = link_of(link_name, machine, world_size=plan.world_size, device=plan.device, comm=comm)
     gpu = machine.gpus[0] if plan.device == "cuda" else None
     processes = 1 if gpu else plan.world_size // plan.hosts
     speeds = load_speeds(cache, device_name=plan.device_name, threads=plan.threads, processes=processes)
@@ -214,7 +213,7 @@ def format_plan(plan: Plan, *, source: str) -> list[str]:
     model, *lines = plan_lines(plan)
     if plan.memory:  # a plan of an older version has none
         need, card = plan.memory["process_bytes"]["expected"], plan.memory["card_bytes"]
-        of_card = f" of {format_bytes(card)}, {100 * need / card:.0f} %" if card else ""
+        of_card = f" of {format_bytes(card)}, {format_percent(need / card)}" if card else ""
         device = "GPU" if plan.device == "cuda" else "process"
         lines.append(f"memory  {format_bytes(need)} expected on each {device}{of_card}")
     if plan.cost.get("seconds"):
@@ -300,7 +299,8 @@ def format_forecast(forecast: Forecast) -> str:
         assumed_lines(forecast),
     ]
     wrap = partial(textwrap.fill, width=width, subsequent_indent=" " * 10)
-    return "\n\n".join("\n".join(map(wrap, block)) for block in blocks)
+    text = "\n\n".join("\n".join(wrap(line.replace(" %", "\xa0%")) for line in block) for block in blocks)
+    return text.replace("\xa0", " ")  # a number and its sign stay on one line
 
 
 def memory_lines(plan: Plan, *, bar_width: int) -> Iterator[str]:
@@ -318,8 +318,8 @@ def memory_lines(plan: Plan, *, bar_width: int) -> Iterator[str]:
         start += size
     verdict = "; how much the device has is not known"
     if card:
-        aim = f", aimed at {100 * plan.memory_share:.0f} %" if plan.memory_share else ""
-        verdict = f", {100 * memory['share']:.0f} % of {format_bytes(card)}{aim}: {memory['verdict']}"
+        aim = f", aimed at {format_percent(plan.memory_share)}" if plan.memory_share else ""
+        verdict = f", {format_percent(memory['share'])} of {format_bytes(card)}{aim}: {memory['verdict']}"
     bounds = f"({format_bytes(low)} to {format_bytes(high)})"
     yield f"        {'needed':<25}{format_bytes(need):>8}  {bounds}{verdict}"
     if offloaded := memory.get("offloaded_bytes"):  # not in plans of an older version
@@ -348,12 +348,12 @@ def time_lines(forecast: Forecast) -> Iterator[str]:
     speed = f"{step.tok_per_sec.expected:,.0f} tok/s, mfu {format_mfu(step.mfu)}, limited by {step.limit}"
     yield f"time    {format_seconds(step.seconds)} a step, {speed}"
     total, largest = sum(step.parts.values()), sorted(step.parts.items(), key=lambda part: -part[1])
-    shares = [f"{name} {100 * seconds / total:.0f}%" for name, seconds in largest if seconds >= 0.01 * total]
+    shares = [f"{name} {format_percent(seconds / total)}" for name, seconds in largest if seconds >= 0.01 * total]
     yield f"        {', '.join(shares)}"
     if forecast.run is not None:
         yield f"run     {format_run(forecast.run, forecast.plan)}"
     if forecast.levers:
-        yield f"helps   {', '.join(f'{lever.what} +{100 * lever.gain:.0f} %' for lever in forecast.levers[:4])}"
+        yield f"helps   {', '.join(f'{lever.what} +{format_percent(lever.gain)}' for lever in forecast.levers[:4])}"
 
 
 def format_seconds(seconds: Range) -> str:

@@ -51,7 +51,7 @@ class Plan(RunSetup):
     product_gains: Mapping[str, float] | None = None
     onednn: bool | None = None  # fp32 matmuls of a CPU go through oneDNN; None: the worker measures
     attention_choices: tuple[str, ...] = ()  # that it may measure, the first expected
-    fused_loss: bool = False  # by the Triton kernel of model/loss_kernel.py; a GPU's worker tries it at each start
+    fused_loss: bool = False  # by the Triton kernel of model/kernels.py; a GPU's worker tries it at each start
     attention_kernel: str = "cpu"  # the kernel that `attention` is expected to take: decides what backward keeps
     memory_share: float | None = None  # of the device that was to be filled; None where device_batch_size is set
     memory: Mapping[str, Any] = field(default_factory=dict)  # estimate.MemoryEstimate.to_json

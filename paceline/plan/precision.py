@@ -18,6 +18,7 @@ from paceline.errors import Change, PlanError
 from paceline.plan.machine import Gpu, Machine
 from paceline.plan.shapes import FP32, NARROW, layer_weights
 from paceline.plan.speeds import Speeds
+from paceline.units import format_percent
 
 NATIVE_FROM = {"fp8": (8, 9), "mxfp8": (10, 0), "nvfp4": (10, 0)}  # compute capability
 NO_UNITS = {
@@ -261,7 +262,7 @@ def precision_notes(low: LowPrecision | None, model: ModelConfig, *, bf16_finish
     if low.num_layers < model.n_layer:
         notes.append(f"{low.name} in the first {low.num_layers} of {model.n_layer} blocks, the others stay in 16 bits")
     if bf16_finish:
-        notes.append(f"the last {bf16_finish:.0%} of the steps are without {low.name}".replace("%", " %"))
+        notes.append(f"the last {format_percent(bf16_finish)} of the steps are without {low.name}")
     return tuple(notes)
 
 

@@ -39,7 +39,7 @@ from paceline.plan.shapes import batch_of_horizon, choose_num_steps, num_params
 from paceline.plan.sizing import DoesNotFit, divisors
 from paceline.plan.speeds import Speeds, keep_speeds
 from paceline.terminal import progress_line
-from paceline.units import format_bytes, format_count, format_duration, format_mfu
+from paceline.units import format_bytes, format_count, format_duration, format_mfu, format_percent
 
 SWEPT = {  # values of --sweep KEY alone; device_batch_size takes the divisors of a device's rows
     "depth": (4, 8, 12, 16, 20, 24, 28, 32),
@@ -350,7 +350,7 @@ def row_cells(row: Forecast | PlanError) -> dict[str, str]:
         "rows": f"{plan.device_batch_size} x {plan.grad_accum_steps}",
         "batch": f"{plan.total_batch_size:,}",
         "memory": format_bytes(memory["process_bytes"]["expected"]),
-        "of card": f"{100 * memory['share']:.0f} %" if memory["share"] else "n/a",
+        "of card": format_percent(memory["share"] or None),
         "fits": VERDICTS[memory["verdict"]],
         "checkpointing": f"{plan.activation_checkpointing}".replace("True", "yes").replace("False", "no"),
         "step": format_seconds(step.seconds) if step.seconds else "n/a",

@@ -16,7 +16,7 @@ from paceline.plan.activations import MemorySetup
 from paceline.plan.estimate import Calibrate, MemoryEstimate, estimate_memory
 from paceline.plan.machine import Machine
 from paceline.plan.shapes import NARROW, RUNGS, model_of_depth, num_params
-from paceline.units import MIB, format_bytes, format_number_of
+from paceline.units import MIB, format_bytes, format_number_of, format_percent
 
 PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # of the device's memory
 SMALLEST_LOGITS_MIB = 32
@@ -205,7 +205,7 @@ def check_host_memory(needs: MemoryEstimate, machine: Machine, *, ranks: int) ->
             f"{format_bytes(need)} of each host's memory needed to offload the optimizer of"
             f" {format_number_of(ranks, 'rank')} (masters and states {format_bytes(ranks * needs.offloaded_bytes)},"
             f" copies of a checkpoint {format_bytes(ranks * needs.copies_bytes)}),"
-            f" {100 * HOST_SHARE:.0f} % of {format_bytes(machine.memory_bytes)} may be used",
+            f" {format_percent(HOST_SHARE)} of {format_bytes(machine.memory_bytes)} may be used",
             fix="--offload none",
             changes=({"offload": "none"}, {"optimizer_states": "8bit"}),
         )
@@ -223,7 +223,7 @@ def does_not_fit(config: Config, setup: MemorySetup, solver: Solver, *, share: f
     needs = solver.estimate(least)
     assert needs.card_bytes is not None
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in needs.named_parts())
-    allowed = f"{100 * share:.0f} % of its " if share < 1 else ""
+    allowed = f"{format_percent(share)} of its " if share < 1 else ""
     device = "GPU" if setup.device == "cuda" else "process"
     low, need, high = (format_bytes(size) for size in astuple(needs.process))
     needed = f"{need} ({low} to {high})"

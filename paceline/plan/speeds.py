@@ -25,6 +25,7 @@ from paceline.locks import one_writer
 from paceline.plan.algorithms import ALGORITHMS
 from paceline.plan.gpu_table import GpuSpec
 from paceline.rundir import write_atomic
+from paceline.units import format_percent
 
 FILE_NAME = "speeds.json"
 KEEP_STEPS = 20  # of the last runs, for each device
@@ -201,9 +202,9 @@ def assumed_speeds(spec: GpuSpec, *, precision: str, compiled: bool) -> Speeds |
         "table": flat(bandwidth / TABLE_BYTES),
         "copy": flat(bandwidth),
     }
-    reached = f"{shares[0][1]:.0%} to {shares[-1][1]:.0%}"
+    reached = f"{format_percent(shares[0][1])} to {format_percent(shares[-1][1])}"
     source = (
-        f"products at {reached} of {spec.name}'s {peak / 1e12:.4g} TFLOPS by width, the rest at {BANDWIDTH_SHARE:.0%}"
+        f"products at {reached} of {spec.name}'s {peak / 1e12:.4g} TFLOPS by width, the rest at {format_percent(BANDWIDTH_SHARE)}"
         f" of {spec.bytes_per_s / 1e9:,.0f} GB/s: as published runs on cards with {kind}"
     )
     host = {"layer": HOST_S[how], "micro_step": MICRO_STEP_HOST_S, "update": 0.0}

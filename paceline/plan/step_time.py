@@ -32,7 +32,7 @@ from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, has_value_embed, l
 from paceline.plan.sharding import batch_sizes
 from paceline.plan.speeds import Speeds, assumed_speeds, with_fused_ops
 from paceline.plan.states import codec_bytes
-from paceline.units import MIB
+from paceline.units import MIB, format_percent
 
 # of the backward that hides what is sent under it: eager or compiled by block (plan/sharding.py: compiles_by_block), a layer's
 # gradients are sent under the layers below (tests/train/test_send_order.py). A CPU's copying takes its own time
@@ -355,7 +355,9 @@ def _assumptions(setup: StepSetup, speeds: Speeds, correction: tuple[float, floa
         rate = f"{setup.link.bytes_per_s / 1e9:.3g} GB/s each way"
         lines.append(f"link {setup.link.name}, {rate}, {setup.link.source}")
         if setup.device == "cuda":
-            lines.append(f"{HIDDEN_SHARE['cuda']:.0%} of a backward hides what is sent under it: assumed, not measured")
+            lines.append(
+                f"{format_percent(HIDDEN_SHARE['cuda'])} of a backward hides what is sent under it: assumed, not measured"
+            )
     if (to_host := setup.moving_link) is not None:
         rate = f"{to_host.bytes_per_s / 1e9:.3g} GB/s each way"
         moved = "states" if setup.precision == "fp32" else "masters and states"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.explain.progress import EpochSteps
 from paceline.locks import NoLocks, try_lock
 from paceline.redaction import redact
 from paceline.rundir import RunDir, append_event, holder_of, is_locked, read_json_lines, write_atomic
@@ -28,7 +29,7 @@ from paceline.track.trackers import Position, TrackerRow, open_tracker, start_ti
 from paceline.units import format_number_of, unix_time
 from paceline.watch.events import end_state
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines
-from paceline.watch.log_reader import EpochSteps, counted, progress_lines, read_line
+from paceline.watch.log_reader import counted, progress_lines, read_line
 
 POLL_S = 2.0
 SAVING_POLL_S = 0.2

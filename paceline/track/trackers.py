@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import threading
-import tomllib
 import urllib.error
 import urllib.request
 import uuid
@@ -22,7 +21,7 @@ from io import StringIO
 from typing import Any, Protocol
 
 from paceline.redaction import redact
-from paceline.rundir import RunDir, read_json_lines, read_text
+from paceline.rundir import RunDir, read_config, read_json_lines, read_text
 from paceline.units import unix_time
 
 Report = Callable[[str], None]
@@ -269,10 +268,3 @@ def config_of(run: RunDir) -> dict[str, Any]:
         plan = json.loads(read_text(run.plan_json))
         config |= {name: plan[name] for name in ("world_size", "device_batch_size", "grad_accum_steps")}
     return config
-
-
-def read_config(run: RunDir) -> dict[str, Any]:
-    """Returns the config of a training run, or of a script's run, which has a command."""
-    with suppress(OSError, ValueError):
-        return tomllib.loads(read_text(run.config_toml))
-    return {}

@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-import resource
 import signal
 import sys
 import time
@@ -308,7 +307,7 @@ def peak_bytes(device: torch.device) -> int:
     """Returns the most memory held so far: by torch's allocator on a GPU, by the process on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_resident_bytes() or 0
 
 
 class BusyClock:

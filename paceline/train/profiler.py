@@ -20,7 +20,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from paceline.config import Config
-from paceline.data.prepare import open_dataset
+from paceline.data.prepare import dataset_of
 from paceline.heartbeat import HeartbeatWriter
 from paceline.plan.breakdown import PHASES, RANGE, break_down, memory_by_kind
 from paceline.rundir import RunDir, write_atomic
@@ -69,7 +69,7 @@ def main() -> None:
 def profile_rank(run: RunDir, progress: PhaseRanges, *, steps: int, deterministic: bool) -> None:
     """Times the steps, traces as many, and writes the trace and its summary. Collective."""
     plan, device, rank = start_ranks(run, deterministic=deterministic)
-    dataset = open_dataset(Path(json.loads(run.dataset_json.read_text())["path"]))
+    dataset = dataset_of(run)
     model = make_model(plan, seed=SEED, device=device)
     optimizer = make_optimizer(model, plan, plan.groups, rank=rank)
     loader = TrainLoader(dataset.split("train", "stream"), plan, SEED, rank, device, skipped_batches=())

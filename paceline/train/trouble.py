@@ -108,9 +108,7 @@ def load_skipped(run: RunDir) -> list[dict[str, Any]]:
     return skipped
 
 
-def answer_trouble(
-    run: RunDir, error: LossTrouble, *, on_nan: str, rank: int, bad_weight: str | None = None
-) -> LossTrouble:
+def answer_trouble(run: RunDir, error: LossTrouble, *, on_nan: str, rank: int, bad_weight: str | None) -> LossTrouble:
     """Records the trouble on rank 0, which decides; returns the error that ends the attempt, the same on all ranks. Collective.
 
     bad_weight: a parameter that already held NaN or infinity before the step.

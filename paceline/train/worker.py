@@ -25,7 +25,7 @@ import torch
 from paceline.config import Config
 from paceline.config_file import load_config
 from paceline.data.dataset import BadToken, batch_of_step
-from paceline.data.prepare import open_dataset, verify
+from paceline.data.prepare import dataset_of, verify
 from paceline.data.tokenizer import Tokenizer
 from paceline.heartbeat import HeartbeatWriter
 from paceline.model.checkpoint import CheckpointWriter
@@ -91,7 +91,7 @@ def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: Heartb
     """Prepares everything that the loop needs, runs it, and ends the run's files."""
     config, _ = load_config(run.config_toml, {})
     plan, device, rank = start_ranks(run, deterministic=config.deterministic)
-    dataset = open_dataset(Path(json.loads(run.dataset_json.read_text())["path"]))
+    dataset = dataset_of(run)
     model = make_model(plan, seed=config.seed, device=device)
     torch.manual_seed(config.seed * 1_000_003 + rank)
     optimizer = make_optimizer(model, plan, plan.groups, rank=rank)

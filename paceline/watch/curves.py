@@ -26,11 +26,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.units import unix_time
-from paceline.watch.growing_file import GrowingFile, parse_lines
+from paceline.watch.growing_file import GrowingFile, JsonRecord, parse_lines
 from paceline.watch.snapshot import GpuView, HostView, Series
 from paceline.watch.trend import WHOLE_LINES
-
-Record = dict[str, Any]
 
 MAX_POINTS = 2000  # of a curve
 THIN_AT = 8  # times its points a curve takes before it is thinned, unless it is requested
@@ -65,8 +63,8 @@ class Metrics:
     def _forget(self) -> None:
         self.curves: dict[str, Curve] = {}
         self.rank_curves: list[Curve] = []
-        self.recent: deque[Record] = deque(maxlen=RECENT_LINES)
-        self.latest: Record = {}  # the last value of each field
+        self.recent: deque[JsonRecord] = deque(maxlen=RECENT_LINES)
+        self.latest: JsonRecord = {}  # the last value of each field
         self.slow_shares: dict[int, float] = {}  # by rank: the share of the run in which it was slow
         self._num_slow, self._num_windows = Counter[int](), 0  # stretches of SLOW_LINES lines
         self._window = np.empty((0, 0))  # times of ranks of which there are no SLOW_LINES yet
@@ -87,7 +85,7 @@ class Metrics:
         """Returns step, time, step_ms or val_bpb of all lines as float64; NaN where a line lacks it."""
         return np.frombuffer(self._columns[name]) if self._columns[name] else np.empty(0)
 
-    def _add(self, records: Sequence[Record]) -> None:
+    def _add(self, records: Sequence[JsonRecord]) -> None:
         if not records:
             return
         self.recent.extend(records)
@@ -176,8 +174,8 @@ class HostHealth:
         # by group and key of a Snapshot
         self.curves: dict[str, dict[str, Curve]] = {"host_series": {}, "gpu_series": {}}
         self._gaps: deque[float] = deque(maxlen=NUM_GAPS)
-        self._values: Record = {}
-        self._gpus: dict[int, Record] = {}
+        self._values: JsonRecord = {}
+        self._gpus: dict[int, JsonRecord] = {}
         self._num_samples = Counter[int]()  # by GPU
         self._num_throttled = Counter[tuple[int, str]]()  # by GPU and reason
         self._energy: dict[int, tuple[int, int]] = {}  # by GPU: joules of earlier attempts, and of the last
@@ -193,10 +191,10 @@ class HostHealth:
         for block in self.file.blocks():
             self.add(parse_lines(block))
 
-    def add(self, records: list[Record]) -> None:
+    def add(self, records: list[JsonRecord]) -> None:
         """Adds lines of the file, or samples like them."""
         # the lines of each device with their times, by group, device and the names of its curves
-        devices: dict[tuple[str, str, tuple[str, ...]], tuple[list[float], list[Record]]] = defaultdict(
+        devices: dict[tuple[str, str, tuple[str, ...]], tuple[list[float], list[JsonRecord]]] = defaultdict(
             lambda: ([], [])
         )
         for record in records:
@@ -207,14 +205,14 @@ class HostHealth:
                 self._gaps.append(time - self.time)
             self.time = time
             self._values.update({name: record[name] for name in HOST_FIELDS & record.keys()})
-            parts: list[tuple[tuple[str, str, tuple[str, ...]], Record]] = [
+            parts: list[tuple[tuple[str, str, tuple[str, ...]], JsonRecord]] = [
                 (("host_series", self.name, HOST_CURVES), record)
             ]
             gpus = record["gpus"] if isinstance(record.get("gpus"), list) else ()
             for gpu in [gpu for gpu in gpus if isinstance(gpu, dict) and type(gpu.get("index")) is int]:
                 gpu_values = self._gpus.setdefault(gpu["index"], {})
                 # these stand in every line, unless a card does not report them, as after it left the bus
-                unknown: Record = dict.fromkeys(GPU_FIELDS.intersection(GPU_CURVES)) | {"throttle": []}
+                unknown: JsonRecord = dict.fromkeys(GPU_FIELDS.intersection(GPU_CURVES)) | {"throttle": []}
                 gpu_values.update(unknown | {name: gpu[name] for name in GPU_FIELDS & gpu.keys()})
                 self._num_samples[gpu["index"]] += 1
                 for reason in gpu_values["throttle"]:
@@ -349,7 +347,7 @@ def paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def by_name(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
+def by_name(records: Sequence[JsonRecord]) -> dict[str, Sequence[Any]]:
     """Returns the values of each field, None where a record lacks it. Fields that all records share take the fast way."""
     common = [name for name in records[0] if name in records[-1]]
     try:

@@ -4,12 +4,11 @@ The web page's ranks, hosts and GPUs, and the maps of how each device was used: 
 
 from typing import Any, NamedTuple
 
-from paceline.units import format_bytes, format_duration, format_ms, format_number_of
+from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_percent
 from paceline.watch.measures import (
     ERROR_NAMES,
     FORMATS,
     format_memory,
-    format_percent,
     format_power,
     format_temperature,
     gpu_model,

@@ -8,15 +8,13 @@ view and reports, `event_line` for what `paceline train` prints.
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
-from paceline.errors import Interrupted
+from paceline.errors import INTERRUPTED
 from paceline.explain.lines import strip_escapes
 from paceline.heartbeat import Heartbeat
 from paceline.units import format_bytes, format_list, format_ms, format_number_of, unix_time
+from paceline.watch.growing_file import JsonRecord
 from paceline.watch.snapshot import AttemptView, EventView, Level, State
-
-Record = dict[str, Any]
 
 TEXT_CHARS = 300
 SAMPLE_CHARS = 160  # of a sample; the whole is in samples/
@@ -40,7 +38,7 @@ STATELESS = {
     "checkpoint", "sample", "note", "memory", "step_time", "finding", "attempt_ended", "verdict", "decision", "save_failed",
     "stopping", "silence", "damaged",
 }  # fmt: skip
-INTERRUPTED_JOB = f"{Interrupted.exit_code}:0"  # exit code and signal, as Slurm shows them
+INTERRUPTED_JOB = f"{INTERRUPTED}:0"  # exit code and signal, as Slurm shows them
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
 ATTEMPT_FIELDS = {"attempt_ended": ("state",), "verdict": ("cause", "summary"), "decision": ("action", "why")}
 DECISIONS = {"stop": "no further attempt: ", "retry": "retrying: "}  # other actions say themselves what is done
@@ -64,13 +62,13 @@ TEXTS = {  # of events whose fields stand in a sentence as they are; event_text 
 }
 
 
-def is_complete(event: Record) -> bool:
+def is_complete(event: JsonRecord) -> bool:
     """Whether an event has the fields that its kind needs; a crash may have cut it, or another version written it."""
     numbers = {*REQUIRED_FIELDS.get(str(event.get("event")), ()), *({"attempt"} & event.keys())}
     return not math.isnan(unix_time(event.get("time"))) and all(type(event.get(name)) is int for name in numbers)
 
 
-def event_view(event: Record) -> EventView | None:
+def event_view(event: JsonRecord) -> EventView | None:
     """Returns an event as one line of text with its level; None for an event that only programs read."""
     kind = str(event.get("event"))
     if kind == "memory":  # only the planner reads it
@@ -85,7 +83,7 @@ def event_view(event: Record) -> EventView | None:
     )
 
 
-def unsaved_texts(events: Sequence[Record | EventView]) -> Iterator[str]:
+def unsaved_texts(events: Sequence[JsonRecord | EventView]) -> Iterator[str]:
     """Yields that the last checkpoint of the last attempt found no room, and which one is the newest."""
     views = (
         view for event in reversed(events) if (view := event if isinstance(event, EventView) else event_view(event))
@@ -96,7 +94,7 @@ def unsaved_texts(events: Sequence[Record | EventView]) -> Iterator[str]:
         yield saves[0].text + ("" if newest is None else f"; the newest checkpoint is of step {newest:,}")
 
 
-def event_line(event: Record, *, num_steps: int, has_steps: bool = True) -> str | None:
+def event_line(event: JsonRecord, *, num_steps: int, has_steps: bool = True) -> str | None:
     """Returns the line that the launching terminal prints; None for events that it does not print.
 
     The line opens with the step's label where the event has a step. has_steps: there is something to save.
@@ -116,7 +114,7 @@ def step_label(step: int, num_steps: int) -> str:
     return f"step {step:0{width}d}/{num_steps:0{width}d}"
 
 
-def event_text(event: Record, *, labelled: bool = False, max_chars: int | None = TEXT_CHARS) -> str:
+def event_text(event: JsonRecord, *, labelled: bool = False, max_chars: int | None = TEXT_CHARS) -> str:
     """Returns one line of text. labelled: the step stands before it already. max_chars None: the whole text."""
     kind = str(event.get("event"))
     try:
@@ -126,7 +124,7 @@ def event_text(event: Record, *, labelled: bool = False, max_chars: int | None =
     return one_line(text or str(event.get("text", kind.replace("_", " "))), max_chars)
 
 
-def sentence_of(kind: str, event: Record, *, labelled: bool) -> str | None:
+def sentence_of(kind: str, event: JsonRecord, *, labelled: bool) -> str | None:
     """Returns the text of an event whose fields need units, or that has several forms; None for one that carries its own."""
     at = f" at step {event['step']:,}" if "step" in event and not labelled else ""
     match kind:
@@ -193,9 +191,9 @@ def one_line(text: str, max_chars: int | None) -> str:
     return line if max_chars is None or len(line) <= max_chars else line[: max_chars - 1] + "…"
 
 
-def attempt_views(events: Sequence[Record]) -> list[AttemptView]:
+def attempt_views(events: Sequence[JsonRecord]) -> list[AttemptView]:
     """Returns the attempts of a run, each with how it ended and what was decided then."""
-    attempts: dict[int, Record] = {}
+    attempts: dict[int, JsonRecord] = {}
     for event in events:
         number, kind = event.get("attempt", 0), str(event.get("event"))
         if kind == "attempt":
@@ -207,7 +205,7 @@ def attempt_views(events: Sequence[Record]) -> list[AttemptView]:
     return [AttemptView(number, **values) for number, values in attempts.items()]
 
 
-def lost_hosts(events: Iterable[Record]) -> list[str]:
+def lost_hosts(events: Iterable[JsonRecord]) -> list[str]:
     """Returns the hosts that the last command has lost and that take no part in its last attempt."""
     lost: list[str] = []
     for event in events:
@@ -221,12 +219,12 @@ def lost_hosts(events: Iterable[Record]) -> list[str]:
     return lost
 
 
-def is_lost_host(event: Record) -> bool:
+def is_lost_host(event: JsonRecord) -> bool:
     """Whether a rank_failed is about a host as a whole. One that ended with an exit code or a signal was its agent."""
     return bool(event.get("host")) and all(event.get(name) is None for name in ("rank", "exit_code", "signal"))
 
 
-def live_state(events: Sequence[Record], mark: Heartbeat | None, line: Record) -> State:
+def live_state(events: Sequence[JsonRecord], mark: Heartbeat | None, line: JsonRecord) -> State:
     """Returns the state of a run that a process holds. mark: of rank 0, None while it is written. line: the last of metrics."""
     kinds = [event.get("event") for event in events]
     start = max((index for index, kind in enumerate(kinds) if kind == "attempt"), default=-1)
@@ -254,12 +252,12 @@ def live_state(events: Sequence[Record], mark: Heartbeat | None, line: Record) -
     return PHASE_STATES.get(mark.phase, "training") if start >= 0 and mark and mark.step > first_step else "starting"
 
 
-def last_event_time(events: Sequence[Record]) -> str | None:
+def last_event_time(events: Sequence[JsonRecord]) -> str | None:
     """Returns the time of the last event that belongs to the run itself; a tracker's note may come long after its end."""
     return next((event.get("time") for event in reversed(events) if event.get("event") != "note"), None)
 
 
-def end_state(events: Iterable[Record], *, is_queued: bool = False) -> State:
+def end_state(events: Iterable[JsonRecord], *, is_queued: bool = False) -> State:
     """Returns the state of a run that no process holds: `broken` where no event reports its end.
 
     is_queued: it was submitted to Slurm and has not begun.

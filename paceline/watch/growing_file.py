@@ -17,7 +17,7 @@ import orjson
 from paceline.explain.lines import strip_escapes
 from paceline.rundir import open_file
 
-Record = dict[str, Any]
+JsonRecord = dict[str, Any]
 
 BLOCK_BYTES = 1 << 20
 LINE_ENDS, STATE_ENDS = b"\n", b"\n\r"  # of a program's lines; of a progress bar's states as well
@@ -110,7 +110,7 @@ def last_end(block: bytes, ends: bytes) -> int:
     return max(map(block.rfind, ends)) + 1
 
 
-def parse_lines(block: bytes) -> list[Record]:
+def parse_lines(block: bytes) -> list[JsonRecord]:
     """Returns the JSON objects among the lines of a block and skips all other lines."""
     with suppress(ValueError):
         records = orjson.loads(b"[" + block.strip(b"\n").replace(b"\n", b",") + b"]")

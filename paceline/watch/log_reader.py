@@ -27,8 +27,7 @@ from paceline.errors import PacelineError
 from paceline.explain.curve_verdict import MEMORY_GROWS, OVERFITS, SLOWS_DOWN, STANDS_STILL
 from paceline.explain.line_measures import BAR, parse_count, read_step_and_loss, strip_bars
 from paceline.explain.lines import split_prefix, strip_escapes
-from paceline.explain.progress import EPOCH_OF
-from paceline.explain.progress import EpochSteps as EpochSteps  # for track too
+from paceline.explain.progress import EPOCH_OF, EpochSteps
 from paceline.explain.run_folder import explain
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.units import format_bytes

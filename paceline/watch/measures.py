@@ -6,8 +6,9 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from paceline.units import GIB, format_bytes, format_duration, format_ms, format_number_of
+from paceline.units import GIB, format_bytes, format_duration, format_ms, format_number_of, format_percent
 from paceline.watch.snapshot import GpuView, HostView
 
 FULL_RAM, MIN_DISK_BYTES = 0.95, 5 << 30
@@ -40,8 +41,8 @@ METRICS = {
 FORMATS: dict[str, Callable[[float], str]] = {  # by unit, as UNITS in format.js
     "loss": "{:.4f}".format,
     "ms": format_ms,
-    "share": lambda share: f"{100 * share:.1f} %",
-    "percent": lambda share: f"{100 * share:.0f} %",
+    "share": partial(format_percent, digits=1),
+    "percent": format_percent,
     "bytes": format_bytes,
     "count": "{:,.0f}".format,
     "watts": "{:.0f} W".format,
@@ -82,10 +83,6 @@ def format_bpb(val_bpb: float | None, eval_tokens: int | None) -> str:
 def format_time(time: str) -> str:
     """Returns an ISO time to the second, with a space in the middle."""
     return str(time)[:19].replace("T", " ")
-
-
-def format_percent(share: float | None) -> str:
-    return "n/a" if share is None else FORMATS["percent"](share)
 
 
 def format_power(gpu: GpuView) -> str:

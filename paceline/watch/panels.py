@@ -15,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from paceline.units import format_bytes, format_count, format_duration, format_energy, unix_time
+from paceline.units import format_bytes, format_count, format_duration, format_energy, format_percent, unix_time
 from paceline.watch.about import OWN_KEYS, group_key
-from paceline.watch.device_panels import host_panel, map_panels, ranks_panel
-from paceline.watch.measures import METRICS, format_figure, format_percent, format_step
+from paceline.watch.device_panels import Panel, host_panel, map_panels, ranks_panel
+from paceline.watch.measures import METRICS, format_figure, format_step
 from paceline.watch.snapshot import LIVE, AttemptView, EventView, Level, LogView, Series, Snapshot
 from paceline.watch.summary import (
     LEVEL_SIGNS,
@@ -33,8 +33,6 @@ from paceline.watch.summary import (
     summarize,
     time_rows,
 )
-
-Panel = dict[str, Any]
 
 FIGURES = ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu", "peak_bytes", "total_s")
 TOLERANCE = 0.1  # of a planned figure
@@ -79,8 +77,7 @@ def badge(state: str) -> Panel:
 
 def head_panel(snapshot: Snapshot, *, now: float) -> Panel:
     """Returns name, state, command, summary and progress; `title` is the title of the browser's tab."""
-    share = min(1.0, snapshot.step / snapshot.num_steps) if snapshot.num_steps and snapshot.step is not None else None
-    share = snapshot.preparing["share"] if snapshot.state == "preparing" and snapshot.preparing else share
+    share = snapshot.share
     is_live, shown = snapshot.state in LIVE, badge(snapshot.state)
     level = "busy" if is_live and shown["level"] == "good" else shown["level"]
     command = f"a log of {snapshot.framework}" if snapshot.framework else None
@@ -102,7 +99,7 @@ def head_facts(snapshot: Snapshot, share: float | None, *, now: float) -> Iterat
     """Yields sentences in pieces: text, {text} in bold, {time} for the reader's clock."""
     is_live = snapshot.state in LIVE
     if share is not None and snapshot.num_steps:
-        after = f" of {snapshot.num_steps:,}, {100 * share:.{1 if share < 0.1 else 0}f} %"
+        after = f" of {snapshot.num_steps:,}, {format_percent(share, digits=1 if share < 0.1 else 0)}"
         yield [{"text": f"step {snapshot.step:,}"}, after]
     elif snapshot.step:
         yield [{"text": f"step {snapshot.step:,}"}]

@@ -19,7 +19,7 @@ import numpy as np
 from paceline.errors import PacelineError
 from paceline.explain.run_folder import explain_run
 from paceline.explain.verdict import HEALTHY, UNKNOWN
-from paceline.heartbeat import Heartbeat, read_heartbeat
+from paceline.heartbeat import Heartbeat, read_heartbeats
 from paceline.noise import seconds_per_step
 from paceline.rundir import RunDir, check_readable, is_locked, is_queued, read_text
 from paceline.slurm import JobId, JobReader, format_job, parse_job_id
@@ -38,11 +38,9 @@ from paceline.watch.events import (
     lost_hosts,
 )
 from paceline.watch.goodput import LINE_FIELDS, goodput, step_lines
-from paceline.watch.growing_file import GrowingFile, parse_lines
+from paceline.watch.growing_file import GrowingFile, JsonRecord, parse_lines
 from paceline.watch.log_reader import LogCurves
 from paceline.watch.snapshot import LIVE, EventView, Goodput, HostView, LogView, RankView, Snapshot, State
-
-Record = dict[str, Any]
 
 MAX_EVENTS = 500
 SCRIPT_RANKS = 8  # ranks of a script whose logs are read for steps and losses
@@ -65,12 +63,12 @@ class RunReader:
         self._script_logs: dict[str, LogCurves] = {}
         self._cache: dict[str, tuple[Any, Any]] = {}  # by name: what the value follows from, and the value
         self._job = JobReader()
-        self._preparing: Record | None = None  # the work before the launch, when it was last read
+        self._preparing: JsonRecord | None = None  # the work before the launch, when it was last read
         self._forget()
 
     def _forget(self) -> None:
-        self.events: list[Record] = []
-        self.attempts: list[Record] = []  # those of the events that begin an attempt
+        self.events: list[JsonRecord] = []
+        self.attempts: list[JsonRecord] = []  # those of the events that begin an attempt
         self.event_views: list[EventView] = []
 
     def update(self) -> Snapshot:
@@ -86,11 +84,11 @@ class RunReader:
         config, notes = self._config()
         sizes = self._events_file.offset, self.metrics.file.offset
         notes += self._cached("damage", sizes, lambda: damaged_files(self.run))
-        self.marks, self.logs = self._marks(), self._logs()
+        self.heartbeats, self.logs = self._read_heartbeats(), self._logs()
         fields = self._shared_fields(spent) | {"notes": notes, "eval_tokens": config.get("eval_tokens")}
         return self._script_snapshot(config, fields) if "command" in config else self._training_snapshot(fields)
 
-    def _config(self) -> tuple[Record, list[str]]:
+    def _config(self) -> tuple[JsonRecord, list[str]]:
         """Returns config.toml, or the command that the events have of a script, and a note where the file cannot be read."""
         try:
             return tomllib.loads(read_text(self.run.config_toml)), []
@@ -121,7 +119,7 @@ class RunReader:
     def goodput(self) -> Goodput:
         """Reads what is new and returns where the time went, computed at most every GOODPUT_EVERY_S while a long run goes on."""
         self.running = is_locked(self.run)
-        self.plan: Record = self._content(self.run.plan_json, json.loads, {})
+        self.plan: JsonRecord = self._content(self.run.plan_json, json.loads, {})
         self._read_events()
         self.metrics.read()
         for path in sorted(self.run.health_dir.glob("*.jsonl")):
@@ -140,7 +138,7 @@ class RunReader:
         spent: Goodput = self._cached("goodput", key, compute)
         return spent
 
-    def _shared_fields(self, spent: Goodput) -> Record:
+    def _shared_fields(self, spent: Goodput) -> JsonRecord:
         """Returns the fields that a training run and a script's run have in common."""
         now, updated, state = time.time(), self._updated(), self._state()
         job = self._job.read(self._job_id()) if state in LIVE else None
@@ -178,12 +176,12 @@ class RunReader:
             "explanation": self._explanation(state) if state in ("failed", "broken", "recovering") else None,
         }
 
-    def _training_snapshot(self, fields: Record) -> Snapshot:
+    def _training_snapshot(self, fields: JsonRecord) -> Snapshot:
         latest = self.metrics.latest
         step, peak = int(latest.get("step", 0)), latest.get("peak_bytes")
         if fields["state"] in ("starting", "training", "evaluating", "saving"):
-            step = max([step, *(mark.step for mark in self.marks.values())])
-        measures: Record = {name: latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
+            step = max([step, *(heartbeat.step for heartbeat in self.heartbeats.values())])
+        measures: JsonRecord = {name: latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
         if fields["state"] in ("starting", "recovering"):
             measures |= dict.fromkeys(("tok_per_sec", "step_ms", "mfu"))  # nothing has a speed now
         return Snapshot(
@@ -198,7 +196,7 @@ class RunReader:
             **fields,
         )
 
-    def _script_snapshot(self, config: Record, fields: Record) -> Snapshot:
+    def _script_snapshot(self, config: JsonRecord, fields: JsonRecord) -> Snapshot:
         """Measures come from what the script's ranks print, of the rank whose log shows most of them in the last attempt."""
         last = [log for log in self.logs if log.rank is not None and log.attempt == self.logs[-1].attempt]
         rank_logs = {log.rank: self._script_log(log) for log in last[:SCRIPT_RANKS]}
@@ -267,15 +265,12 @@ class RunReader:
         since = max((start for e in self.attempts if (start := unix_time(e["time"])) <= last), default=0.0)
         return [host for host in self.hosts.values() if (host.time or 0.0) >= since]
 
-    def _marks(self) -> dict[int, Heartbeat]:
+    def _read_heartbeats(self) -> dict[int, Heartbeat]:
         """The last heartbeat of each rank, by rank, with its time by the supervisor's clock."""
-        paths = [path for path in self.run.progress(0).parent.glob("*") if path.name.isdecimal()]
-        marks = {int(path.name): read_heartbeat(path) for path in sorted(paths, key=lambda path: int(path.name))}
         hosts = {rank: host for host, ranks in self._ranks_by_host().items() for rank in ranks}
         return {
-            rank: replace(mark, time=mark.time - self._clock_s(hosts.get(rank)))
-            for rank, mark in marks.items()
-            if mark is not None
+            rank: replace(heartbeat, time=heartbeat.time - self._clock_s(hosts.get(rank)))
+            for rank, heartbeat in read_heartbeats(self.run).items()
         }
 
     def _logs(self) -> list[LogView]:
@@ -293,7 +288,7 @@ class RunReader:
 
     def _updated(self) -> float | None:
         """The time of the last activity; of an ended run by the content of its files, since copies have other times."""
-        times = [mark.time for mark in self.marks.values()]
+        times = [heartbeat.time for heartbeat in self.heartbeats.values()]
         times += [unix_time(line.get("time")) for line in list(self.metrics.recent)[-1:]]
         times.append(unix_time(last_event_time(self.events)))
         if not self.running:
@@ -310,9 +305,9 @@ class RunReader:
     def _state(self) -> State:
         if not self.running:
             return end_state(self.events, is_queued=is_queued(self.run))
-        return live_state(self.events, self.marks.get(0), self.metrics.recent[-1] if self.metrics.recent else {})
+        return live_state(self.events, self.heartbeats.get(0), self.metrics.recent[-1] if self.metrics.recent else {})
 
-    def _attempt_lines(self) -> list[Record]:
+    def _attempt_lines(self) -> list[JsonRecord]:
         """The last lines of metrics.jsonl that report steps, without those of earlier attempts."""
         start = self.attempts[-1]["time"] if self.attempts else ""
         return [line for line in self.metrics.recent if str(line.get("time")) >= start and "step_ms" in line]
@@ -327,11 +322,11 @@ class RunReader:
         times = lines[-SLOW_LINES:]
         slow = slow_ranks(np.array(times).reshape(len(times), len(last)))
         size = self.attempts[-1].get("world_size") if self.attempts else 0
-        count = max([size if isinstance(size, int) else 0, *(rank + 1 for rank in self.marks)])
+        count = max([size if isinstance(size, int) else 0, *(rank + 1 for rank in self.heartbeats)])
         views = [RankView(rank, places.get(rank, only)) for rank in range(count)]
-        for rank, mark in self.marks.items():
-            silent_s = max(0.0, time.time() - mark.time) if self.running else None
-            views[rank] = replace(views[rank], step=mark.step, phase=mark.phase, silent_s=silent_s)
+        for rank, heartbeat in self.heartbeats.items():
+            silent_s = max(0.0, time.time() - heartbeat.time) if self.running else None
+            views[rank] = replace(views[rank], step=heartbeat.step, phase=heartbeat.phase, silent_s=silent_s)
         for rank, busy_ms in enumerate(last[: len(views)]):
             share = self.metrics.slow_shares.get(rank)
             views[rank] = replace(views[rank], busy_ms=busy_ms, slow=bool(slow[rank]), slow_share=share)

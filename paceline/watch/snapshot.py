@@ -208,6 +208,13 @@ class Snapshot:
     preparing: dict[str, Any] | None = None  # the work before the launch: label, and share and eta_s where known
     slurm: str | None = None  # job 4711 RUNNING on n[1-4], 3h12m of 8h00m left
 
+    @property
+    def share(self) -> float | None:
+        """How much of the run is done, or of its preparation."""
+        if self.preparing and self.state == "preparing":
+            return self.preparing["share"]  # type: ignore[no-any-return]
+        return min(1.0, self.step / self.num_steps) if self.num_steps and self.step is not None else None
+
     def to_json(self) -> dict[str, Any]:
         """Returns all fields for JSON, with None in place of NaN and infinity."""
         fields: dict[str, Any] = finite({**asdict(self), "goodput": self.goodput.to_json() if self.goodput else None})

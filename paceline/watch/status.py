@@ -20,7 +20,7 @@ from paceline.errors import PacelineError
 from paceline.explain.lines import strip_escapes
 from paceline.explain.series import natural_order
 from paceline.heartbeat import read_heartbeat
-from paceline.rundir import RunDir, is_locked, is_preparing, is_queued, read_end, read_json_lines, read_text, to_utc
+from paceline.rundir import RunDir, is_locked, is_queued, is_run, read_end, read_json_lines, read_text, to_utc
 from paceline.terminal import cells, pad
 from paceline.typed_fields import damaged_files, hints_of, well_typed
 from paceline.units import format_count
@@ -50,7 +50,7 @@ def open_reader(path: Path) -> Reader:
     from paceline.watch.log_reader import TrainingLogReader
     from paceline.watch.run_reader import RunReader
 
-    if (path / "config.toml").is_file() or is_preparing(RunDir(path)) or is_queued(RunDir(path)):
+    if is_run(RunDir(path)):
         return RunReader(RunDir(path))
     if path.is_file():
         return TrainingLogReader(path)
@@ -193,7 +193,7 @@ def run_folders(runs_dir: Path) -> list[Path]:
     folders = []
     for path in runs_dir.iterdir():
         with suppress(OSError):
-            if (path / "config.toml").is_file() or is_preparing(RunDir(path)) or is_queued(RunDir(path)):
+            if is_run(RunDir(path)):
                 folders.append(path)
     return folders
 

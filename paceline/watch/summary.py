@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.heartbeat import END_PHASES
 from paceline.units import (
     format_bytes,
     format_duration,
@@ -20,6 +21,7 @@ from paceline.units import (
     format_list,
     format_ms,
     format_number_of,
+    format_percent,
     format_ranks,
     unix_time,
 )
@@ -27,7 +29,6 @@ from paceline.watch.events import unsaved_texts
 from paceline.watch.measures import (
     FORMATS,
     POWER_LIMIT,
-    format_percent,
     gpu_errors,
     is_disk_low,
     is_full,
@@ -79,7 +80,6 @@ SILENCE_RATIO = 2  # times the longest silence that it came back from
 SILENT_SAMPLES = 5  # of a host, and at least MAX_SILENCE_S
 LONG_PHASES = ("start", "load", "compile", "eval", "sample", "save", "ending")
 LONG_PHASE_RATIO = 10  # times as long may a rank be silent in one of these
-END_PHASES = ("done", "stopped")  # a rank in one of these sends no more heartbeats
 IDLE_USE, SLOWER_THAN_PLANNED = 0.3, 1.15  # shares of a GPU's time while its run trains, and of a step's planned time
 ZERO_LINES = 5  # logged steps without a learning rate
 MAX_RANKS_NAMED = 6
@@ -195,7 +195,7 @@ def troubles(snapshot: Snapshot) -> Iterator[str]:
     times = [value for value in snapshot.series.get("step_ms", Series()).values if math.isfinite(value)]
     planned = (snapshot.plan or {}).get("step_ms")
     if times and planned and (over := statistics.median(times) / planned) > SLOWER_THAN_PLANNED:
-        yield f"a step took {100 * (over - 1):.0f} % longer than planned"
+        yield f"a step took {format_percent(over - 1)} longer than planned"
     elif slower := slowdown(times):
         yield f"a step took {format_ms(slower[0])} at the end and {format_ms(slower[1])} at its best"
     yield from (attempt.damage for attempt in snapshot.attempts if attempt.damage)
@@ -235,7 +235,7 @@ def loss_warnings(snapshot: Snapshot) -> Iterator[str]:
     elif fell_to_zero(snapshot):
         yield "the loss is 0"
     elif rise := rise_of(snapshot.series.get("loss", Series())):
-        yield f"the loss is {100 * rise[0]:.0f} % higher{f' since step {rise[1]:,}' if snapshot.step else ''} than before"
+        yield f"the loss is {format_percent(rise[0])} higher{f' since step {rise[1]:,}' if snapshot.step else ''} than before"
     yield from turns_up(snapshot)
     for name in ("lr", "lr_mult"):
         values = snapshot.series.get(name, Series()).values[-ZERO_LINES:]
@@ -264,7 +264,7 @@ def host_warnings(host: HostView, *, busy: bool) -> Iterator[str]:
         if errors := gpu_errors(gpu):
             yield f"{name} has errors: {errors}"
         if busy and gpu.use is not None and gpu.use < IDLE_USE:
-            yield f"{name} is busy {100 * gpu.use:.0f} % of the time"
+            yield f"{name} is busy {format_percent(gpu.use)} of the time"
     used, total = ram_of(host)
     if used and total and is_full(used, total):
         yield f"{format_bytes(total - used)} of {format_bytes(total)} RAM are left on {host.name}"
@@ -275,7 +275,7 @@ def host_warnings(host: HostView, *, busy: bool) -> Iterator[str]:
 def speed_warnings(snapshot: Snapshot) -> Iterator[str]:
     planned = (snapshot.plan or {}).get("step_ms")
     if planned and snapshot.step_ms and snapshot.step_ms > SLOWER_THAN_PLANNED * planned:
-        yield f"a step takes {100 * (snapshot.step_ms / planned - 1):.0f} % longer than planned"
+        yield f"a step takes {format_percent(snapshot.step_ms / planned - 1)} longer than planned"
     elif slower := slowdown(snapshot.series.get("step_ms", Series()).values):
         yield f"a step takes {format_ms(slower[0])} now and took {format_ms(slower[1])} at its best"
 
@@ -287,7 +287,7 @@ def good_signs(snapshot: Snapshot) -> Iterator[str]:
     gpus = [gpu for host in snapshot.hosts for gpu in host.gpus if not host.lost]
     if uses := [gpu.use for gpu in gpus if gpu.use is not None]:
         subject = "the GPU is" if len(gpus) == 1 else f"{len(gpus)} GPUs are"
-        yield f"{subject} busy {100 * statistics.fmean(uses):.0f} % of the time"
+        yield f"{subject} busy {format_percent(statistics.fmean(uses))} of the time"
     if len(snapshot.ranks) > 1 and any(rank.slow_share is not None for rank in snapshot.ranks):
         yield "no rank is slow"
 

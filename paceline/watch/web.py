@@ -123,7 +123,7 @@ def make_server(shelf: Shelf, token: str) -> uvicorn.Server:
     return server
 
 
-def make_app(shelf: Shelf, token: str, *, is_ending: Callable[[], bool] = lambda: False) -> ASGIApp:
+def make_app(shelf: Shelf, token: str, *, is_ending: Callable[[], bool]) -> ASGIApp:
     """Returns the server behind its guard: without the token, nobody learns even what does not exist."""
 
     def whole_run(name: str) -> dict[str, Any]:

@@ -15,10 +15,10 @@ import pytest
 
 from paceline.cli import run_command
 from paceline.comm.analysis import LinkRate, format_comm, make_results
-from paceline.comm.session import CommFailed, check_ranks, largest_bytes, links_between, measure_comm, save_results
+from paceline.comm.session import check_ranks, largest_bytes, links_between, measure_comm, save_results
 from paceline.command_line import parse
 from paceline.config import Config
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, TrainingFailed, UsageError
 from paceline.heartbeat import read_heartbeat
 from paceline.options import CommOptions
 from paceline.plan.machine import Gpu, Machine, with_spec
@@ -137,7 +137,7 @@ def test_a_rank_stopped_from_outside_is_named_and_every_process_ends_by_itself(t
         os.kill(int((run / "logs" / "1" / "1.pid").read_text()), signal.SIGSTOP)
 
     thread = during_checks(tmp_path, stop)
-    with pytest.raises(CommFailed) as error:
+    with pytest.raises(TrainingFailed) as error:
         measure_comm(cpu(2), cache_dir=tmp_path, deadline_s=4, **SMALL)
     thread.join()
     assert error.value.exit_code == 3
@@ -161,7 +161,7 @@ DIES = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('boom')\
     ],
 )
 def test_a_rank_that_dies_is_named_with_its_error(worker, tmp_path):
-    with pytest.raises(CommFailed) as error:
+    with pytest.raises(TrainingFailed) as error:
         measure_comm(cpu(2), cache_dir=tmp_path, worker=worker, **SMALL)
     assert (error.value.message, error.value.exit_code) == ("rank 1 failed: ValueError: boom", 3)
     assert error.value.fix == f"read the logs: {next(tmp_path.glob('comm/*/logs/1'))}"
@@ -250,10 +250,10 @@ def test_the_time_of_the_slowest_rank_is_reported():
         "256 KiB     58 us   4.538    58 us   2.269    58 us   2.269    58 us   4.538\n"
         "64.0 MiB  8.41 ms   7.976  8.41 ms   3.988  8.41 ms   3.988  8.41 ms   7.976\n"
         "\n"
-        "link    0-1 PCIe 4.0 x16, 7.98 GB/s, 25% of 31.5 GB/s: poor: paceline check searches for a narrow slot, an IOMMU"
+        "link    0-1 PCIe 4.0 x16, 7.98 GB/s, 25 % of 31.5 GB/s: poor: paceline check searches for a narrow slot, an IOMMU"
         " or a slow interface\n"
-        "train   at 3.98 GB/s a depth-12 step of 65,536 tokens spends up to 30% waiting: 144 ms of sending, partly hidden behind"
-        " 335 ms of compute (at 45% of peak, assumed)\n"
+        "train   at 3.98 GB/s a depth-12 step of 65,536 tokens spends up to 30 % waiting: 144 ms of sending, partly hidden behind"
+        " 335 ms of compute (at 45 % of peak, assumed)\n"
         "saved   comm.json, 12 s"
     )
 

@@ -177,7 +177,7 @@ def test_compute_time_comes_from_a_measured_speed_or_the_known_peak_or_is_unknow
     assert compute_seconds(plan, 32_768.0) == (1.0, "at 32,768 tok/s in each process")
     seconds, source = compute_seconds(plan, None)
     assert seconds == pytest.approx(32_768 * plan.flops_per_token / (0.45 * 209.5e12))
-    assert source == "at 45% of peak, assumed"
+    assert source == "at 45 % of peak, assumed"
     assert compute_seconds(plan_of(None), None) == (None, "no peak FLOPS is known for CPU in fp32")
 
 

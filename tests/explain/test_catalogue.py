@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import runpy
 import time
 import tomllib
 from collections import Counter
@@ -9,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.explain.catalogue import FIXERS, RETRIES, format_page, load_catalogue, make_catalogue
+from paceline.explain.catalogue import FIXERS, RETRIES, load_catalogue, make_catalogue
 from paceline.explain.matches import matches_of_message
 from paceline.explain.run_folder import explain
 from paceline.explain.sentences import PLACEHOLDER, fill_template
 from paceline.explain.signs_of_trouble import is_harmless
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "causes.md"
+ROOT = HERE.parents[1]
 CATALOGUE = load_catalogue()
 CAUSES = list(CATALOGUE.causes.values())
 PATTERNS = [(cause, pattern) for cause in CAUSES for pattern in cause.patterns]
@@ -212,4 +213,7 @@ def test_two_entries_with_the_same_id_are_rejected():
 
 
 def test_the_page_of_causes_is_up_to_date():
-    assert PAGE.read_text(encoding="utf-8") == format_page(CATALOGUE)
+    page = runpy.run_path(str(ROOT / "dev" / "causes_page.py"))["format_docs"]()
+    assert (ROOT / "docs" / "causes.md").read_text(encoding="utf-8") == page, (
+        "python dev/causes_page.py > docs/causes.md"
+    )

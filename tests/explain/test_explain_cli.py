@@ -372,7 +372,7 @@ def test_a_hang_is_explained_by_what_the_supervisor_recorded(run, capsys):
         "  hangs/1/1.txt:4  rank 1  State: S (sleeping)",
         '  hangs/1/1.txt:8  rank 1  File "loader.py", line 80 in micro_batch',
     ]
-    assert "100% sure" in lines
+    assert "100 % sure" in lines
 
 
 @pytest.fixture

@@ -158,19 +158,19 @@ def make_binaries(sources: dict[str, str]) -> list[dict[str, Any]]:
 
 def loss_binary(capability: int, dtype: str, *, with_grad: bool) -> dict[str, int]:
     """Compiles the kernel of the loss for a card; returns what a program of it needs. dtype: of the logits, as Triton writes it."""
+    from paceline.model.kernels import LOSS_BLOCK, LOSS_WARPS, capped_nats_kernel
     from paceline.model.layers import SOFTCAP
-    from paceline.model.loss_kernel import BLOCK, WARPS, capped_nats_kernel
 
     pointers = {"logits": dtype, "targets": "*i64", "nats": "*fp32", "grad_scale": "*fp32"}
     sizes = dict.fromkeys(("row_stride", "width", "vocab_size"), "i32")
-    constants = {"CAP_WIDTH": 2 * SOFTCAP, "WITH_GRAD": with_grad, "HAS_SCALE": True, "BLOCK": BLOCK}
-    return kernel_binary(capability, capped_nats_kernel, pointers | sizes, constants, warps=WARPS)
+    constants = {"CAP_WIDTH": 2 * SOFTCAP, "WITH_GRAD": with_grad, "HAS_SCALE": True, "BLOCK": LOSS_BLOCK}
+    return kernel_binary(capability, capped_nats_kernel, pointers | sizes, constants, warps=LOSS_WARPS)
 
 
 def cast_binary(capability: int, dtype: str, element: str, *, rows: bool, columns: bool) -> dict[str, int]:
     """Compiles the kernel that casts to fp8. element: e4m3 or e5m2."""
-    from paceline.model.cast_kernel import CAST_WARPS, TILE, cast_kernel
     from paceline.model.formats import SMALLEST_AMAX
+    from paceline.model.kernels import CAST_WARPS, TILE, cast_kernel
 
     codes, largest, normal, mantissa = {
         "e4m3": ("*fp8e4nv", 448.0, 2.0**-6, 3),
@@ -184,10 +184,10 @@ def cast_binary(capability: int, dtype: str, element: str, *, rows: bool, column
 
 def largest_binary(capability: int, dtype: str) -> dict[str, int]:
     """Compiles the kernel that looks for the largest value."""
-    from paceline.model.cast_kernel import BLOCK, BLOCKS, largest_kernel
+    from paceline.model.kernels import AMAX_BLOCK, AMAX_BLOCKS, largest_kernel
 
     arguments = {"x": dtype, "largest": "*i32", "numel": "i64"}
-    return kernel_binary(capability, largest_kernel, arguments, {"BLOCK": BLOCK, "BLOCKS": BLOCKS}, warps=4)
+    return kernel_binary(capability, largest_kernel, arguments, {"BLOCK": AMAX_BLOCK, "BLOCKS": AMAX_BLOCKS}, warps=4)
 
 
 def kernel_binary(

@@ -161,10 +161,10 @@ def check_loss_kernel(capability: int, dtype: str, *, with_grad: bool) -> None:
 
 
 def test_a_loss_kernel_that_spills_is_noticed(monkeypatch):
-    from paceline.model import loss_kernel
+    from paceline.model import kernels
 
-    monkeypatch.setattr(loss_kernel, "BLOCK", 32_768)
-    monkeypatch.setattr(loss_kernel, "WARPS", 4)
+    monkeypatch.setattr(kernels, "LOSS_BLOCK", 32_768)
+    monkeypatch.setattr(kernels, "LOSS_WARPS", 4)
     with pytest.raises(AssertionError):
         check_loss_kernel(90, "*bf16", with_grad=True)
 

@@ -1,5 +1,6 @@
 """The accelerate config: what is written for which machine, and that accelerate loads and launches with it."""
 
+import errno
 import json
 import os
 import socket
@@ -106,6 +107,17 @@ def test_the_file_is_written_once_and_over_another_only_by_force(tmp_path):
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(PacelineError, match="cannot be written: No such file or directory"):
         accelerate_config(AccelerateOptions(out=str(tmp_path / "none" / "a.yaml")), TWO)
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "a.yaml").write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PacelineError, match="a.yaml cannot be written: No space left on device"):
+        accelerate_config(AccelerateOptions(out=str(tmp_path / "a.yaml"), force=True), TWO)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.yaml", "old")]
 
 
 def test_the_same_values_as_json_and_on_standard_output():

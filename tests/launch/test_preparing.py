@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from paceline.rundir import RunDir, check_unused, lock_run
+from paceline.launch.background import check_unused
+from paceline.rundir import RunDir, lock_run
 from paceline.watch.panels import run_panels
 from paceline.watch.status import RunList, open_reader, run_status
 from paceline.watch.summary import summarize

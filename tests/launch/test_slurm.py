@@ -28,7 +28,6 @@ from paceline.launch.requeue import (
     find_start,
     has_progressed,
     is_ending,
-    job_facts,
     job_of,
     record_job,
     requeue_job,
@@ -60,7 +59,7 @@ from paceline.launch.train import new_folder, resume_run, run_training
 from paceline.options import PlanOptions, ResumeOptions, Services, TrainOptions
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import make_plan
-from paceline.rundir import RunDir, append_event, lock_run, read_json_lines
+from paceline.rundir import RunDir, append_event, job_facts, lock_run, read_json_lines
 from paceline.slurm import (
     Allocation,
     Partition,

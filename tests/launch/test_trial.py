@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from paceline.config import Config
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, TrainingFailed
 from paceline.launch.failure import Failure
 from paceline.launch.supervisor import Outcome
 from paceline.launch.trial import (
     KEEP_FOLDERS,
-    ProbeFailed,
     Speed,
     find_rows,
     memory_reason,
@@ -193,7 +192,7 @@ def test_if_not_even_one_row_fits_nothing_is_started_and_the_error_has_a_fix(no_
 
 @pytest.mark.dist
 def test_another_error_is_not_mistaken_for_a_lack_of_memory(tmp_path):
-    with pytest.raises(ProbeFailed) as error:
+    with pytest.raises(TrainingFailed) as error:
         with_stand_in(tmp_path, most=0, end="raise ValueError('boom')")
     assert error.value.message.endswith("rank 0 failed: ValueError: boom")
     [folder] = (tmp_path / "cache" / "probe").iterdir()

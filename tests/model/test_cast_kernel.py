@@ -20,7 +20,7 @@ SHAPES = [(16, 48), (256, 128), (130, 208), (1, 16), (300, 144)]
 PROGRAM = """
 import json, torch
 from paceline.model import linear
-from paceline.model.cast_kernel import cast_fused, largest_fused
+from paceline.model.kernels import cast_fused, largest_fused
 from paceline.model.formats import DTYPES, SMALLEST_AMAX, quantize_tensorwise
 from paceline.model.linear import RECIPES, _LowProduct, weight_operands
 

@@ -20,7 +20,7 @@ SIZES = [(9, 512, 500), (9, 8192, 8192), (9, 8256, 8197)]
 PROGRAM = """
 import json, torch
 from paceline.model import layers
-from paceline.model.loss_kernel import capped_nats_fused_
+from paceline.model.kernels import capped_nats_fused_
 
 def differences(rows, width, vocab, dtype, scale, with_grad):
     generator = torch.Generator().manual_seed(0)

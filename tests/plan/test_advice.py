@@ -217,7 +217,7 @@ def test_a_step_over_a_slow_link_names_the_link():
 def test_a_slow_step_on_one_card_names_its_clock():
     setup = replace(on("RTX 5090", gpt(12)), compile=True)
     finding = step_gap(setup, step_time(setup), 2 * step_time(setup).seconds.expected)
-    assert finding.why.startswith("likely the cards run below their clock") and "(+100%)" in finding.what
+    assert finding.why.startswith("likely the cards run below their clock") and "(+100 %)" in finding.what
 
 
 def test_a_faster_step_is_a_note():

@@ -18,8 +18,8 @@ from run_folders import FOLDER, append_step, serving, write_run
 from snapshots import NOW, STATES, two_hosts
 
 from paceline.rundir import RunDir
+from paceline.watch.report import html_report
 from paceline.watch.status import Shelf
-from paceline.watch.view import html_report
 
 pytestmark = pytest.mark.dist
 

@@ -11,8 +11,8 @@ from browser_pages import go
 from run_folders import append_step, serving, write_run
 from snapshots import NOW, STATES, training
 
+from paceline.watch.report import html_report
 from paceline.watch.status import Shelf
-from paceline.watch.view import html_report
 
 pytestmark = pytest.mark.dist
 

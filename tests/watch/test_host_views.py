@@ -14,9 +14,9 @@ from run_folders import asked, serving
 from paceline.errors import PacelineError
 from paceline.rundir import append_sample, utc_now
 from paceline.watch.panels import logs_panel, run_panels
+from paceline.watch.report import html_report, markdown_report
 from paceline.watch.status import Shelf, format_run, open_reader
 from paceline.watch.summary import log_title, ranks_and_hosts, warnings
-from paceline.watch.view import html_report, markdown_report
 
 BOTH = {"ada": [0, 1], "bob": [2, 3]}
 MODEL = "--depth 2 --n-embd 64 --head-dim 32 --sequence-len 64 --vocab-size 512 --total-batch-size 1024 --device-batch-size 8"

@@ -9,8 +9,8 @@ from snapshots import NOW
 
 from paceline.cli import run_command
 from paceline.rundir import append_json_line
+from paceline.watch.report import SPARKLINE_WIDTH, STATIC, hash_of, html_report, markdown_report
 from paceline.watch.terminal.chart import sparkline
-from paceline.watch.view import SPARKLINE_WIDTH, STATIC, hash_of, html_report, markdown_report
 
 SECRET = "hf_abcdefghijklmnopqrstuvwx"
 EVIL = "</script><script>alert(1)</script> *x* <!-- |"

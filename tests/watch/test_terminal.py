@@ -115,8 +115,8 @@ def test_keys_choose_zoom_and_scale_the_curves():
         assert "── loss" in (await app.press("left"))
         assert "── val_bpb" in (await app.press("j"))
         assert "── loss" in (await app.press("k"))
-        assert "last 50% of the steps" in (await app.press("z"))
-        assert "last 10% of the steps, logarithmic" in (await app.press("z", "y"))
+        assert "last 50 % of the steps" in (await app.press("z"))
+        assert "last 10 % of the steps, logarithmic" in (await app.press("z", "y"))
         screen = await app.press("z", "y")
         assert "── all steps ──" in screen and "logarithmic" not in screen
 
@@ -351,7 +351,7 @@ def test_a_new_size_is_filled_at_once():
 
 def test_a_curve_can_be_smoothed_and_read_at_a_point():
     async def script(app, pilot):
-        assert "last 50% of the steps, smoothed" in (await app.press("2", "z", "s"))
+        assert "last 50 % of the steps, smoothed" in (await app.press("2", "z", "s"))
         screen = await app.press("left_square_bracket", "left_square_bracket")
         assert re.search(r"step 1,2[01]\d: 2\.[89]\d+ +last 2\.9216", screen) and "┊" in screen
         assert "step 1,240: " in (await app.press("right_square_bracket", "right_square_bracket"))

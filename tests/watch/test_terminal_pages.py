@@ -165,7 +165,7 @@ def test_why_shows_cause_fix_evidence_attempts_and_findings():
 def test_curves_can_be_chosen_zoomed_and_drawn_on_a_logarithmic_axis():
     lines = [plain(line) for line in curves_page(training(), CurveChoice("grad_norm", True, 0.5), width=80, height=20)]
     assert lines[0].startswith("── grad_norm")
-    assert "── last 50% of the steps, logarithmic" in lines[12]
+    assert "── last 50 % of the steps, logarithmic" in lines[12]
     assert any(line.startswith(" > grad_norm") for line in lines)
     assert plain(curves_page(script(), CurveChoice(), width=80, height=20)[1]) == " no numbers yet"
 

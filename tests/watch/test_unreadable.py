@@ -16,11 +16,12 @@ from paceline.errors import PacelineError
 from paceline.explain.explanation import format_explanation
 from paceline.explain.run_folder import explain_run
 from paceline.rundir import append_event, append_json_line
+from paceline.terminal import write_output
 from paceline.watch.panels import run_panels
+from paceline.watch.report import html_report, markdown_report
 from paceline.watch.status import RunList, Shelf, format_run, format_runs, open_reader
 from paceline.watch.terminal.chart import CurveChoice
 from paceline.watch.terminal.pages import NO_LOG, format_once, page_lines
-from paceline.watch.view import html_report, markdown_report, write_report
 
 NOW = 1_795_250_500.0
 OTHER_USER = 65534
@@ -163,14 +164,14 @@ def test_a_run_whose_name_is_not_utf8_is_listed_shown_and_reported(tmp_path, mon
 def test_a_report_that_cannot_be_written_leaves_the_one_before(tmp_path):
     target = tmp_path / "kept.html"
     target.write_text("good")
-    script = "import resource, sys; from pathlib import Path; from paceline.watch.view import write_report;"
+    script = "import resource, sys; from pathlib import Path; from paceline.terminal import write_output;"
     script += "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
     script += "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-    script += "write_report(Path(sys.argv[1]), 'x' * 100_000)"
+    script += "write_output(Path(sys.argv[1]), 'x' * 100_000)"
     done = subprocess.run([sys.executable, "-c", script, target], capture_output=True, text=True, check=False)
     assert "File too large" in done.stderr
     assert (target.read_text(), [path.name for path in tmp_path.iterdir()]) == ("good", ["kept.html"])
-    write_report(Path("/dev/null"), "x")  # a device is written as it is
+    write_output(Path("/dev/null"), "x")  # a device is written as it is
 
 
 GPU = {

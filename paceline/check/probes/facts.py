@@ -25,7 +25,7 @@ from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError
 from paceline.redaction import SET, redact, secrecy
 from paceline.rundir import utc_now
-from paceline.units import signal_name
+from paceline.units import format_exit
 
 Json = dict[str, Any]
 VERSION = 1
@@ -204,7 +204,7 @@ class ProbeProcess:
 
     def describe_end(self, exit_code: int | None) -> str:
         if exit_code is not None and exit_code < 0:
-            return f"ended by {signal_name(-exit_code)}"
+            return format_exit(exit_code)
         last = self.stderr.decode(errors="replace").strip().splitlines()
         if self.stdout:
             return f"answered no JSON: {self.stdout[:QUOTED_CHARS].decode(errors='replace').strip()!r}"

@@ -20,7 +20,7 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
-from paceline.check.probes.network_probe import LINK_LOCAL, interface_addresses, interface_here, link_address
+from paceline.check.probes.network_probe import LINK_LOCAL, interface_here, link_address, own_addresses
 from paceline.errors import PacelineError
 
 HEADER = struct.Struct("!cQ")  # what to do with the bytes that follow: echo them, count them, or send as many
@@ -49,7 +49,7 @@ def main() -> int:
             Thread(target=serve, args=(listener, token), daemon=True).start()
     port, store_port = (listener and listener.getsockname()[1] for listener in listeners)
     try:
-        addresses = list(own_addresses(request.get("interface")))
+        addresses = list(reachable_addresses(request.get("interface")))
     except PacelineError as error:
         print(json.dumps({"reason": error.message}), flush=True)
         return 1
@@ -75,15 +75,14 @@ def listen(ports: Iterable[int]) -> socket.socket | None:
     return None
 
 
-def own_addresses(interface: str | None) -> Iterator[str]:
+def reachable_addresses(interface: str | None) -> Iterator[str]:
     """Yields the addresses by which other hosts may reach this one, first the link's, then IPv4; of an interface only its own."""
     if interface is not None:
         yield interface_here(interface)[1]
         return
     if address := link_address():
         yield address
-    addresses = [address for nic in (interface_addresses() or {}).values() for address in nic]
-    for address in sorted(addresses, key=lambda address: ":" in address):
+    for address in sorted(own_addresses(), key=lambda address: ":" in address):
         if not address.startswith(("127.", "::1", *LINK_LOCAL)):
             yield address
 

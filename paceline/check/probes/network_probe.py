@@ -124,6 +124,11 @@ def interface_kind(folder: Path, *, driver: str | None) -> str:
     return "other" if virtual and not any(name.startswith("lower_") for name in names_in(folder)) else kind
 
 
+def own_addresses() -> list[str]:
+    """Returns the addresses of all interfaces of this host."""
+    return [address for nic in (interface_addresses() or {}).values() for address in nic]
+
+
 def interface_addresses() -> dict[str, list[str]] | None:
     """Returns the IPv4 and IPv6 addresses of every interface, without the zone; None without psutil."""
     try:

@@ -36,7 +36,7 @@ from paceline.check.torch_install import (
 from paceline.errors import PacelineError
 from paceline.plan.host import read_text
 from paceline.rundir import write_atomic
-from paceline.units import signal_name
+from paceline.units import format_exit
 
 DEADLINE_S = 30.0
 MARGIN_S = 2.0  # a child that hangs is killed this much before the deadline: what the files show must still be sent
@@ -113,7 +113,7 @@ def run_stages(section: Json, *, deadline_s: float) -> str | None:
     if time.monotonic() >= deadline:
         return f"no answer in {deadline_s:g} s"
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return None if status == 0 else f"ended by {signal_name(-status)}" if status < 0 else f"exit code {status}"
+    return format_exit(status) if status else None
 
 
 def describe_torch(send: Callable[[Json], None]) -> None:

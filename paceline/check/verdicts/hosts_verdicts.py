@@ -84,7 +84,7 @@ def hosts_same(hosts: Sequence[Host]) -> Cases:
         if name := host.at("host.name"):
             nics = [nic for nic in interfaces_up(host) if not nic.get("loopback")]
             addresses = frozenset(address for nic in nics for address in nic.get("addresses") or ())
-            names.setdefault((name, addresses), []).append(str(host.at("connection.destination") or name))
+            names.setdefault((name, addresses), []).append(host.name)
     for (name, _), destinations in names.items():
         if len(destinations) > 1:
             user, at, address = destinations[0].rpartition("@")
@@ -94,15 +94,11 @@ def hosts_same(hosts: Sequence[Host]) -> Cases:
 
 def links(hosts: Sequence[Host]) -> Iterator[tuple[Host, Host, dict[str, Any]]]:
     """Yields each pair of hosts with its link."""
-    by_name = {host.at("connection.destination") or host.at("host.name"): host for host in hosts}
+    by_name = {host.name: host for host in hosts}
     for host in hosts:
         for link in host.at("links") or ():
             if link["to"] in by_name:
                 yield host, by_name[link["to"]], link
-
-
-def name_of(host: Host) -> str:
-    return str(host.at("connection.destination") or host.at("host.name"))
 
 
 def interfaces_of(host: Host, other: Host, link: dict[str, Any]) -> list[dict[str, Any]]:
@@ -120,7 +116,7 @@ def hosts_unconnected(hosts: Sequence[Host]) -> Cases:
     for host, other, link in links(hosts):
         if any(interface_absent(host)) or any(interface_absent(other)):
             continue  # that is why the link was not measured, or only within a host
-        name, peer = name_of(host), name_of(other)
+        name, peer = host.name, other.name
         reason = link.get("reason") or "no answer"
         if link["error"] == "probe":
             yield Case(f"the link from {name} to {peer} was not measured: {reason}", "repeat the check", "warn")
@@ -141,7 +137,7 @@ def hosts_store_port(hosts: Sequence[Host]) -> Cases:
     """The store is on the host of rank 0: the one where the command is typed, else the first."""
     first = next((host for host in hosts if host.at("connection.here")), hosts[0])
     for host, other, link in links(hosts):
-        ports, name, peer = host.intent.config.get("ports"), name_of(host), name_of(other)
+        ports, name, peer = host.intent.config.get("ports"), host.name, other.name
         if host is first and link.get("own_store_port", 0) is None:
             what = f"none of the ports {ports} is free on {name}, where the ranks meet"
             yield Case(what, f"other --ports, or wait for the program that has them: ss -ltnp on {name} shows it")
@@ -158,7 +154,7 @@ def hosts_address(hosts: Sequence[Host]) -> Cases:
         if link["bits_per_s"] and link.get("tried"):
             names = {nic["name"] for nic in interfaces_of(host, other, link)}
             yield Case(
-                f"{name_of(host)} cannot connect to {name_of(other)} at {link['tried'][0]}, where it is known here;"
+                f"{host.name} cannot connect to {other.name} at {link['tried'][0]}, where it is known here;"
                 f" {link['address']} answers",
                 f"--interface {names.pop() if len(names) == 1 else network_of(link['address'])}",
             )
@@ -169,7 +165,7 @@ def hosts_path_mtu(hosts: Sequence[Host]) -> Cases:
         if link["error"] == "large":
             interface = next(iter(interfaces_of(host, other, link)), {})
             what = (
-                f"small messages reach {name_of(other)} from {name_of(host)}, and large ones do not: the MTU on the way is"
+                f"small messages reach {other.name} from {host.name}, and large ones do not: the MTU on the way is"
                 " smaller than theirs"
             )
             yield Case(what, f"sudo ip link set {interface.get('name') or 'eth0'} mtu 1500, on both")
@@ -184,7 +180,7 @@ def nominal_bits_per_s(nics: Sequence[dict[str, Any]]) -> float | None:
 
 def hosts_link_slow(hosts: Sequence[Host]) -> Cases:
     for host, other, link in links(hosts):
-        nics, name, peer = interfaces_of(host, other, link), name_of(host), name_of(other)
+        nics, name, peer = interfaces_of(host, other, link), host.name, other.name
         nominal = nominal_bits_per_s(nics)
         there, back = (link["bits_per_s"], name, peer), (link.get("back_bits_per_s"), peer, name)
         for (speed, sender, receiver), (opposite, *_) in ((there, back), (back, there)):
@@ -217,7 +213,7 @@ def hosts_link_indirect(hosts: Sequence[Host]) -> Cases:
                 wired = next(
                     (n["name"] for n in interfaces_up(host) if n["kind"] == "ethernet" and n["addresses"]), None
                 )
-                what = f"{name_of(host)} and {name_of(other)} meet over {nic['name']}, which is {nic['kind']}"
+                what = f"{host.name} and {other.name} meet over {nic['name']}, which is {nic['kind']}"
                 yield Case(what, f"--interface {wired}" if wired else "connect them by a cable")
                 break
 
@@ -225,7 +221,7 @@ def hosts_link_indirect(hosts: Sequence[Host]) -> Cases:
 def hosts_link_far(hosts: Sequence[Host]) -> Cases:
     for host, other, link in links(hosts):
         if link["rtt_us"] and link["rtt_us"] > FAR_US:
-            what = f"a message from {name_of(host)} to {name_of(other)} and back takes {link['rtt_us'] / 1000:.1f} ms"
+            what = f"a message from {host.name} to {other.name} and back takes {link['rtt_us'] / 1000:.1f} ms"
             yield Case(what, "use hosts on one switch, or a larger total_batch_size: fewer steps, so fewer messages")
 
 
@@ -289,7 +285,7 @@ def hosts_memory(hosts: Sequence[Host]) -> Cases:
         cards = [gpu["memory_total_bytes"] for gpu in host.gpus if gpu.get("memory_total_bytes")]
         size = min(cards, default=None) if uses_cuda else memory_limit(host.facts)[0]
         if size:
-            sizes[name_of(host)] = size
+            sizes[host.name] = size
     if sizes and min(sizes.values()) < UNEQUAL_MEMORY * max(sizes.values()):
         what = "GPU memory" if uses_cuda else "memory"
         text = ", ".join(f"{format_bytes(size)} on {name}" for name, size in sizes.items())
@@ -303,24 +299,24 @@ def hosts_clock(hosts: Sequence[Host]) -> Cases:
         ahead_s = link.get("clock_s") or 0.0
         if abs(ahead_s) > CLOCK_SKEW_S:
             late, early = (other, host) if ahead_s > 0 else (host, other)
-            what = f"the clock of {name_of(late)} is {abs(ahead_s):.1f} s ahead of that of {name_of(early)}"
+            what = f"the clock of {late.name} is {abs(ahead_s):.1f} s ahead of that of {early.name}"
             yield Case(what, "sudo timedatectl set-ntp true, on both")
 
 
 def clock_free(hosts: Sequence[Host]) -> Cases:
     """Only where the clocks were not compared: hosts_clock judges by how far they are apart."""
-    compared = {name_of(end) for *ends, link in links(hosts) if link.get("clock_s") is not None for end in ends}
-    free = [host for host in hosts if host.at("host.clock.synchronized") is False and name_of(host) not in compared]
+    compared = {end.name for *ends, link in links(hosts) if link.get("clock_s") is not None for end in ends}
+    free = [host for host in hosts if host.at("host.clock.synchronized") is False and host.name not in compared]
     if free:
-        what = f"no time service keeps the clock{'s' * (len(free) > 1)} of {format_list(map(name_of, free))}"
-        yield Case(what, f"sudo timedatectl set-ntp true, on {format_list(map(name_of, free))}")
+        what = f"no time service keeps the clock{'s' * (len(free) > 1)} of {format_list([host.name for host in free])}"
+        yield Case(what, f"sudo timedatectl set-ntp true, on {format_list([host.name for host in free])}")
 
 
 def hosts_mtu(hosts: Sequence[Host]) -> Cases:
     """Compares the interfaces of each link; where none was measured, those of the default routes."""
     for host, other, link in links(hosts):
         nics = interfaces_of(host, other, link)
-        sizes = {name_of(end): nic["mtu"] for end, nic in zip((host, other), nics, strict=False)}
+        sizes = {end.name: nic["mtu"] for end, nic in zip((host, other), nics, strict=False)}
         if len(nics) == 2 and len(set(sizes.values())) > 1:
             text = ", ".join(f"{size} on {name}" for name, size in sizes.items())
             yield Case(f"MTU: {text}", f"sudo ip link set {nics[0]['name']} mtu {min(sizes.values())}, on both")

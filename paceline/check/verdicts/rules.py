@@ -80,6 +80,11 @@ class Host:
         return value
 
     @property
+    def name(self) -> str:
+        """The name by which it was reached, or its own; with a user where one was given."""
+        return str(self.at("connection.destination") or self.at("host.name"))
+
+    @property
     def gpus(self) -> list[Mapping[str, Any]]:
         """The cards that CUDA sees."""
         return visible_gpus(self.facts)

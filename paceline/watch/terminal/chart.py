@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from paceline.terminal import cells, cut, pad
-from paceline.units import format_count
+from paceline.units import format_count, format_percent
 from paceline.watch.measures import METRICS, format_measure
 from paceline.watch.snapshot import Series, Snapshot
 from paceline.watch.terminal.line import EMPTY, Line, clean, heading, side_by_side, split_width
@@ -45,7 +45,7 @@ def curves_page(snapshot: Snapshot, choice: CurveChoice, *, width: int, height: 
     current = choice.curve if choice.curve in names else names[0]
     room = max(6, height - len(names) - 1)
     lines = curve_block(snapshot, replace(choice, curve=current), width=width, height=room)
-    title = "all steps" if choice.part >= 1 else f"last {choice.part:.0%} of the steps"
+    title = "all steps" if choice.part >= 1 else f"last {format_percent(choice.part)} of the steps"
     title += ", logarithmic" if choice.log_scale else ""
     title += ", smoothed" if choice.smooth else ""
     lines.append(heading(title, width, right=(("least       most     last", "faint"),)))

@@ -13,16 +13,25 @@ from itertools import chain
 from typing import Any
 
 from paceline.terminal import ELLIPSIS, cut
-from paceline.units import format_count, format_duration, format_energy, format_ranks
-from paceline.watch.measures import METRICS, format_measure, format_percent, format_time
+from paceline.units import format_count, format_duration, format_energy, format_percent, format_ranks
+from paceline.watch.measures import METRICS, format_measure, format_time
 from paceline.watch.panels import action_text, figures, goodput_panel, severity_level, why_panel
 from paceline.watch.snapshot import BROKEN, LIVE, EventView, Snapshot
-from paceline.watch.summary import LEVEL_SIGNS, STATE_SIGNS, attempt_outcome, goodput_share, ranks_and_hosts, summarize
+from paceline.watch.summary import (
+    LEVEL_SIGNS,
+    STATE_SIGNS,
+    UNEXPLAINED,
+    attempt_outcome,
+    goodput_share,
+    ranks_and_hosts,
+    summarize,
+)
 from paceline.watch.terminal.line import Line, Piece, bar, clean, facts_line, fit, heading, paragraph, section, width_of
 
 MAX_RANKS_NAMED = 16
 MAX_EVIDENCE_LINES = 8
 MARGIN: Piece = ("   ", "")
+LEVEL_TONES = {"warning": "orange", "error": "red"}
 ARROW: Piece = (" → ", "good")  # before a fix
 
 
@@ -42,7 +51,7 @@ def health(snapshot: Snapshot, *, now: float, width: int) -> list[Line]:
     sign, style = LEVEL_SIGNS[summary.level]
     text, start = clean(summary.text), (f" {sign} ", style)
     if summary.level != "good":
-        tone = {"warning": "orange", "error": "red"}.get(summary.level, "")
+        tone = LEVEL_TONES.get(summary.level, "")
         lines = paragraph(text, width, start, style=tone)
         if len(lines) > 2:
             following = " ".join(line[-1][0] for line in lines[1:])
@@ -80,15 +89,13 @@ def origin(snapshot: Snapshot) -> str:
 
 
 def progress(snapshot: Snapshot, *, width: int) -> Line:
-    is_live, share = snapshot.state in LIVE, None
+    is_live, share = snapshot.state in LIVE, snapshot.share
     left: Line = ((f" step {snapshot.step:,}  ", "strong"),) if snapshot.step else ((" n/a  ", "faint"),)
     right: list[Piece] = []
     if snapshot.preparing and snapshot.state == "preparing":
-        share = snapshot.preparing["share"]
         left = ((" n/a  " if share is None else f" {format_percent(share)}  ", "strong"),)
         right.append((f"  {cut(clean(snapshot.preparing['label']), 40)}", "strong"))
-    if snapshot.num_steps and snapshot.step is not None:
-        share = min(1.0, snapshot.step / snapshot.num_steps)
+    elif snapshot.num_steps and snapshot.step is not None and share is not None:
         left = ((f" {math.floor(1000 * share) / 10:.1f} %  ", "strong"),)
         right.append((f"  {snapshot.step:,}/{snapshot.num_steps:,}", "strong"))
     if is_live and snapshot.eta_s is not None:
@@ -117,7 +124,7 @@ def banner(snapshot: Snapshot, *, width: int, height: int) -> list[Line]:
     """Cause and fix of a run that broke, in at most `height` lines."""
     explanation = failure_of(snapshot)
     if snapshot.state == "broken" and not snapshot.explanation:
-        text = "the run ended without reporting why" + ("; its logs (5) may show it" if snapshot.logs else "")
+        text = UNEXPLAINED["broken"] + ("; its logs (5) may show it" if snapshot.logs else "")
         return [((f" ✗ {text}", "error"),)]
     if explanation is None or snapshot.state == "recovering":  # its sentence is in the header
         return []
@@ -149,7 +156,7 @@ def event_lines(snapshot: Snapshot, *, now: float, width: int, height: int | Non
     lines: list[Line] = []
     for event in recent:
         sign, style = LEVEL_SIGNS[event.level]
-        tone = {"warning": "orange", "error": "red"}.get(event.level, "")
+        tone = LEVEL_TONES.get(event.level, "")
         start = (f" {clock(event, now)}  ", "faint"), (f"{sign} ", style)
         lines += paragraph(event.text, width, *start, style=tone, wrapped=height is None)
     return lines

@@ -224,9 +224,7 @@ def key_line(keys: Iterable[Key]) -> Line:
     return ((" ", ""), *chain.from_iterable(key.line for key in keys))
 
 
-def page_keys(
-    page: str, *, width: int, held: bool = False, copied: bool = False, snapshot: Snapshot | None
-) -> list[Key]:
+def page_keys(page: str, *, width: int, held: bool, copied: bool = False, snapshot: Snapshot | None) -> list[Key]:
     """Returns the keys of the last line, with the names of all pages where there is room."""
     keys = extra_keys(page, snapshot, copied=copied) if snapshot else []
     keys += [Key("space", "continue", "hold", active=True)] if held else []

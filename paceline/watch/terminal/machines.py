@@ -10,11 +10,10 @@ from itertools import accumulate, islice
 from statistics import median
 
 from paceline.terminal import cells, cut, pad
-from paceline.units import GIB, format_bytes, format_duration, format_list, format_ms, format_number_of
+from paceline.units import GIB, format_bytes, format_duration, format_list, format_ms, format_number_of, format_percent
 from paceline.watch.device_panels import map_panels
 from paceline.watch.measures import (
     format_memory,
-    format_percent,
     format_power,
     format_temperature,
     gpu_model,
@@ -162,7 +161,7 @@ def longest_ms(ranks: Sequence[RankView]) -> float:
     return max((rank.busy_ms or 0.0 for rank in ranks), default=0.0)
 
 
-def rank_cell(rank: RankView, *, width: int, longest: float, host_width: int = 0) -> Line:
+def rank_cell(rank: RankView, *, width: int, longest: float, host_width: int) -> Line:
     """3 bob train  571 ms ━━━━━━──, with a sign before a slow and a silent rank; with its host where there are several."""
     silent = is_silent(rank)
     sign, style = ("!", "warning") if rank.slow or silent else (" ", "")
@@ -279,9 +278,8 @@ def gpus_over_time(snapshot: Snapshot, *, width: int, height: int) -> list[Line]
     lines: list[Line] = []
     for label, series in zip(labels, curves.values(), strict=True):
         line = (pulse(even_values(series.times, series.values, column - margin - 9)), "green")
-        lines.append(
-            ((f" {pad(cut(label, margin), margin, right=True)} ", "strong"), line, (f" {series.values[-1]:>5.0%}", ""))
-        )
+        use = format_percent(series.values[-1])
+        lines.append(((f" {pad(cut(label, margin), margin, right=True)} ", "strong"), line, (f" {use:>5}", "")))
     return section("GPU use, over time", in_columns(lines, columns, width=width), width)
 
 

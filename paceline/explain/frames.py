@@ -1,5 +1,5 @@
 """
-What an exception's frames say place its message: whether the user's own code is wrong, or something that a package needs.
+What an exception's frames say beside its message: whether the user's own code is wrong, or something that a package needs.
 
 A message about a missing name or argument has the same form whoever wrote the function, so the names of the usual packages and
 their classes tell whether two versions do not fit.
@@ -128,12 +128,12 @@ def match_frames(record: Record) -> tuple[str, float, dict[str, str]] | None:
 
 
 def hiding_file(module: str, frames: Sequence[str]) -> str | None:
-    """The file or folder place the user's script that has the name of a package, and is imported in its place."""
+    """The file or folder beside the user's script that has the name of a package, and is imported in its place."""
     if not frames or not (MODULES.fullmatch(module) or module in sys.stdlib_module_names):
         return None
     paths = [match[1] for frame in frames if not INSTALLED.search(frame) and (match := FRAME_PATH.search(frame))]
-    place = re.sub(r"[^/\\]*$", "", paths[0]) + module if paths else ""
-    return next((place for path in paths if re.match(rf"{re.escape(place)}(?:\.py$|[/\\])", path)), None)
+    hiding = re.sub(r"[^/\\]*$", "", paths[0]) + module if paths else ""
+    return next((hiding for path in paths if re.match(rf"{re.escape(hiding)}(?:\.py$|[/\\])", path)), None)
 
 
 def left_program_running(record: Record, log: Log) -> bool:

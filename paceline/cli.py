@@ -54,6 +54,7 @@ def stop(args: run_options.StopOptions) -> None:
 
 
 def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:
+    from paceline.data.prepare import epoch_rows
     from paceline.plan.query import answer, answer_configs
 
     if isinstance(args, options.ConfigsOptions):
@@ -61,7 +62,7 @@ def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:
     else:  # what reaches other hosts is imported where hosts are named
         if args.slurm:
             from paceline.launch.sbatch import add_jobs as answer
-        print(answer(args, lambda config: import_module("paceline.launch.host_facts").ask_machine(config)))
+        print(answer(args, lambda config: import_module("paceline.launch.host_facts").ask_machine(config), epoch_rows))
 
 
 def check(args: options.CheckOptions) -> int:
@@ -72,14 +73,11 @@ def check(args: options.CheckOptions) -> int:
     from paceline.terminal import progress_line
 
     entries, config = hosts.hosts_of(resolve_config(args.config, args.keys))
+    ask_hosts = host_facts.hosts_asker(entries, config, port=args.port, is_whole=True) if entries else None
+    set_keys, port = frozenset(args.keys), args.port
     with progress_line("checking") as on_probe:
         checked = check_config(
-            config,
-            probe_machine(),
-            set_keys=frozenset(args.keys),
-            port=args.port,
-            on_probe=on_probe,
-            ask_hosts=host_facts.hosts_asker(entries, config, port=args.port, is_whole=True) if entries else None,
+            config, probe_machine(), set_keys=set_keys, port=port, on_probe=on_probe, ask_hosts=ask_hosts
         )
     text = json.dumps(to_json(checked.findings, checked.facts), indent=1) if args.json else ""
     print(text or format_check(checked, verbose=args.verbose, coloured=shows_colours(sys.stdout)))

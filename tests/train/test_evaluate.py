@@ -48,9 +48,10 @@ def model():
 
 
 def test_rows_are_spread_evenly_over_the_held_out_part():
-    assert eval_rows(10, max_rows=5).tolist() == [0, 2, 4, 6, 8]
-    assert eval_rows(3, max_rows=5).tolist() == [0, 1, 2]
-    assert eval_rows(3, max_rows=0).tolist() == [0]
+    assert eval_rows(10, 47, sequence_len=9).tolist() == [0, 2, 4, 6, 8]
+    assert eval_rows(3, 45, sequence_len=9).tolist() == [0, 1, 2]
+    assert eval_rows(3, 0, sequence_len=9).tolist() == [0]
+    assert [len(eval_rows(3, tokens, sequence_len=9)) for tokens in (18, 19)] == [2, 3]  # the last row has one token
 
 
 def test_a_compiled_model_is_compiled_once_whatever_is_left_for_the_last_batch(model):

@@ -230,7 +230,7 @@ def evaluate(args: run_options.EvalOptions) -> None:
     from paceline.train.evaluate import evaluate_run, format_evaluation
 
     result = evaluate_run(folder, args, dataset=run_data(folder, other=args.data))
-    print(json.dumps(result) if args.json else format_evaluation(result, name=folder.name))
+    print(json.dumps(result) if args.json else format_evaluation(result))
 
 
 def sample(args: run_options.SampleOptions) -> None:
@@ -239,9 +239,9 @@ def sample(args: run_options.SampleOptions) -> None:
 
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     write = (lambda _: None) if args.json else partial(print, end="", flush=True)
-    texts = sample_run(folder, args, prompt=prompt, write=write)
+    result = sample_run(folder, args, prompt=prompt, write=write)
     if args.json:
-        print(json.dumps({"prompt": prompt, "samples": texts}, ensure_ascii=False))
+        print(json.dumps(result, ensure_ascii=False))
 
 
 def export(args: run_options.ExportOptions) -> None:

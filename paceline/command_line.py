@@ -25,7 +25,7 @@ BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "
 HELP_FLAGS = {"-h", "--help"}
 VALUE_NAMES = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 NOT_A_VALUE = re.compile(r"-(?!$|\.?\d|.* )")  # an option; "-", a negative number and a text with spaces are values
-
+OTHER_COMMANDS = {"chat": "sample", "generate": "sample", "list": "runs", "ls": "runs", "sft": "train --init-from RUN"}
 OTHER_LAUNCHERS = {  # our own option -> the options of torchrun, accelerate launch and deepspeed that it replaces
     "paceline run --nproc {value}": "nproc-per-node num-processes num-gpus",
     "paceline run --runs-dir {value}": "log-dir",
@@ -395,6 +395,6 @@ def unknown_command(args: Sequence[str], names: Collection[str]) -> UsageError:
     if actions := [name.split()[1] for name in names if name.startswith(f"{head} ")]:
         problem = f"{head} takes {' or '.join(actions)}, {f'not {word}' if word else 'none is given'}"
         return UsageError(problem, fix=f"paceline {head} {nearest(word, actions) or actions[0]}")
-    near = nearest(head, [name.split()[0] for name in names])
+    near = OTHER_COMMANDS.get(head) or nearest(head, [name.split()[0] for name in names])
     whole = f"{near} {word}" if f"{near} {word}" in names else near
     return UsageError(f"unknown command {head}", fix=f"paceline {whole}" if near else "paceline --help lists them")

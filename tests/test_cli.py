@@ -138,6 +138,8 @@ def test_an_option_has_the_same_meaning_in_every_form(args):
     ("args", "fix"),
     [
         (["trian"], "paceline train"),
+        (["chat"], "paceline sample"),
+        (["sft"], "paceline train --init-from RUN"),
         (["tokeniser", "train"], "paceline tokenizer train"),
         (["torch", "chekc"], "paceline torch check"),
         (["watch", "--onec"], "did you mean --once?"),

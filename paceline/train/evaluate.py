@@ -252,7 +252,7 @@ def evaluate_run(run: RunDir, options: EvalOptions, *, dataset: TokenDataset) ->
             sums += score_rows(model, split, rows, token_bytes=token_bytes, device_batch_size=RUN_BATCH_ROWS)
     nats, num_bytes, tokens = sums.tolist()
     bpb = bits_per_byte(nats, num_bytes)
-    return {"step": reader.step, "val_bpb": bpb, "tokens": int(tokens), "data": dataset.meta["source"]}
+    return {"run": run.name, "step": reader.step, "val_bpb": bpb, "tokens": int(tokens), "data": dataset.meta["source"]}
 
 
 def run_batches(
@@ -278,15 +278,15 @@ def choose_loss(model: GPT) -> None:
         print(f"the loss is computed without its Triton kernel, which is slower: {problem}")
 
 
-def format_evaluation(result: Mapping[str, Any], *, name: str) -> str:
-    """Returns the line of `paceline eval` for a result of evaluate_run. name: the run's."""
+def format_evaluation(result: Mapping[str, Any]) -> str:
+    """Returns the line of `paceline eval` for a result of evaluate_run."""
     step, tokens = f"step {result['step']:,}", f"{format_number_of(result['tokens'], 'token')} of {result['data']}"
-    return f"{name} at {step}: val_bpb {result['val_bpb']:.4f} on {tokens}"
+    return f"{result['run']} at {step}: val_bpb {result['val_bpb']:.4f} on {tokens}"
 
 
-def sample_run(run: RunDir, options: SampleOptions, *, prompt: str, write: Callable[[str], None]) -> list[str]:
-    """Streams the first sample through `write`, then writes the others; returns all of them."""
-    model, _ = load_model(run, step=options.step, device=options.device)
+def sample_run(run: RunDir, options: SampleOptions, *, prompt: str, write: Callable[[str], None]) -> dict[str, Any]:
+    """Streams the first sample through `write`, then writes the others; returns all of them, with what they follow from."""
+    model, reader = load_model(run, step=options.step, device=options.device)
     tokenizer = Tokenizer.load(run_tokenizer(run))
     live = DecodeStream(tokenizer)
     tokens: list[list[int]] = [[] for _ in range(options.num)]
@@ -311,7 +311,8 @@ def sample_run(run: RunDir, options: SampleOptions, *, prompt: str, write: Calla
     write("\n")
     for number, text in enumerate(texts[1:], 2):
         write(f"\n--- {number} of {options.num}\n{prompt}{text}\n")
-    return texts
+    choices = {name: getattr(options, name) for name in ("temperature", "top_k", "seed")}
+    return {"run": run.name, "step": reader.step, **choices, "prompt": prompt, "samples": texts}
 
 
 def generate(

@@ -149,7 +149,7 @@ def figures(snapshot: Snapshot) -> Iterator[Figure]:
             continue
         over = value / expected - 1 if known(value) else math.nan
         worse = over < -TOLERANCE if name in METRICS and METRICS[name].better == "more" else over > TOLERANCE
-        difference = "" if math.isnan(over) else f"{100 * over:+.0f} %".replace("-", "−")
+        difference = "" if math.isnan(over) else f"{round(100 * over):+} %".replace("-", "−").replace("+0 %", "0 %")
         yield Figure(name, value, format_figure(name, value), format_figure(name, expected), difference, worse)
 
 

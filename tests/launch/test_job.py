@@ -297,6 +297,10 @@ def test_what_a_resume_cannot_change_is_refused_with_a_command_that_works(job_on
         assert error.value.fix == fix
     with pytest.raises(PacelineError, match="tokenizer is auto in run and cannot change"):
         changed_run(run, {"tokenizer": "a.json"}, otherwise="x")
+    run.tokenizer_json.parent.mkdir(exist_ok=True)
+    for path in (run.tokenizer_json, tmp_path / "copy.json"):
+        path.write_text("{}")
+    assert changed_run(run, {"tokenizer": "copy.json"}, otherwise="x")[0].tokenizer is None  # that of the run
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def stop(args: run_options.StopOptions) -> None:
 
 
 def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:
+    from paceline.data.prepare import epoch_rows
     from paceline.plan.query import answer, answer_configs
 
     if isinstance(args, options.ConfigsOptions):
@@ -64,7 +65,7 @@ def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:
     else:  # what reaches other hosts is imported where hosts are named
         if args.slurm:
             from paceline.launch.sbatch import add_jobs as answer
-        print(answer(args, lambda config: import_module("paceline.launch.host_facts").ask_machine(config)))
+        print(answer(args, lambda config: import_module("paceline.launch.host_facts").ask_machine(config), epoch_rows))
 
 
 def check(args: options.CheckOptions) -> int:
@@ -227,7 +228,7 @@ def evaluate(args: run_options.EvalOptions) -> None:
     from paceline.train.evaluate import evaluate_run, format_evaluation
 
     result = evaluate_run(folder, args, dataset=run_data(folder, other=args.data))
-    print(json.dumps(result) if args.json else format_evaluation(result, name=folder.name))
+    print(json.dumps(result) if args.json else format_evaluation(result))
 
 
 def sample(args: run_options.SampleOptions) -> None:

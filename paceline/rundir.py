@@ -192,7 +192,7 @@ def _append_whole(path: Path, lines: bytes) -> None:
 def unwritable_file(path: Path, error: OSError) -> PacelineError:
     """Returns the error for a file of a run folder that cannot be written for another reason than a full disk."""
     if not path.parent.is_dir():
-        fix = "restore the run folder or mount it again, then continue the run; or start a new one"
+        fix = "restore the run folder, mount it again or use its new name, then continue the run; or start a new one"
         return PacelineError(f"{path.parent} is gone: it existed when the run began", fix=fix)
     fix = f"make the run folder writable again, then: {resume_command(RunDir(path.parent))}"
     return PacelineError(f"{path} cannot be written: {error.strerror}", fix=fix)

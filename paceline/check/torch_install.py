@@ -17,7 +17,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -30,7 +30,7 @@ from paceline.plan.host import names_in, read_text
 from paceline.plan.nvml import kernel_driver_version
 
 SOURCE_FILES = ("CMakeLists.txt", "aten", "c10")  # next to torch/ in its source tree
-CACHE_VERSION = 1  # of the cached section's fields
+CACHE_VERSION = 2  # of the cached section's fields
 CACHE_ENV = (
     "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "USE_LIBUV", "CUDA_HOME", "OMP_NUM_THREADS",
 )  # fmt: skip
@@ -131,7 +131,7 @@ def find_shadowing(path: Path) -> list[str]:
 
     torch's own are found by RUNPATH, which comes after both. A shadowing library may fail to load and then leaves no trace.
     """
-    folders = [path / "lib", *path.parent.glob("nvidia/*/lib")]
+    folders = library_folders(path)
     own = {name for folder in folders for name in names_in(folder) if ".so" in name}
     preloaded = re.split(r"[ :]", os.environ.get("LD_PRELOAD", ""))
     shadowing = [Path(name) for name in preloaded if Path(name).name in own]
@@ -141,7 +141,18 @@ def find_shadowing(path: Path) -> list[str]:
         if not any(os.path.realpath(folder) == os.path.realpath(other) for other in folders):
             known = {path.name for path in shadowing}
             shadowing += [folder / library for library in names_in(folder) if library in own - known]
-    return [str(path) for path in shadowing]
+    return [str(library) for library in shadowing if not is_in(folders, str(library))]
+
+
+def library_folders(path: Path) -> list[Path]:
+    """Returns where the libraries of a torch are: in its own folder, and in the nvidia wheels next to it."""
+    return [path / "lib", *path.parent.glob("nvidia/*/lib")]
+
+
+def is_in(folders: Iterable[Path], path: str) -> bool:
+    """Returns whether a library is one of these folders' files, which may be links, as `uv --link-mode symlink` makes them."""
+    real = os.path.realpath(path)
+    return any(os.path.realpath(folder / Path(path).name) == real for folder in folders)
 
 
 def libuv_header(tree: Path | None) -> str | None:

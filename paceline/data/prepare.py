@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from paceline.config import Config
+from paceline.config import Config, cache_dir
 from paceline.data.corpus import Progress, cannot_write, list_files
 from paceline.data.readers import SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file
@@ -115,6 +115,20 @@ def prepare(
         meta = {"format_version": FORMAT_VERSION, "fingerprint": path.name} | request | meta
         write_atomic(folder / META, json.dumps(meta, indent=1) + "\n")
     return replace(open_dataset(path), reused=False)
+
+
+def epoch_rows(config: Config) -> int:
+    """Returns the rows of one epoch of this config's text; 0 where it is paceline's own or is not prepared on this host."""
+    if config.data == Config.data or config.packing != "stream":
+        return 0
+    with suppress(PacelineError):
+        content = None if config.tokenizer is None else read_tokenizer_file(Path(config.tokenizer))
+        digest, files = None if content is None else hashlib.sha256(content).hexdigest(), list_files(config.data)
+        cache = cache_dir(config)
+        path = dataset_path(files, tokenizer_hash=digest, vocab_size=config.vocab_size, cache_dir=cache)
+        num_tokens: int = open_dataset(path).meta["splits"]["train"]["num_tokens"]
+        return -(-(num_tokens - 1) // config.sequence_len)
+    return 0
 
 
 def dataset_path(

@@ -50,6 +50,7 @@ class Job:
     options: LaunchOptions
     resumes_itself = False  # whether the same command, started again by Slurm, continues the run
     is_training = False  # by paceline's own trainer, which saves before it stops
+    is_folder_moved = False  # whether it was renamed during the last attempt
     workers_record_end = False  # whether the workers write `finished` and `stopped` to events.jsonl themselves
 
     def attempt(self, number: int, signals: StopSignals) -> Outcome:
@@ -73,7 +74,7 @@ class Job:
 
     def move(self, run: RunDir) -> None:
         """Takes the place to which the run folder was renamed during an attempt."""
-        self.run = run
+        self.run, self.is_folder_moved = run, True
         self.show([f"the run folder was renamed: it is {run.path} now"])
 
     def regroup(self) -> None:
@@ -163,7 +164,11 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             job_end, explanation = current_job_end(), outcome.explanation
             if job_end:
                 explanation = explain_job_end(job_end, explanation, job.run)
-            abilities = replace(job.abilities(end), min_hosts=job.options.min_hosts, is_job_over=job_end is not None)
+            abilities = replace(
+                job.abilities(end), min_hosts=job.options.min_hosts, is_job_over=job_end is not None,
+                is_folder_moved=job.is_folder_moved,
+            )  # fmt: skip
+            job.is_folder_moved = False
             decision = decide(Situation(history, recovery, abilities))
             if decision.action == "stop" and abilities.lost_hosts and not job_end:
                 explanation = explain_end_without_host(explanation, job.run, abilities)

@@ -55,6 +55,7 @@ class Abilities:
     hosts_left: tuple[str, ...] = ()  # with ranks_left ranks together, or those that cannot go on
     min_hosts: int = 1  # --min-hosts
     is_job_over: bool = False  # the Slurm job that this process is in, with its nodes
+    is_folder_moved: bool = False  # the run folder was renamed during the attempt, and its new place is known
 
     @property
     def too_few_hosts(self) -> str | None:
@@ -187,6 +188,11 @@ RULES = (
         lambda state: state.retry == "smaller", "stop",
         lambda state: "memory ran out, and "
         + ("no smaller configuration exists" if state.abilities.own_trainer else "the script chooses its own sizes"),
+    ),
+    Rule(
+        "folder-moved", "the run folder was renamed during the attempt, and the ranks did not find their files",
+        lambda state: state.abilities.is_folder_moved and state.last.cause == "storage-io-error", "retry",
+        lambda state: "continuing in the renamed folder",
     ),
     Rule(
         "same-error",

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, ot
     """Raises PacelineError for a key that a run cannot change. otherwise: the command that can, to which the key is added."""
     before = {**absolute_texts(asdict(config)), "name": run.name}  # a run is called by the name of its folder
     after = absolute_texts(changes)
+    if after.get("tokenizer") and is_own_tokenizer(run, Path(after["tokenizer"])):
+        del after["tokenizer"]
     if key := next((key for key in FIXED_KEYS if key in after and after[key] != before[key]), None):
         own, value = "auto" if before[key] is None else before[key], str(changes[key])
         fix = f"{otherwise} --{key.replace('_', '-')} {shlex.quote(value)}"
@@ -83,6 +86,13 @@ def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, ot
             f"time sets the length of a new run; {run.name} keeps its {format_number_of(config.num_steps or 0, 'step')}",
             fix=f"--num-steps {2 * (config.num_steps or 0)} makes it longer",
         )
+
+
+def is_own_tokenizer(run: RunDir, path: Path) -> bool:
+    """Whether a file is a copy of the run's tokenizer."""
+    with suppress(OSError):
+        return path.read_bytes() == run.tokenizer_json.read_bytes()
+    return False
 
 
 def check_edits(run: RunDir, config: Config, plan: Plan, *, otherwise: str) -> None:

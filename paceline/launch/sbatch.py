@@ -358,7 +358,7 @@ def option_flags(options: TrainOptions | ResumeOptions) -> list[str]:
     return flags
 
 
-def add_jobs(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
+def add_jobs(options: PlanOptions, ask_hosts: Callable[[Config], Machine], count_rows: Callable[[Config], int]) -> str:
     """Returns the answer of `paceline plan --slurm`: for the GPUs of the partition, with the number of jobs that the run needs."""
     nodes, config = nodes_of(resolve_config(options.config, options.keys))
     submission, length = make_submission(config, nodes, options.slurm_args, gpu=options.gpu)
@@ -371,7 +371,7 @@ def add_jobs(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> st
         except PlanError:  # a name of the site's own
             kind = f"the GPUs of partition {partition.name} ({partition.gpu_kind or 'no name'})"
             note = f"\nnote    the plan does not know {kind}: it is for the devices here; --gpu NAME says what they are"
-    text = answer(options, ask_hosts)
+    text = answer(options, ask_hosts, count_rows)
     if options.json:
         limit_s = None if length.limit_s == math.inf else length.limit_s
         facts = {"nodes": nodes, "partition": partition.name, "limit_s": limit_s, "jobs": length.num_jobs}

@@ -10,11 +10,12 @@ import shlex
 import shutil
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from paceline.launch.notify import checked_services
 from paceline.launch.policy import CRASHES, Abilities, AttemptEnd
 from paceline.launch.script_command import command_name, make_argv
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
-from paceline.launch.sync import find_script_files, send_script
+from paceline.launch.sync import find_script_files, renew_code, send_script
 from paceline.options import LaunchOptions, ResumeOptions, ScriptOptions
 from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_world_size
@@ -157,7 +158,8 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = (), *, run: 
         job.env_elsewhere = env_elsewhere(os.environ, launch, options.env)
         try:
             cluster.connect(run, text=None)
-            lines = send_script(cluster, files, run, sync=not options.no_sync)
+            lines, hashes = send_script(cluster, files, run, sync=not options.no_sync)
+            job.renew_code = partial(renew_code, cluster, files, hashes) if hashes else list
         except BaseException:
             cluster.close()
             if is_new and not options.detach:  # nothing has run; a log in the folder has the error
@@ -193,6 +195,8 @@ class ScriptJob(Job):
     env: Mapping[str, str]
     env_elsewhere: Mapping[str, str] = field(default_factory=dict)  # on other hosts
     cluster: Cluster | None = None  # the hosts, where there are several
+    renew_code: Callable[[], list[str]] = list  # sends other hosts what has changed of the code; returns lines about it
+    is_retry: bool = False
 
     @property
     def host_of(self) -> dict[int, str]:
@@ -203,6 +207,9 @@ class ScriptJob(Job):
     def attempt(self, number: int, signals: StopSignals) -> Outcome:
         """Runs the script on every rank and shows its lines as they come."""
         host_of = self.host_of
+        if self.is_retry and (lines := self.renew_code()):
+            self.show(lines)
+        self.is_retry = True
         world_size = len(host_of) or self.script.nproc
         ranks = range(1 if self.options.quiet_ranks else world_size)
         logs = {rank: self.run.rank_log(number, rank) for rank in ranks}

@@ -44,7 +44,8 @@ class ScriptCopy:
         self.root.mkdir(parents=True, exist_ok=True)
         folders = [name for name in [*line["folders"], line["cwd"]] if name != "."]
         paths = {name: self.path_of(name) for name in [*files, *folders]}
-        self.remove_stale(copies / f"{line['key']}.json", files)
+        if not line["keeps"]:
+            self.remove_stale(copies / f"{line['key']}.json", files)
         lacks = missing_files(self.root, line["files"])
         self.requested = set(lacks)
         if not lacks:

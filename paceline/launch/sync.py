@@ -37,6 +37,7 @@ NOT_SENT = {
     ".ipynb_checkpoints",
 }  # fmt: skip
 INTERPRETER = re.compile(r"python[\d.]*|bash|sh")
+SOURCES = (".py", ".sh", ".c", ".cc", ".cpp", ".cu", ".h", ".cuh")
 NO_SYNC = "--no-sync where the files are already there"
 
 
@@ -109,15 +110,17 @@ def module_file(module: str, cwd: Path) -> Path | None:
     return Path(spec.origin) if spec.origin else cwd / module.partition(".")[0]
 
 
-def send_script(cluster: Cluster, files: ScriptFiles, run: RunDir, *, sync: bool) -> list[str]:
-    """Gives every other host the script, and sets what its ranks execute; returns what was done, in lines.
+def send_script(
+    cluster: Cluster, files: ScriptFiles, run: RunDir, *, sync: bool
+) -> tuple[list[str], Mapping[str, str]]:
+    """Gives every other host the script, and sets what its ranks execute; returns what was done, in lines, and the files' hashes.
 
     sync: False where the user says that the files are there. Raises PacelineError.
     """
     others = [member for member in cluster.present if not member.is_here]
     members = others if files.is_requested else lacking_script(cluster, others, files, sync=sync)
     if not members:
-        return []
+        return [], {}
     if files.folder is None or not sync:
         missing = files.script or files.cwd
         fix = f"--sync {shlex.quote(str(files.cwd))}" if sync else "leave --no-sync out: then the folder is sent"
@@ -129,11 +132,16 @@ def send_script(cluster: Cluster, files: ScriptFiles, run: RunDir, *, sync: bool
         answers = cluster.ask(members, order, timeout_s=SEND_S)
         members = [member for member, answer in answers.items() if answer["cwd"] is None or answer["lacks"]]
     if not members:
-        return [f"sync    {format_names(others)}: the same {format_number_of(len(hashes), 'file')} in {files.folder}"]
+        line = f"sync    {format_names(others)}: the same {format_number_of(len(hashes), 'file')} in {files.folder}"
+        return [line], hashes
     num_files, num_bytes = send_folder(cluster, members, files, listing, hashes)
     sizes = f"{num_files:,} of {format_number_of(len(hashes), 'file')}"
     sizes += f", {format_bytes(num_bytes)} of {format_bytes(listing.total)}"
-    return [f"sync    {files.folder} to {format_names(members)}: {sizes}", *listing.notes]
+    notes = list(listing.notes)
+    if not files.cwd.is_relative_to(files.folder):
+        there = f"their copy of {files.folder}" if len(members) > 1 else f"its copy of {files.folder}"
+        notes.append(f"note    on {format_names(members)} the working directory is {there}, not {files.cwd}")
+    return [f"sync    {files.folder} to {format_names(members)}: {sizes}", *notes], hashes
 
 
 def lacking_script(cluster: Cluster, members: Sequence[Member], files: ScriptFiles, *, sync: bool) -> list[Member]:
@@ -153,11 +161,8 @@ def send_folder(
 ) -> tuple[int, int]:
     """Sends these hosts what they lack of the folder; returns how many files that were, and their bytes."""
     assert files.folder
-    cwd, argv = files.in_copy()
-    key = hashlib.sha256(os.fsencode(f"{socket.gethostname()}:{files.folder}")).hexdigest()[:12]
-    executable = [name for name in hashes if os.access(files.folder / name, os.X_OK)]
-    order: Line = {"do": "script", "key": key, "name": files.folder.name, "cwd": cwd, "files": hashes}
-    order |= {"folders": listing.folders, "executable": executable}
+    _, argv = files.in_copy()
+    order = copy_order(files, hashes) | {"folders": listing.folders}
     sent = set[str]()
     for member, answer in cluster.ask(members, order, timeout_s=SEND_S).items():
         member.own_job = {"cwd": answer["cwd"], "command": argv}
@@ -170,6 +175,49 @@ def send_folder(
             what = f"{answer['lacks'][0]} did not arrive whole on {member.name}"
             raise PacelineError(what, fix="repeat the command: the file may have changed meanwhile")
     return len(sent), sum(listing.sizes[name] for name in sent)
+
+
+def copy_order(files: ScriptFiles, hashes: Mapping[str, str]) -> Line:
+    """Returns the order by which a host says which of these files its copy of the folder lacks.
+
+    keeps: whether files stay there that are not among these.
+    """
+    assert files.folder
+    key = hashlib.sha256(os.fsencode(f"{socket.gethostname()}:{files.folder}")).hexdigest()[:12]
+    executable = [name for name in hashes if os.access(files.folder / name, os.X_OK)]
+    order = {"do": "script", "key": key, "name": files.folder.name, "cwd": files.in_copy()[0], "files": hashes}
+    return order | {"folders": [], "executable": executable, "keeps": False}
+
+
+def renew_code(cluster: Cluster, files: ScriptFiles, hashes: Mapping[str, str]) -> list[str]:
+    """Before another attempt: sends the copies the code that differs from what is here now, and returns what differed, in lines.
+
+    hashes: of the files at the start. Other files stay as the ranks have left them. Where a host has the folder itself, it is only
+    compared. A host that is lost meanwhile is one that the attempt has lost.
+    """
+    assert files.folder
+    names = [name for name in hashes if name.endswith(SOURCES) or files.folder / name == files.script]
+    code = {name: sha256 for name in names if (sha256 := sha256_of(files.folder / name))}
+    order = copy_order(files, code) | {"keeps": True}
+    own = {"do": "script", "at": str(files.folder), "cwd": str(files.cwd), "files": code}
+    others = [member for member in cluster.started if not member.is_here]
+    lines, renewed = [], []
+    for member in others:
+        member.send(order if member.own_job else own)
+    for member, answer in cluster.answers(others, "script", timeout_s=SEND_S).items():
+        if lacks := answer["lacks"]:
+            what = f"{lacks[0]}{f' and {len(lacks) - 1} more' if lacks[1:] else ''} on {member.name}"
+            lines.append(f"note    {what} differed from {files.folder} here{': sent again' if member.own_job else ''}")
+            if member.own_job:
+                member.send_behind(folder_frames(files.folder, lacks, PREFIX))
+                renewed.append(member)
+    cluster.send_all(renewed)
+    for member in renewed:
+        member.send(order)
+    for member, answer in cluster.answers(renewed, "script", timeout_s=SEND_S).items():
+        if answer["lacks"]:
+            member.lose(f"{answer['lacks'][0]} did not arrive whole")
+    return lines
 
 
 def format_names(members: Sequence[Member]) -> str:

@@ -329,7 +329,8 @@ def run_training(
 def config_of_plan(config: Config, plan: Plan, dataset: TokenDataset) -> Config:
     """Returns the config with every value that decides the result; what only fits this machine stays as requested."""
     eval_tokens = choose_eval_tokens(config, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size)
-    sequence_len = plan.model.sequence_len
+    held_out = dataset.split("val", config.packing)
+    packed_tokens = plan.model.sequence_len * held_out.num_rows(plan.model.sequence_len)
     return replace(
         config,
         vocab_size=plan.model.vocab_size,
@@ -340,7 +341,7 @@ def config_of_plan(config: Config, plan: Plan, dataset: TokenDataset) -> Config:
         num_steps=plan.num_steps,
         epochs=None,
         # no more than there are, so that runs that score all of them have the same number
-        eval_tokens=min(eval_tokens, sequence_len * dataset.split("val", config.packing).num_rows(sequence_len)),
+        eval_tokens=min(eval_tokens, held_out.num_tokens - 1 if config.packing == "stream" else packed_tokens),
         precision=plan.low_precision.name if plan.low_precision else plan.precision,
     )
 

@@ -237,9 +237,12 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.offload != "none":
         states += ", states on the host" if plan.precision == "fp32" else ", masters and states on the host"
     states += "" if plan.optimizer_states == "fp32" else ", 8-bit states"
-    count = f"{plan.epochs:,.0f}" if (plan.epochs or 0) >= 100 else f"{plan.epochs or 0:.3g}"
-    epochs = f", {count} epochs" if plan.epochs else ""
-    length = f"{format_number_of(plan.num_steps, 'step')}, {format_count(plan.num_steps * plan.total_batch_size)} tokens{epochs}"
+    length = (
+        f"{format_number_of(plan.num_steps, 'step')}, {format_count(plan.num_steps * plan.total_batch_size)} tokens"
+    )
+    if plan.epochs:
+        length += f", {plan.epochs:.3g} epochs" if plan.epochs < 100 else f", {plan.epochs:,.0f} epochs"
+        length += ": more than about four improve the model little" if plan.epochs > 10 else ""
     if plan.time is not None:
         about = f": about {length}" if plan.cost.get("seconds") else ""
         length = f"as many steps as {plan.time} allows, measured at the start{about}"
@@ -366,10 +369,8 @@ def format_seconds(seconds: Range) -> str:
 
 def format_run(run: RunCost, plan: Plan) -> str:
     """Returns hours, energy and money of the run."""
-    tokens = format_count(plan.num_steps * plan.total_batch_size)
-    low, expected, high = (
-        format_duration(3600 * hours) for hours in (run.hours.low, run.hours.expected, run.hours.high)
-    )
+    tokens, hours = format_count(plan.num_steps * plan.total_batch_size), run.hours
+    low, expected, high = (format_duration(3600 * value) for value in (hours.low, hours.expected, hours.high))
     parts = [f"{expected} ({low} to {high}) for {format_number_of(plan.num_steps, 'step')}, {tokens} tokens"]
     if run.kwh is not None:
         parts.append(f"{format_kwh(run.kwh)} kWh")

@@ -59,8 +59,11 @@ NO_ROWS = "--follow-rows needs --sweep device_batch_size"
 NO_CUDA = "Torch not compiled with CUDA enabled"  # PyTorch's own words
 
 
-def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
-    """Returns the whole text of the command. ask_hosts: returns what the hosts are like that a config names."""
+def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], count_rows: Callable[[Config], int]) -> str:
+    """Returns the whole text of the command. ask_hosts: returns what the hosts are like that a config names.
+
+    count_rows: returns the rows of one epoch of its text, 0 where that is not known.
+    """
     compared = [name.strip() for name in (options.compare or "").split(",") if name.strip()]
     if options.compare is not None and not compared:
         raise UsageError("--compare names no GPU", fix='--compare "RTX 4090,RTX 5090,H100"')
@@ -68,11 +71,10 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
     is_imagined = options.gpu or compared or options.time or options.budget
     resolve = partial(resolve_config, options.config, default=DEFAULTS_OF_A_PLAN if is_imagined else None)
     config = resolve(options.keys)
-    if config.epochs is not None:
-        raise PlanError(
-            "the length is given in epochs, and a plan does not read the text",
-            fix="--num-steps N; train says how many steps the epochs are",
-        )
+    num_rows = count_rows(config)
+    if config.epochs is not None and not num_rows:
+        what = "the length is given in epochs, and a plan does not read the text"
+        raise PlanError(what, fix="--num-steps N; train says how many steps the epochs are")
     check_together(options, device=config.device)
     hosts = None if (config.hosts or "1").isdecimal() else ask_hosts(config)
 
@@ -82,7 +84,7 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
             machine_of(options, gpu, hosts or num_hosts(config)),
             cache=cache_dir(config),
             vocab_size=config.vocab_size,
-            num_rows=0,
+            num_rows=num_rows,
             link_name=options.link,
             watts=options.watts,
             price=price,

@@ -88,13 +88,22 @@ def track_now(run: RunDir, name: str) -> None:
                 return True
         return False
 
-    print(f"{name}: {track(run, name, continues=continues, report=lambda text: print(text, flush=True))}")
+    sent, problem = track(run, name, continues=continues, report=lambda text: print(text, flush=True))
+    num_offline = read_position(run, name).num_offline
+    offline = f"{name}: {format_number_of(num_offline, 'row')} saved offline"
+    if problem:
+        fix = f"paceline track {run.quoted} --to {name}, once its server answers and accepts your login"
+        raise PacelineError(f"{offline}, nothing sent", fix=fix)
+    line = f"{name}: {format_number_of(sent, 'row')} sent" if sent else f"{name}: no new rows"
+    print(offline if num_offline else line)
 
 
 def track(
     run: RunDir, name: str, *, continues: Callable[[], bool], report: Callable[[str], None], wait_s: float = 0.0
-) -> str:
-    """Sends all new rows and returns how many, as text; raises PacelineError for any error of a library.
+) -> tuple[int, str | None]:
+    """Sends all new rows; returns their number, and why they are only saved on this host, where nobody chose that.
+
+    Raises PacelineError for any error of a library.
 
     continues: waits until the next read is due, and returns whether more rows may come. wait_s: for another process that sends.
     """
@@ -111,10 +120,10 @@ def track(
         ) from error
 
 
-def send(run: RunDir, name: str, continues: Callable[[], bool], report: Callable[[str], None]) -> str:
-    position, sent, more = Position(), 0, True
-    with suppress(OSError, ValueError, TypeError):
-        position = Position(**json.loads(run.track(name).read_text()))
+def send(
+    run: RunDir, name: str, continues: Callable[[], bool], report: Callable[[str], None]
+) -> tuple[int, str | None]:
+    position, sent, more = read_position(run, name), 0, True
     tracker = open_tracker(name, run, position, report)
     report(f"{name}: {tracker.where}")
     try:
@@ -125,6 +134,7 @@ def send(run: RunDir, name: str, continues: Callable[[], bool], report: Callable
             for row in rows.read(last=not more):
                 tracker.add(row)
                 sent += 1
+                position.num_offline += not tracker.online
             if more and time.monotonic() - saved_at >= POSITION_EVERY_S:
                 tracker.flush()
                 save_position(run, name, position)
@@ -137,9 +147,14 @@ def send(run: RunDir, name: str, continues: Callable[[], bool], report: Callable
     if not tracker.close(exit_code=0 if is_well else 1):
         raise PacelineError(f"{name}: not all rows have arrived", fix=f"paceline track {run.quoted} --to {name}")
     save_position(run, name, position)
-    if not sent:
-        return "no new rows" if tracker.online else "no new rows, and nothing is sent: it is offline"
-    return f"{format_number_of(sent, 'row')} {'sent' if tracker.online else 'saved offline'}"
+    return sent, tracker.problem
+
+
+def read_position(run: RunDir, name: str) -> Position:
+    """Returns how far a tracker has come; the beginning where nothing is saved."""
+    with suppress(OSError, ValueError, TypeError):
+        return Position(**json.loads(run.track(name).read_text()))
+    return Position()
 
 
 def save_position(run: RunDir, name: str, position: Position) -> None:

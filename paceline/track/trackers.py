@@ -51,11 +51,13 @@ class Position:
     step: int = -1
     time: float = 0.0  # of the row of that step
     health: dict[str, float] = field(default_factory=dict)  # by host: time of the last sample
+    num_offline: int = 0  # rows that are saved on this host and that no server has
 
 
 class Tracker(Protocol):
+    online: bool = True  # whether rows go where they can be viewed
+    problem: str | None = None  # why they do not, unless the user chose that
     redone: bool = False  # whether it accepts another row of a step that a resume has repeated
-    online: bool = True  # whether rows go to where they are viewed
     where: str  # how to view it
 
     def add(self, row: TrackerRow) -> None: ...
@@ -142,9 +144,12 @@ class Wandb(Tracker):
         self.run, self.report = run, report
         self.counts_steps = "command" not in read_config(run)
         self.waiting: dict[str, float] = {}
-        self.tracked, self.online = self.begin(position)
+        self.tracked, self.online, self.problem = self.begin(position)
         self.where = str(self.tracked.url) if self.online else f"wandb sync {run.path}/track/wandb/offline-run-*"
-        last = self.tracked.starting_step - 1  # of the server; `step` is 0 in wandb 0.31
+        # of the server; newer libraries have it in the second alone
+        last = max(self.tracked.step, self.tracked.starting_step) - 1
+        if self.online:
+            position.num_offline = 0
         if self.online and (self.counts_steps or last < 0):
             times = [unix_time(line.get("time")) for line in read_json_lines(run.metrics) if line.get("step") == last]
             position.step, position.time = last, 0.0
@@ -153,19 +158,19 @@ class Wandb(Tracker):
             self.tracked.define_metric("*", step_metric="step")
             self.tracked.define_metric("health/*", step_metric="elapsed_s")
 
-    def begin(self, position: Position) -> tuple[Any, bool]:
-        """Returns W&B's run, and whether it is online."""
+    def begin(self, position: Position) -> tuple[Any, bool, str | None]:
+        """Returns W&B's run, whether it is online, and why not, unless the user chose that."""
         problem = self.offline_reason()
         if problem is None:
             try:
-                return self.init(position, mode="online"), True
+                return self.init(position, mode="online"), True, None
             except Exception as error:  # of many kinds: no key, a wrong key, a server that fails
                 message = str(error).splitlines()[0]
                 problem = "not logged in, run `wandb login`" if NO_KEY.search(message) else message
                 self.wandb.teardown()  # it holds the id of the run that did not begin
         if problem:
             self.report(f"wandb: {problem}; saved offline, paceline track {self.run.quoted} --to wandb sends it later")
-        return self.init(position, mode="offline"), False
+        return self.init(position, mode="offline"), False, problem or None
 
     def offline_reason(self) -> str | None:
         """Why W&B must stay offline: None if its server can be reached, empty if the user chose offline mode."""

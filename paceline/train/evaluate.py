@@ -74,7 +74,7 @@ def val_bpb(
     token_bytes: (V,) int64, UTF-8 length of each token, 0 for special tokens: those do not count.
     Collective: every rank must call it, and every rank gets the same number.
     """
-    rows = eval_rows(split.num_rows(model.config.sequence_len), max_rows=max_tokens // model.config.sequence_len)
+    rows = eval_rows(split.num_rows(model.config.sequence_len), max_tokens, sequence_len=model.config.sequence_len)
     most = -(-len(rows) // world_size)  # of one rank
     rows = rows[rank::world_size]  # this rank's
     sums = torch.zeros(3, dtype=torch.float64, device=token_bytes.device)
@@ -112,9 +112,12 @@ def bits_per_byte(nats: float, num_bytes: float) -> float:
     return float(nats / (math.log(2) * num_bytes))
 
 
-def eval_rows(num_rows: int, *, max_rows: int) -> np.ndarray:
-    """Returns all rows, or max_rows of them at even distances but at least one, (n,) int64."""
-    count = min(num_rows, max(1, max_rows))
+def eval_rows(num_rows: int, max_tokens: int, *, sequence_len: int) -> np.ndarray:
+    """Returns all rows, or as many as max_tokens fill at even distances but at least one, (n,) int64.
+
+    The last row may be shorter: max_tokens that reach it are all.
+    """
+    count = num_rows if max_tokens > (num_rows - 1) * sequence_len else max(1, max_tokens // sequence_len)
     return np.arange(count, dtype=np.int64) * num_rows // count
 
 
@@ -257,8 +260,8 @@ def run_batches(
 ) -> list[tuple[TokenSplit, np.ndarray]]:
     """Returns the batches of rows that evaluate_run scores: all rows of the splits, or those of max_tokens."""
     num_rows = [split.num_rows(sequence_len) for split in splits]
-    max_rows = sum(num_rows) if max_tokens is None else max_tokens // sequence_len
-    chosen, batches, first = eval_rows(sum(num_rows), max_rows=max_rows), [], 0
+    most = sum(num_rows) * sequence_len if max_tokens is None else max_tokens
+    chosen, batches, first = eval_rows(sum(num_rows), most, sequence_len=sequence_len), [], 0
     for split, count in zip(splits, num_rows, strict=True):
         rows = chosen[(chosen >= first) & (chosen < first + count)] - first
         batches += [(split, rows[start : start + RUN_BATCH_ROWS]) for start in range(0, len(rows), RUN_BATCH_ROWS)]
@@ -275,10 +278,10 @@ def choose_loss(model: GPT) -> None:
         print(f"the loss is computed without its Triton kernel, which is slower: {problem}")
 
 
-def format_evaluation(result: Mapping[str, Any], *, name: str) -> str:
-    """Returns the line of `paceline eval` for a result of evaluate_run. name: the run's."""
+def format_evaluation(result: Mapping[str, Any]) -> str:
+    """Returns the line of `paceline eval` for a result of evaluate_run."""
     step, tokens = f"step {result['step']:,}", f"{format_number_of(result['tokens'], 'token')} of {result['data']}"
-    return f"{name} at {step}: val_bpb {result['val_bpb']:.4f} on {tokens}"
+    return f"{result['run']} at {step}: val_bpb {result['val_bpb']:.4f} on {tokens}"
 
 
 def sample_run(run: RunDir, options: SampleOptions, *, prompt: str, write: Callable[[str], None]) -> dict[str, Any]:

@@ -1,27 +1,31 @@
 """
 Where a run's time went: steps whose work is in the weights, and everything else; from events.jsonl and metrics.jsonl.
 
-Every second from the first command to the last event is of one kind. Everything that an attempt did after the checkpoint from
+Every second from the first command to the last event is of one kind. A script's attempt whose supervisor
+was killed has no last event: it ends when a rank last wrote to its log. Everything that an attempt did after the checkpoint from
 which the next one resumed is lost. What only a broken attempt makes necessary is recovery: explanation, wait, start-up. Steps
 take the step_ms of metrics.jsonl. Other time between two of its lines is an evaluation where the second line has one, a
 checkpoint where one began between them, and belongs to the steps otherwise.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paceline.units import parse_time
+from paceline.rundir import RunDir
+from paceline.units import parse_time, unix_time
 from paceline.watch.snapshot import TIME_KINDS, Goodput
 
 Record = dict[str, Any]
 StepLines = NDArray[Any]  # one record of LINE_FIELDS for each line of metrics.jsonl
 
 LINE_FIELDS = ("step", "time", "step_ms", "val_bpb")
+MAX_LATE_S = 60.0  # of a file behind its last event: a later one is a copy, or its disk has another clock
 
 
 def step_lines(columns: Iterable[ArrayLike]) -> StepLines:
@@ -42,6 +46,7 @@ class Attempt:
     session: int  # index of the command that ran it
     end: float
     lines: StepLines
+    number: int | None = None
     state: str | None = None  # None: its supervisor was killed before it could report one
     resumed: int = 0  # the step that it resumed from
     saved: list[int] = field(default_factory=list)  # steps of its checkpoints
@@ -50,14 +55,32 @@ class Attempt:
     sampled_at: float = 0.0
 
 
+def last_writes(run: RunDir, events: Sequence[Record]) -> dict[int, float]:
+    """Returns when a rank of each attempt last wrote to its log, by attempt; empty where the files have other times."""
+    times: dict[int, float] = {}
+    with suppress(OSError, ValueError):  # without files, or in a folder that is changed meanwhile, nothing is known
+        if not events or abs(run.events.stat().st_mtime - unix_time(events[-1]["time"])) > MAX_LATE_S:
+            return {}
+        for path in run.logs(0).parent.glob("*/*.log"):
+            if path.stem.isdecimal() and (stat := path.stat()).st_size:
+                number = int(path.parent.name)
+                times[number] = max(times.get(number, 0.0), stat.st_mtime)
+    return times
+
+
 def goodput(
-    events: Sequence[Record], metrics: StepLines, *, tokens_per_step: int | None, now: float | None = None
+    events: Sequence[Record],
+    metrics: StepLines,
+    *,
+    tokens_per_step: int | None,
+    now: float | None = None,
+    written: Mapping[int, float] | None = None,
 ) -> Goodput:
     """Sorts a run's time into kinds. tokens_per_step None: a script's run, whose attempts count as steps all along.
 
-    now: the time, in seconds since 1970, of a run that a process holds; None where none does.
+    now: the time, in seconds since 1970, of a run that a process holds; None where none does. written: see last_writes.
     """
-    attempts, launches = read_attempts(events, metrics)
+    attempts, launches = read_attempts(events, metrics, written=written if written and tokens_per_step is None else {})
     if now is not None and tokens_per_step is None and attempts and attempts[-1].state is None:
         attempts[-1].end = max(attempts[-1].end, now)  # a script's steps leave no line that shows how long it works
     seconds, num_steps = dict.fromkeys(TIME_KINDS, 0.0), 0
@@ -89,7 +112,9 @@ def goodput(
     return replace(result, tok_per_sec=round(num_steps * tokens_per_step / result.busy_s, 1))
 
 
-def read_attempts(events: Sequence[Record], metrics: StepLines) -> tuple[list[Attempt], list[Record]]:
+def read_attempts(
+    events: Sequence[Record], metrics: StepLines, *, written: Mapping[int, float]
+) -> tuple[list[Attempt], list[Record]]:
     """Returns the attempts, each with its lines of metrics, and the `launch` or `script` events, one for each command."""
     attempts: list[Attempt] = []
     launches: list[Record] = []
@@ -98,7 +123,8 @@ def read_attempts(events: Sequence[Record], metrics: StepLines) -> tuple[list[At
         if kind in ("launch", "script"):
             launches.append(event)
         elif kind == "attempt":
-            attempts.append(Attempt(start=time, session=max(0, len(launches) - 1), end=time, lines=metrics[:0]))
+            session = max(0, len(launches) - 1)
+            attempts.append(Attempt(time, session, end=time, lines=metrics[:0], number=event.get("attempt")))
         elif attempts and attempts[-1].state is None and attempts[-1].session == max(0, len(launches) - 1):
             attempt = attempts[-1]  # of a killed supervisor too, whose verdict the next command writes
             attempt.end = time
@@ -116,8 +142,9 @@ def read_attempts(events: Sequence[Record], metrics: StepLines) -> tuple[list[At
     for index, attempt in enumerate(attempts):
         until = attempts[index + 1].start if index + 1 < len(attempts) else math.inf
         attempt.lines = metrics[(attempt.start <= metrics["time"]) & (metrics["time"] < until)]
-        if attempt.state is None and len(attempt.lines):
-            attempt.end = max(attempt.end, float(attempt.lines["time"][-1]))
+        if attempt.state is None:
+            last_lines = attempt.lines["time"][-1:].tolist()
+            attempt.end = max(attempt.end, min(written.get(attempt.number or 0, 0.0), until), *last_lines)
     return attempts, launches
 
 

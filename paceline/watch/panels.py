@@ -147,8 +147,7 @@ def figures(snapshot: Snapshot) -> Iterator[Figure]:
             continue
         over = value / expected - 1 if known(value) else math.nan
         worse = over < -TOLERANCE if name in METRICS and METRICS[name].better == "more" else over > TOLERANCE
-        percent = None if math.isnan(over) else round(100 * over)
-        difference = "" if percent is None else f"{percent:+} %".replace("-", "−") if percent else "0 %"
+        difference = "" if math.isnan(over) else f"{round(100 * over):+} %".replace("-", "−").replace("+0 %", "0 %")
         yield Figure(name, value, format_figure(name, value), format_figure(name, expected), difference, worse)
 
 

@@ -37,7 +37,7 @@ from paceline.watch.events import (
     live_state,
     lost_hosts,
 )
-from paceline.watch.goodput import LINE_FIELDS, goodput, step_lines
+from paceline.watch.goodput import LINE_FIELDS, goodput, last_writes, step_lines
 from paceline.watch.growing_file import GrowingFile, JsonRecord, parse_lines
 from paceline.watch.log_reader import LogCurves
 from paceline.watch.snapshot import LIVE, EventView, Goodput, HostView, LogView, RankView, Snapshot, State
@@ -128,8 +128,9 @@ class RunReader:
         def compute() -> Goodput:
             lines = step_lines(map(self.metrics.column, LINE_FIELDS))
             joules = [joules for host in self.hosts.values() for joules in host.energy_j()]
-            now = time.time() if self.running else None
-            spent = goodput(self.events, lines, tokens_per_step=self.plan.get("total_batch_size"), now=now)
+            now, tokens_per_step = time.time() if self.running else None, self.plan.get("total_batch_size")
+            written = last_writes(self.run, self.events)
+            spent = goodput(self.events, lines, tokens_per_step=tokens_per_step, now=now, written=written)
             return replace(spent, energy_j=sum(joules) if joules else None)
 
         is_short = len(self.metrics.recent) < RECENT_LINES
@@ -237,8 +238,7 @@ class RunReader:
 
     def _ranks_by_host(self) -> dict[str, list[int]]:
         """The ranks of the last attempt on each of several hosts; empty where there is one."""
-        hosts: dict[str, list[int]] = (self.attempts[-1].get("hosts") if self.attempts else None) or {}
-        return hosts
+        return (self.attempts[-1].get("hosts") if self.attempts else None) or {}
 
     def _clock_s(self, host: str | None) -> float:
         """How far a host's clock was ahead of the supervisor's when the last attempt began."""

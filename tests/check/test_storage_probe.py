@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import typing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,9 @@ from paceline.check.probes.storage_probe import (
     probe_text,
     tokenizer_vocab_size,
 )
+from paceline.config import Config
 from paceline.data.corpus import FORMATS, list_files
-from paceline.data.prepare import prepare
+from paceline.data.prepare import epoch_rows, prepare
 from paceline.data.tokenizer import Tokenizer
 
 FIELDS = {
@@ -244,8 +246,12 @@ def test_a_folder_too_large_to_count_has_no_size(corpus, monkeypatch):
 def test_text_counts_as_prepared_until_it_changes(corpus, tmp_path):
     cache = tmp_path / "cache"
     assert text_facts(str(corpus), cache_dir=cache)["prepared"] is False
-    prepare(str(corpus), tokenizer=None, vocab_size=300, cache_dir=cache)
-    assert text_facts(str(corpus), cache_dir=cache)["prepared"] is True
+    dataset = prepare(str(corpus), tokenizer=None, vocab_size=300, cache_dir=cache)
+    facts, num_tokens = text_facts(str(corpus), cache_dir=cache), dataset.meta["splits"]["train"]["num_tokens"]
+    assert (facts["prepared"], facts["num_tokens"]) == (True, num_tokens)
+    config = Config(data=str(corpus), vocab_size=300, cache_dir=str(cache), sequence_len=8)
+    assert epoch_rows(config) == dataset.split("train", "stream").num_rows(8)
+    assert epoch_rows(replace(config, vocab_size=290)) == 0
     assert text_facts(str(corpus), cache_dir=cache, vocab_size=290)["prepared"] is False
     assert text_facts(str(corpus), cache_dir=cache, tokenizer=tmp_path / "missing.json")["prepared"] is False
 

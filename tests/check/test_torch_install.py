@@ -107,8 +107,11 @@ def test_libraries_on_the_loaders_path_before_those_of_torch_are_reported(tmp_pa
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}/torch/lib:{tmp_path}/old:{tmp_path}/older")
     assert find_shadowing(tmp_path / "torch") == [f"{tmp_path}/old/libc10.so", f"{tmp_path}/old/libnccl.so.2"]
-    monkeypatch.setenv("LD_LIBRARY_PATH", "")
-    assert find_shadowing(tmp_path / "torch") == []
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/libc10.so").symlink_to(tmp_path / "torch/lib/libc10.so")
+    for searched in ("", f"{tmp_path}/links"):
+        monkeypatch.setenv("LD_LIBRARY_PATH", searched)
+        assert find_shadowing(tmp_path / "torch") == []
 
 
 @pytest.mark.parametrize("name", ["LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "USE_LIBUV"])

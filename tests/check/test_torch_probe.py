@@ -46,6 +46,19 @@ def test_a_library_is_expected_under_torch_an_nvidia_wheel_or_the_prefix():
     )
 
 
+def test_a_library_behind_a_link_of_torch_is_its_own(tmp_path):
+    for name in ("torch/lib/libc10.so", "nvidia/nccl/lib/libnccl.so.2"):
+        stored, link = tmp_path / "cache" / name, tmp_path / "site" / name
+        for path in (stored, link):
+            path.parent.mkdir(parents=True)
+        stored.write_text(name)
+        link.symlink_to(stored)
+        assert is_expected(str(stored), torch_folder=tmp_path / "site/torch")  # as /proc/self/maps has it
+        copy = tmp_path / link.name
+        copy.write_text(name)
+        assert not is_expected(str(copy), torch_folder=tmp_path / "site/torch")
+
+
 @pytest.mark.dist
 def test_the_installed_torch_is_described_as_it_describes_itself():
     import torch

@@ -217,6 +217,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("rate-zero", "cpu_box", {}, {**CPU, "config": {"matrix_lr": 0.0}}, "warn"),
     ("epochs-many", "cpu_box", {}, {**CPU, "epochs": 40.0}, "note"),
     ("epochs-many", "cpu_box", {"text.bytes": 117_000 * 4}, {**CPU, "total_batch_size": 12_288}, "note"),
+    ("epochs-many", "cpu_box", {"text.bytes": 1e9, "text.num_tokens": 117_000}, {**CPU, "total_batch_size": 12_288}, "note"),
 ]  # fmt: skip
 
 # id, what is changed on the second host

@@ -297,6 +297,10 @@ def test_what_a_resume_cannot_change_is_refused_with_a_command_that_works(job_on
         assert error.value.fix == fix
     with pytest.raises(PacelineError, match="tokenizer is auto in run and cannot change"):
         changed_run(run, {"tokenizer": "a.json"}, otherwise="x")
+    run.tokenizer_json.parent.mkdir(exist_ok=True)
+    for path in (run.tokenizer_json, tmp_path / "copy.json"):
+        path.write_text("{}")
+    assert changed_run(run, {"tokenizer": "copy.json"}, otherwise="x")[0].tokenizer is None  # that of the run
 
 
 @pytest.mark.parametrize(
@@ -436,9 +440,9 @@ def test_a_run_records_no_more_eval_tokens_than_are_held_out(job_on, tmp_path):
     text.write_text("a few words\n" * 1000)
     config = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
     dataset = prepare_data(config)
-    rows = dataset.split("val", "stream").num_rows(plan.model.sequence_len)
+    held_out = dataset.split("val", "stream").num_tokens
     eval_tokens = [config_of_plan(replace(config, eval_tokens=n), plan, dataset).eval_tokens for n in (None, 7)]
-    assert eval_tokens == [rows * plan.model.sequence_len, 7]
+    assert eval_tokens == [held_out - 1, 7]  # as `paceline eval` counts them: the first is no target
 
 
 @pytest.mark.parametrize("has_shards", [True, False])

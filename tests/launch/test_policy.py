@@ -63,6 +63,10 @@ EXAMPLES = {
         [KILLED], replace(OURS, is_job_over=True, lost_hosts=("bob",), hosts_left=("ada",), ranks_left=1), {},
         Decision("stop", 0, "the Slurm job that gave the nodes is over"),
     ),
+    "folder-moved": (
+        [replace(KILLED, cause="storage-io-error", retry="later", error="metrics.jsonl")], replace(OURS, is_folder_moved=True), {},
+        Decision("retry", 0, "continuing in the renamed folder"),
+    ),
     "same-error": (
         [CRASHED, SAVED, CRASHED], OURS, {},
         Decision("stop", 0, "the same error at step 7 as in an earlier attempt: it is not transient"),

@@ -78,6 +78,19 @@ def test_after_a_rank_is_killed_the_run_ends_as_if_nothing_had_happened(shop, un
 
 
 @pytest.mark.soak
+def test_a_run_whose_folder_is_renamed_continues_there_at_once(shop, unbroken):
+    process = start(shop.train_command("before", nproc=2, num_steps=30, save_every=10))
+    run = shop.folder / "runs" / "before"
+    at_step(run, 15)
+    run = run.rename(shop.folder / "runs" / "after")
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output
+    assert "attempt 2 now from step 10: continuing in the renamed folder" in output and "put it back" not in output
+    assert [line["step"] for line in metrics(run)] == list(range(1, 31))
+    assert final_bits(run) == unbroken and not (shop.folder / "runs" / "before").exists()
+
+
+@pytest.mark.soak
 def test_a_stopped_rank_is_reported_and_killed_and_the_run_continues(shop, unbroken):
     process = start([*shop.train_command("stopped", nproc=2, num_steps=30, save_every=10), "--hang-after", "5"])
     run = shop.folder / "runs" / "stopped"

@@ -165,6 +165,7 @@ class Pair:
             "files": files,
             "folders": [],
             "executable": [],
+            "keeps": False,
             **changes,
         }
 

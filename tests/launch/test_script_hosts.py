@@ -55,6 +55,14 @@ WAIT = """
     print("saved")
     sys.exit(0)
 """
+TWICE = """
+    import os, signal, time
+    print("the same code" if os.environ["PACELINE_ATTEMPT"] == "2" else "ready", flush=True)
+    while os.environ["PACELINE_ATTEMPT"] == "1":
+        time.sleep(0.2)
+        if os.path.exists("go"):
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 class Desk:
@@ -110,9 +118,9 @@ class Desk:
         path = self.run.rank_log(attempt, rank)
         return path.read_text() if path.exists() else ""
 
-    def copy(self):
+    def copy(self, name="ordner ü"):
         """The copy of the folder on h2."""
-        (copy,) = (self.hosts.folder / "h2" / "cache" / "paceline" / "scripts").glob("*/ordner ü")
+        (copy,) = (self.hosts.folder / "h2" / "cache" / "paceline" / "scripts").glob(f"*/{name}")
         return copy
 
     def left(self):
@@ -219,6 +227,22 @@ def test_what_cannot_run_there_is_refused_in_two_lines_and_leaves_nothing(desk, 
     error, hint = desk.text.splitlines()[-2:]
     assert message in error and fix in hint and "started" not in desk.text
     assert not desk.run.path.exists() and desk.left() == []
+
+
+@pytest.mark.soak
+def test_code_that_has_changed_in_a_copy_is_sent_again_before_the_next_attempt(desk):
+    (desk.folder / "inner").mkdir(exist_ok=True)
+    desk.write("inner/twice.py", TWICE)
+    process = desk.start("--", "inner/twice.py")
+    desk.wait_for(lambda: all("ready" in desk.log(rank) for rank in range(2)), process)
+    copy = desk.copy("inner")
+    (copy / "twice.py").write_text("print('changed')")
+    (copy / "go").write_text("of the test")
+    assert desk.end(process) == 0, desk.text
+    assert all(desk.log(rank, attempt=2) == "the same code\n" for rank in range(2))
+    assert f"note    twice.py on h2 differed from {desk.path}/inner here: sent again\n" in desk.text
+    where = f"note    on h2 the working directory is its copy of {desk.path}/inner, not {desk.path}\n"
+    assert where in desk.text and (copy / "go").exists() and desk.left() == []
 
 
 @pytest.mark.soak

@@ -238,6 +238,14 @@ def test_the_screen_shows_the_batch_arithmetic():
     assert lines[2] == "step    12,288 tokens = 8 rows x 256 tokens x 2 processes x 3 micro-steps"
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "epochs"), [(240, "1 epochs"), (96, "2.5 epochs"), (1, "240 epochs: more than about")]
+)
+def test_the_length_says_how_often_the_text_is_repeated(num_rows, epochs):
+    lines = format_plan(replace(plan(TINY), num_steps=5, num_rows=num_rows), source="x")
+    assert f" tokens, {epochs}" in lines[3]
+
+
 def test_a_length_that_is_a_time_is_measured_at_the_start():
     made = plan(replace(TINY, num_steps=None, time="2m"))
     assert (made.num_steps, made.time) == (60, "2m")  # the fewest, as long as no speed is known

@@ -206,7 +206,9 @@ def test_wandb_never_asks_for_a_key_and_continues_offline_and_its_server_later_g
         env["WANDB_BASE_URL"] = server.url
         in_a_terminal = [sys.executable, "-c", IN_A_TERMINAL]
         code, out, err = paceline("track", run.path, "--to", "wandb", before=in_a_terminal, **env)
-        assert (code, err, out.splitlines()[2:]) == (0, "", ["wandb: 5 rows saved offline"])
+        error, fix = out.splitlines()[2:]
+        assert (code, err, error) == (1, "", "error: wandb: 5 rows saved offline, nothing sent")
+        assert fix.startswith(f"  fix: paceline track {run.path} --to wandb, once its server answers")
         assert out.startswith("wandb: not logged in, run `wandb login`" + offline)
         (first_lines,) = run.path.glob("track/wandb/offline-run-*/run-*.wandb")
         assert [row["loss"] for row in offline_rows(first_lines)] == list(STEPS.values())
@@ -230,12 +232,13 @@ def test_wandb_never_asks_for_a_key_and_continues_offline_and_its_server_later_g
 def test_wandb_without_its_server_saves_offline(run, tmp_path):
     pytest.importorskip("wandb")
     env = {"HOME": str(tmp_path), "WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    for _ in range(2):
+        code, out, err = paceline("track", run.path, "--to", "wandb", **env)
+        assert (code, err.splitlines()[0]) == (1, "error: wandb: 5 rows saved offline, nothing sent")
+    code, out, _ = paceline("track", run.path, "--to", "wandb", **env, WANDB_MODE="offline")
+    assert (code, out.splitlines()[-1]) == (0, "wandb: 5 rows saved offline")
     code, out, _ = paceline("track", run.path, "--to", "wandb", **env)
-    assert code == 0
     assert out.startswith("wandb: no answer from 127.0.0.1:9 ([Errno 111] Connection refused); saved offline, ")
-    assert out.endswith("\nwandb: 5 rows saved offline\n")
-    code, out, _ = paceline("track", run.path, "--to", "wandb", **env)
-    assert (code, out.splitlines()[-1]) == (0, "wandb: no new rows, and nothing is sent: it is offline")
 
 
 def offline_rows(path):

@@ -38,7 +38,7 @@ class WandbServer:
         bucket = {"id": "b", "name": variables.get("name"), "historyLineCount": len(self.lines), "config": "{}"}
         if "RunResumeStatus" in query:
             tail = {
-                "historyTail": json.dumps(list(map(json.dumps, self.lines[-1:]))),
+                "historyTail": json.dumps([json.dumps(line) for line in self.lines[-1:]]),
                 "eventsTail": "[]",
                 "eventsLineCount": 0,
                 "logLineCount": 0,

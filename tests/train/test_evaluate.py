@@ -48,9 +48,10 @@ def model():
 
 
 def test_rows_are_spread_evenly_over_the_held_out_part():
-    assert eval_rows(10, max_rows=5).tolist() == [0, 2, 4, 6, 8]
-    assert eval_rows(3, max_rows=5).tolist() == [0, 1, 2]
-    assert eval_rows(3, max_rows=0).tolist() == [0]
+    assert eval_rows(10, 47, sequence_len=9).tolist() == [0, 2, 4, 6, 8]
+    assert eval_rows(3, 45, sequence_len=9).tolist() == [0, 1, 2]
+    assert eval_rows(3, 0, sequence_len=9).tolist() == [0]
+    assert [len(eval_rows(3, tokens, sequence_len=9)) for tokens in (18, 19)] == [2, 3]  # the last row has one token
 
 
 def test_a_compiled_model_is_compiled_once_whatever_is_left_for_the_last_batch(model):
@@ -177,8 +178,8 @@ def test_tokenizer_info_takes_a_run(unbroken, capsys, monkeypatch):
 
 
 def test_one_token_is_not_called_one_tokens():
-    result = {"step": 1, "val_bpb": 2.0, "tokens": 1, "data": "builtin"}
-    assert format_evaluation(result, name="a") == "a at step 1: val_bpb 2.0000 on 1 token of builtin"
+    result = {"run": "a", "step": 1, "val_bpb": 2.0, "tokens": 1, "data": "builtin"}
+    assert format_evaluation(result) == "a at step 1: val_bpb 2.0000 on 1 token of builtin"
     assert format_bpb(2.0, 1) == "2.0000 on 1 token"
 
 
@@ -192,7 +193,10 @@ def test_a_damaged_checkpoint_is_refused_by_step_and_otherwise_noted_beside_the_
     assert f"checkpoint {newest.name} is damaged" in capsys.readouterr().err
     assert run_command([*words, "--json"]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["samples"] and "using step_000030 instead\n" in err
+    facts = json.loads(out)
+    assert facts["samples"] and (facts["run"], facts["step"], facts["seed"]) == ("books", 30, 42)
+    assert json_of(capsys, "eval", str(run), "--device=cpu")["run"] == "books"
+    assert "using step_000030 instead\n" in err
 
 
 @pytest.mark.parametrize("command", ["sample", "eval", "export"])

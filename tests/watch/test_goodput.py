@@ -1,5 +1,7 @@
 """Where the time of a run went, by events and metrics written for it: every second is of one kind."""
 
+import json
+import os
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -185,6 +187,24 @@ def test_a_script_that_works_counts_until_now():
     ended = [*events, event(5, "attempt_ended", state="failed")]
     assert goodput(ended, [], tokens_per_step=None, now=START + 10.0).seconds["steps"] == 4.0
     assert goodput(events, [], tokens_per_step=None).seconds["steps"] == 0.0
+
+
+def test_an_attempt_of_a_script_whose_command_was_killed_ends_with_its_last_output(tmp_path):
+    run = RunDir(tmp_path)
+    begin = [event(0, "script", command=["x.py"]), event(10, "attempt", attempt=1)]
+    again = [event(100, "script", command=["x.py"]), event(110, "attempt", attempt=2)]
+    for count, events in enumerate(([*begin], [*begin, *again]), start=1):
+        run.events.write_text("".join(json.dumps(record) + "\n" for record in events))
+        os.utime(run.events, (START, parse_time(events[-1]["time"])))
+        run.logs(count).mkdir(parents=True)
+        for rank, seconds in enumerate((40, 50)):  # after the attempt began
+            run.rank_log(count, rank).write_text("step 1\n")
+            os.utime(run.rank_log(count, rank), (START, parse_time(events[-1]["time"]) + seconds))
+        result = RunReader(run).goodput()
+        assert (result.seconds["steps"], result.seconds["start_up"]) == (50 * count, 10 * count)
+    assert result.seconds["idle"] == 40.0
+    os.utime(run.events, (START, START + 86_400))  # a copy of the folder has the times at which it was made
+    assert RunReader(run).goodput().seconds["steps"] == 0.0
 
 
 @pytest.mark.parametrize("events", [[], [event(0, "launch", prepared_s=1.0)], [event(0, "attempt", attempt=1)]])

@@ -230,16 +230,15 @@ def probe_text(request: Json) -> Json:
     data, tokenizer = request.get("data"), request.get("tokenizer")
     if data is None and tokenizer is None:
         return {"text": None}
-    facts: dict[str, Any] = {"data": data, "exists": None, "bytes": None, "prepared": None, "error": None}
+    facts: dict[str, Any] = dict.fromkeys(("exists", "bytes", "prepared", "num_tokens", "error")) | {"data": data}
     if data is not None:
         facts |= probe_source(data)
     tokenizer_facts, tokenizer_hash = (None, None) if tokenizer is None else probe_tokenizer(expanded(tokenizer))
     vocab_size = tokenizer_facts["vocab_size"] if tokenizer_facts else request.get("vocab_size")
     if data is not None and request.get("cache_dir"):
         can_exist = facts["exists"] is not False and (tokenizer is None or tokenizer_hash is not None)
-        facts["prepared"] = can_exist and is_prepared(
-            data, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=Path(request["cache_dir"])
-        )
+        find = partial(find_prepared, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size)
+        facts |= find(data, cache_dir=Path(request["cache_dir"])) if can_exist else {"prepared": False}
     if data is not None and data.startswith(HUB) and local_path(data) is None and not facts["prepared"]:
         facts["hub"] = probe_hub(data)
     return {"text": {**facts, "vocab_size": vocab_size, "tokenizer": tokenizer_facts}}
@@ -370,21 +369,25 @@ def tokenizer_vocab_size(content: Any) -> int | None:
         return None
 
 
-def is_prepared(source: str, *, tokenizer_hash: str | None, vocab_size: int | None, cache_dir: Path) -> bool | None:
-    """Returns whether a run would find this text prepared and whole; None where its files are too many to list in time."""
-    results: list[bool] = []
+def find_prepared(source: str, *, tokenizer_hash: str | None, vocab_size: int | None, cache_dir: Path) -> Json:
+    """Returns whether a run would find this text prepared and whole, and the tokens it trains on.
+
+    None where its files are too many to list in time.
+    """
+    results: list[Json] = []
 
     def find() -> None:
         try:
             files = list_files(source)
-            open_dataset(dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir))
-        except PacelineError:
-            results.append(False)
+            path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
+            num_tokens = open_dataset(path).meta["splits"]["train"]["num_tokens"]
+        except (PacelineError, KeyError):
+            results.append({"prepared": False})
         else:
-            results.append(True)
+            results.append({"prepared": True, "num_tokens": num_tokens})
 
     run_threads([find], deadline_s=LISTING_S)
-    return next(iter(results), None)
+    return next(iter(results), {"prepared": None})
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ from paceline.check.torch_install import (
     describe_build,
     find_shadowing,
     find_torch,
+    is_in,
+    library_folders,
     read_version_file,
 )
 from paceline.errors import PacelineError
@@ -254,8 +256,9 @@ def is_expected(path: str, *, torch_folder: Path | None) -> bool:
         folders += [torch_folder, real, real.parent / "nvidia", real.parent / "torch.libs", real.parent / "triton"]
         if "/usr/lib/python3" in str(real):
             folders.append(Path("/usr/lib"))  # the torch of the Linux distribution uses its libraries
-    folders += [Path(prefix) for prefix in {sys.prefix, sys.base_prefix} if prefix not in SYSTEM_PREFIXES]
-    return any(Path(path).is_relative_to(folder) for folder in folders)
+    prefixes = [Path(prefix) for prefix in {sys.prefix, sys.base_prefix} if prefix not in SYSTEM_PREFIXES]
+    links = [*(library_folders(torch_folder) if torch_folder else ()), *(prefix / "lib" for prefix in prefixes)]
+    return any(Path(path).is_relative_to(folder) for folder in [*folders, *prefixes]) or is_in(links, path)
 
 
 def libuv_library() -> str | None:

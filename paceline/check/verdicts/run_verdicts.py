@@ -125,11 +125,14 @@ def checkpointing_on_cpu(host: Host) -> Cases:
 
 
 def epochs_many(host: Host) -> Cases:
-    intent, num_bytes, about = host.intent, host.at("text.bytes"), ""
+    intent, num_tokens, about = host.intent, host.at("text.num_tokens"), ""
     epochs = intent.epochs
-    if epochs is None and num_bytes and intent.num_steps and intent.total_batch_size:  # the text is not read yet
-        epochs, about = intent.num_steps * intent.total_batch_size * BYTES_PER_TOKEN / num_bytes, "about "
+    if not num_tokens and host.at("text.bytes"):  # the text is not read yet
+        num_tokens, about = host.at("text.bytes") / BYTES_PER_TOKEN, "about "
+    if epochs is None and num_tokens and intent.num_steps and intent.total_batch_size:
+        epochs = intent.num_steps * intent.total_batch_size / num_tokens
     if epochs and epochs > 10:
+        about = "" if intent.epochs else about
         yield Case(f"{about}{epochs:,.0f} passes over the same text", "--epochs 4")
 
 

@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -54,12 +54,14 @@ def resolve_config(
     """
     if file is None and (init_from := keys.get("init_from")):
         source, _ = source_of(init_from, runs_dir=keys.get("runs_dir", Config.runs_dir))
-        return with_source(load_config(source.config_toml, {"name": None, "tokenizer": None, **keys})[0], keys)
+        config = load_config(source.config_toml, {"name": None, "tokenizer": None, **keys})[0]
+        return with_source(config, set_keys=keys, flags=keys)
     if file is None and default is not None:
         return load_config(None, {**default, **keys})[0]
     path = TINY if file is None else find_config(file)
     config, notes = load_config(path, keys)
-    config = with_source(config, keys) if config.init_from else config
+    if config.init_from:
+        config = with_source(config, set_keys={**read_config_file(path, keys)[0], **keys}, flags=keys)
     if file is not None and path.parent == PACKAGED and file != path.stem:
         notes = [f"note    {file} is not here: this is the config {path.stem} of paceline", *notes]
     for note in notes if print_notes else ():
@@ -74,23 +76,24 @@ def source_of(init_from: str, *, runs_dir: str) -> tuple[RunDir, Path]:
     try:
         run = find_training_run(str(path.parent.parent if is_checkpoint else path), runs_dir=runs_dir)
     except PacelineError as error:
-        fix = "paceline resume RUN goes on with a run" if init_from == "resume" else error.fix  # nanoGPT's value
+        fix = "paceline resume RUN goes on with a run" if init_from == "resume" else error.fix  # nanoGPT's values
+        fix = "give a run of paceline: other weights cannot be loaded" if init_from.startswith("gpt2") else fix
         raise PacelineError(f"init_from: {error.message}", fix=fix) from error
     return run, (path if is_checkpoint else run.path).absolute()
 
 
-def with_source(config: Config, keys: Mapping[str, Any]) -> Config:
-    """Returns the config with the model and the tokenizer of the run whose weights it starts with. keys: of the command line.
+def with_source(config: Config, *, set_keys: Collection[str], flags: Collection[str]) -> Config:
+    """Returns the config with the model and the tokenizer of the run whose weights it starts with.
 
-    Raises PacelineError where it asks for others.
+    set_keys: which are set, by the file or by flags. Raises PacelineError where they ask for another model.
     """
     source, place = source_of(str(config.init_from), runs_dir=config.runs_dir)
     own, _ = load_config(source.config_toml, {})
     shape = {key: getattr(own, key) for key in MODEL_KEYS}
     for key, value in shape.items():
         other = getattr(config, key)
-        if other in (None, value) or (key == "vocab_size" and key not in keys):  # a file's is of a tokenizer to train
-            continue
+        if key not in (flags if key == "vocab_size" else set_keys) or other in (None, value):
+            continue  # a file's vocab_size is of a tokenizer to train
         raise PacelineError(
             f"{key} is {other:,}, and {source.name}, whose weights it is to start with, has {value:,}",
             fix=f"--{key.replace('_', '-')} {value}, or leave --init-from out",

@@ -34,8 +34,8 @@ PLATEAU, PLATEAU_SPREAD, SAME_SPREAD, JUMP = 5, 1.6, 1.01, 4.0
 # the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
 TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
 
-# of a sum over each epoch: the share of itself to which it falls, how often at least, and of its falls
-RESET, MIN_RESETS, MOST_FALLS = 0.6, 3, 0.8
+# of a sum over each epoch: the share of itself to which it falls, how often at least, and of its falls; how far its totals may rise
+RESET, MIN_RESETS, MOST_FALLS, MAX_GROWTH = 0.6, 3, 0.8, 2.0
 
 
 def seconds_per_step(steps: Sequence[float], times: Sequence[float]) -> float | None:
@@ -206,9 +206,10 @@ def constant_tail(values: Sequence[float]) -> int | None:
 
 def is_running_sum(values: Sequence[float]) -> bool:
     """Whether a curve falls by nothing but resets, several times, as a sum over the batches of each epoch does."""
-    falls = [after / before for before, after in pairwise(values) if after < before]
-    resets = [share for share in falls if share < RESET]
-    return len(resets) >= MIN_RESETS and len(resets) >= MOST_FALLS * len(falls)
+    falls = [(before, after) for before, after in pairwise(values) if after < before]
+    totals = [before for before, after in falls if after < RESET * before]
+    is_sum = len(totals) >= MIN_RESETS and len(totals) >= MOST_FALLS * len(falls)
+    return is_sum and totals[-1] < MAX_GROWTH * totals[0]
 
 
 def repeats_epochs(values: Sequence[float]) -> bool:

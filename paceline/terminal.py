@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import re
+import signal
 import sys
 import termios
 import unicodedata
@@ -234,6 +235,12 @@ class TolerantStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Returns what ends a run: Ctrl-C, a batch system's notices, and the end of the terminal where nohup does not ignore that."""
+    notices = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    return notices if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*notices, signal.SIGHUP)
 
 
 @contextmanager

@@ -505,6 +505,13 @@ def test_a_run_that_starts_with_the_weights_of_another_one_has_its_keys_but_the_
     )  # fmt: skip
 
 
+def test_what_a_config_file_does_not_set_is_as_other_weights_have_it(trained):
+    file = write(trained.parent.parent / "a.toml", "init_from = 'books'")
+    assert resolve_config(str(file), {}).depth == 6
+    with pytest.raises(PacelineError, match="depth is 4, and books"):
+        resolve_config(str(write(file, "init_from = 'books'\ndepth = 4")), {})
+
+
 def test_a_config_file_beside_other_weights_takes_their_shape_and_sets_the_other_keys(trained):
     file = write(
         trained.parent.parent / "a.toml", "depth = 6\nnum_steps = 9\ninit_from = 'runs/books/checkpoints/step_000040'"

@@ -83,6 +83,10 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ),
 )  # fmt: skip
 MISSING_NAME = re.compile(r"AttributeError: module '(?P<module>\w+)' has no attribute '(?P<name>\w+)'")
+# names that the packages have: a folder of the user's own that is meant to be there lacks others
+HIDDEN_NAME = re.compile(
+    r"datasets\.(?:load_\w+|Dataset(?:Dict)?|Features|concatenate_datasets)|evaluate\.(?:load|combine)|wandb\.(?:init|log(?:in)?|Api)"
+)
 HIDDEN_WEIGHT = 0.9
 FRAME_PATH = re.compile(r'"([^"]+)", line \d+')
 # of a queue whose reader is gone; its thread prints it and ends
@@ -118,7 +122,9 @@ def is_own(record: Record) -> bool:
 
 def match_frames(record: Record) -> tuple[str, float, dict[str, str]] | None:
     """The cause, its weight and its values that the innermost frames of an exception show."""
-    if (missing := MISSING_NAME.match(record.text)) and (hiding := hiding_file(missing["module"], record.frames)):
+    if (missing := MISSING_NAME.match(record.text)) and (
+        hiding := hiding_file(missing["module"], missing["name"], record.frames)
+    ):
         return "import-error", HIDDEN_WEIGHT, {"name": missing["name"], "own_file": hiding}
     frames = "\n".join(record.frames[-8:])
     for cause, weight, message, frame in BY_FRAME if frames else ():
@@ -127,9 +133,9 @@ def match_frames(record: Record) -> tuple[str, float, dict[str, str]] | None:
     return None
 
 
-def hiding_file(module: str, frames: Sequence[str]) -> str | None:
+def hiding_file(module: str, name: str, frames: Sequence[str]) -> str | None:
     """The file or folder beside the user's script that has the name of a package, and is imported in its place."""
-    if not frames or not (MODULES.fullmatch(module) or module in sys.stdlib_module_names):
+    if not frames or not (HIDDEN_NAME.fullmatch(f"{module}.{name}") or module in sys.stdlib_module_names):
         return None
     paths = [match[1] for frame in frames if not INSTALLED.search(frame) and (match := FRAME_PATH.search(frame))]
     hiding = re.sub(r"[^/\\]*$", "", paths[0]) + module if paths else ""

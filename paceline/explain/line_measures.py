@@ -29,12 +29,12 @@ BARE_BAR = re.compile(r" {0,3}\d{1,3}%\|[█▏▎▍▌▋▊▉ #=>.-]*\|?")  
 # `gradient accumulation steps: 8` is a setting, no progress
 SETTINGS = (
     "accumulation", "accum", "warmup", "max", "num", "total", "optimization", "decay", "logging", "save", "eval", "target",
-    "print", "of", "per", "update",
+    "print", "of",
 )  # fmt: skip
 STEP = re.compile(
     "(?=[gsiub]|num)"
     + "".join(f"(?<!{word}.)" for word in SETTINGS)
-    + r"(?<!\bn_)(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|updates?|num_updates|batch"
+    + r"(?<![^a-z]per.)(?<!\bn_)(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|updates?|num_updates|batch"
     r"|(?<!\d)it)['\"]?\s*[:=# \[(]{0,3}\s*(?P<step>\d[\d,]*)(?P<of>\s*/\s*\d[\d,]*)?(?![\w.]|\s*[A-Za-z]+/|,? *\d[\d, ]*[\])]"
     r"| tokens = \d+ rows?\b)",  # the size of a step, as `paceline train` says it
     re.IGNORECASE,
@@ -48,7 +48,7 @@ VALUE = (
 )
 LOSS = re.compile(
     r"loss(?: (?:train|average|avg|mean|function)"
-    r"|_(?!scal|weight|fn|func|type|tok|per_|smooth|gamma|alpha|beta|coef|num|wrt)[a-z]\w{0,15}"
+    r"|_(?!scal|weight|fn|func|type|tok|per_|smooth|gamma|alpha|coef|(?:num|wrt)(?![a-z]))[a-z]\w{0,15}"
     r"|/[a-z][\w/]{0,30}"
     r"|[_-]?\d{1,2}(?= ?[:=]|[ ]+[-+]?\d))?" + VALUE,
     re.IGNORECASE,

@@ -67,7 +67,8 @@ MIN_SAME_SCORES = 20  # evaluations
 TRAIN_RISE = 0.1  # of the loss of training, as a share
 # Lightning's bar shows the loss that was logged last, by default (log_every_n_steps) on every 50th step
 LIGHTNING_BAR, LOGGED_EVERY = re.compile(r"\bv_num="), 50
-RANK_DIGITS = 6  # with the point: fewer may be the same by rounding
+# with the point: fewer may be the same by rounding; the last value is reported again at the end
+RANK_DIGITS, RANK_SPREAD = 6, 3
 EARLY_STOP = re.compile(r"(?i)\bearly[ -]?stop")
 
 
@@ -152,9 +153,10 @@ def has_epochs(curve: Sequence[LossPoint]) -> bool:
 
 
 def is_of_ranks(curve: Sequence[LossPoint]) -> bool:
-    """Whether several ranks report each value: all come more than once in a row, to many digits, and there is more than one."""
+    """Whether several ranks report each value: all of two or more come about as often in a row, to many digits."""
     times = [len(list(group)) for _, group in groupby(point.value for point in curve)]
-    return len(times) > 1 and min(times) > 1 and all(len(f"{point.value!r}") > RANK_DIGITS for point in curve)
+    as_often = len(times) > 1 and min(times) > 1 and max(times) <= RANK_SPREAD * min(times)
+    return as_often and all(len(f"{point.value!r}") > RANK_DIGITS for point in curve)
 
 
 def is_lowest_at_end(series: MetricSeries) -> bool:

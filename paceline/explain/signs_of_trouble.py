@@ -114,7 +114,8 @@ NO_TROUBLE = re.compile(
     r"|^fatal: (?:not a git repository|destination path .* already exists)"
     # Debian's packages, the head of nccl-tests' table, logging's own report, what docker build quotes of a command
     r"|^(?:debconf|invoke-rc\.d): |\bbusbw\b|--- Logging error ---|^#\d+ \d+\.\d+ "
-    r"|^Repo card metadata block was not found|^Welcome to bitsandbytes\b|\berror is \d*\.\d|\bto save notebook history$"
+    r"|^Repo card metadata block was not found|^Welcome to bitsandbytes\b|\bto save notebook history$"
+    r"|\bis approximately [\d.]+, error is \d"
 )
 ERROR_PREFIX = re.compile(
     r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|\[(?:error|fatal|critical)\]|(?:[Ff]atal|[Ee]rror)(?: error)?: )"

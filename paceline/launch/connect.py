@@ -23,6 +23,7 @@ from paceline.launch.places import Place, find_place
 from paceline.launch.preemption import watch_preemption
 from paceline.launch.ssh import NO_PYTHON, FarModule, ModuleProcess, SshModule, far_command
 from paceline.options import HostOptions, LaunchOptions, ScriptOptions
+from paceline.terminal import stop_signals
 
 # --overlap: the step shares what the job has on the node with all others. The two `none` hold for sites whose defaults are an MPI
 # that is not there, or one core for the one task that then starts the ranks.
@@ -114,8 +115,8 @@ def lead_nodes(
 ) -> int:
     """Runs a command on node 0: waits for the others, and tells them at the end how it ended."""
     exit_code, why = 1, "node 0 ended with an error that is shown there"
-    stop_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    for signum in stop_signals:  # before and between attempts, as for Ctrl-C: the others are told
+    signals = stop_signals()
+    for signum in signals:  # before and between attempts, as for Ctrl-C: the others are told
         signal.signal(signum, signal.default_int_handler)
     meeting = Meeting(place, token, show)
     try:
@@ -131,7 +132,7 @@ def lead_nodes(
         exit_code, why = INTERRUPTED, "node 0 was interrupted"
         raise
     finally:
-        for signum in stop_signals:
+        for signum in signals:
             signal.signal(signum, signal.SIG_IGN)
         meeting.close(exit_code, why)
     return exit_code

@@ -29,6 +29,7 @@ from paceline.errors import INTERRUPTED, PacelineError, TrainingFailed
 from paceline.launch.agent import start_child
 from paceline.launch.places import Place
 from paceline.launch.ssh import MAX_STDERR_BYTES, code_archive
+from paceline.terminal import stop_signals
 
 TOKEN = "PACELINE_TOKEN"
 MIN_TOKEN_CHARS = 16  # a handshake that somebody has recorded must not let them try all tokens
@@ -152,7 +153,7 @@ class Node:
         """Joins, serves node 0 until it ends, and returns its exit code. Call it from the main thread, as it handles signals."""
         self.join(join_timeout_s)
         self.show(f"joined  as {self.place.text}; node 0 is at {self.address}, port {self.place.port}")
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for signum in stop_signals():
             signal.signal(signum, self.add_signal)
         exit_code, why = self.serve()
         self.end_modules()

@@ -30,6 +30,7 @@ from paceline.launch.watchdog import Hang, Watchdog
 from paceline.redaction import redact_text
 from paceline.rundir import RunDir, append_event
 from paceline.slurm import allocation
+from paceline.terminal import stop_signals
 from paceline.units import signal_name, signal_number
 
 TICK_S = 0.2
@@ -39,7 +40,6 @@ EARLY_EXIT_GRACE_S = 3.0
 AGENT_MARGIN_S = 12.0  # within this the agent kills what does not end by itself, and then exits
 
 # a batch system sends SIGUSR1 when the time limit is near
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 # regrouped: saved and ended so that the next attempt has more hosts
 State = Literal["finished", "failed", "interrupted", "regrouped"]
@@ -365,9 +365,7 @@ class StopSignals:
 @contextmanager
 def catch_signals(signals: StopSignals) -> Iterator[StopSignals]:
     """Collects the signals that arrive within the block."""
-    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup a closed terminal stops nothing
-    caught = [signum for signum in STOP_SIGNALS if signum != signal.SIGHUP or not is_deaf]
-    handlers = {signum: signal.signal(signum, signals.add) for signum in caught}
+    handlers = {signum: signal.signal(signum, signals.add) for signum in stop_signals()}
     try:
         yield signals
     finally:

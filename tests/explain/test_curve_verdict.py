@@ -205,6 +205,8 @@ def test_a_log_whose_loss_comes_back_falls_or_rises_little_is_healthy(losses):
 def test_a_sum_over_the_batches_of_each_epoch_does_not_diverge():
     sums = [batch * (3.0 - epoch / 4) for epoch in range(8) for batch in range(1, 31)]
     assert explain(log_of(enumerate(sums), LINES[0])).cause in ("healthy", "unknown")
+    growing = [batch * 0.08 * 1.5**epoch for epoch in range(8) for batch in range(1, 31)]
+    assert explain(log_of(enumerate(growing), LINES[0])).cause == "loss-diverged"
     rising = [1.2**step * (0.5 if step % 9 == 0 else 1) for step in range(80)]  # with dips
     assert explain(log_of(enumerate(rising), LINES[0])).cause == "loss-diverged"
 
@@ -218,6 +220,8 @@ def test_evaluations_that_each_rank_reports_count_once():
     assert explain([*steps, *log_of(reported, EVALUATED)]).cause == "healthy"
     assert explain(log_of([*reported[:1] * 3, *reported[-1:] * 8], EVALUATED)).cause == "healthy"
     assert explain(log_of(reported[:1] * 16, EVALUATED)).cause == "loss-stands-still"
+    stuck = [(step, loss) for step, loss in enumerate([9.9, 8.8, 7.7, *[7.6931472] * 60]) for _ in range(4)]
+    assert explain(log_of(stuck, "step {step} loss {loss}\n")).cause == "loss-stands-still"
 
 
 def test_measures_of_an_epoch_as_dictionaries_are_read():

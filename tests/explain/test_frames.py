@@ -116,11 +116,14 @@ def test_a_class_of_the_users_own_lacks_an_attribute_whatever_is_installed():
         ("datasets", "datasets/text.py", "import-error"),
         ("random", "random.py", "import-error"),
         ("datasets", "lib/datasets/text.py", "version-mismatch"),  # not beside the script, so not imported by this name
+        ("megatron", "megatron/core.py", "version-mismatch"),  # a clone's own, which is meant to be there
         ("utils", "utils/text.py", "user-code-exception"),  # of no package: the user's own lacks the name
     ],
 )
 def test_a_folder_beside_the_script_with_the_name_of_a_package_hides_it(module, file, cause):
-    explanation = verdict(traceback(f"AttributeError: module '{module}' has no attribute 'load_all'", (file, "read")))
+    explanation = verdict(
+        traceback(f"AttributeError: module '{module}' has no attribute 'load_dataset'", (file, "read"))
+    )
     assert explanation.cause == cause
     assert ("rename the file or folder of your own" in explanation.fix) == (cause == "import-error")
 

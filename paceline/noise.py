@@ -207,7 +207,7 @@ def constant_tail(values: Sequence[float]) -> int | None:
 def is_running_sum(values: Sequence[float]) -> bool:
     """Whether a curve falls by nothing but resets, several times, as a sum over the batches of each epoch does."""
     falls = [(before, after) for before, after in pairwise(values) if after < before]
-    totals = [before for before, after in falls if after < RESET * before]
+    totals = [before for before, after in falls if 0 <= after < RESET * before]
     is_sum = len(totals) >= MIN_RESETS and len(totals) >= MOST_FALLS * len(falls)
     return is_sum and totals[-1] < MAX_GROWTH * totals[0]
 

@@ -182,12 +182,11 @@ def report(args: run_options.ReportOptions) -> None:
 
 def track(args: run_options.TrackOptions) -> None:
     from paceline.launch.notify import tracker_names
-    from paceline.track.follower import track_now
+    from paceline.track.follower import track_all
 
     if not (names := tracker_names(args.to, flag="--to")):
         raise UsageError("track needs --to", fix="add --to tensorboard")
-    for name in names:
-        track_now(find_run(args.run, runs_dir=args.runs_dir), name)
+    track_all(find_run(args.run, runs_dir=args.runs_dir), names)
 
 
 def emit(args: run_options.EmitOptions) -> None:

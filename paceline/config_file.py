@@ -30,6 +30,10 @@ from paceline.units import format_list
 PACKAGED = Path(__file__).parent / "configs"
 TINY = PACKAGED / "tiny.toml"
 OPTIMIZER = KEYS["optimizer"].default
+OF_ONE_RUN = {
+    key: KEYS[key].default
+    for key in ("name", "tokenizer", "runs_dir", "cache_dir", "hosts", "python", "interface", "ports")
+}
 MODEL_KEYS = ("depth", "n_embd", "head_dim", "n_kv_head", "vocab_size")  # they shape the weights
 
 
@@ -54,7 +58,7 @@ def resolve_config(
     """
     if file is None and (init_from := keys.get("init_from")):
         source, _ = source_of(init_from, runs_dir=keys.get("runs_dir", Config.runs_dir))
-        config = load_config(source.config_toml, {"name": None, "tokenizer": None, **keys})[0]
+        config = load_config(source.config_toml, {**OF_ONE_RUN, **keys})[0]
         return with_source(config, set_keys=keys, flags=keys)
     if file is None and default is not None:
         return load_config(None, {**default, **keys})[0]

@@ -209,7 +209,7 @@ def is_running_sum(values: Sequence[float]) -> bool:
     falls = [(before, after) for before, after in pairwise(values) if after < before]
     totals = [before for before, after in falls if 0 <= after < RESET * before]
     is_sum = len(totals) >= MIN_RESETS and len(totals) >= MOST_FALLS * len(falls)
-    return is_sum and totals[-1] < MAX_GROWTH * totals[0]
+    return is_sum and max(totals[-1], values[-1]) < MAX_GROWTH * totals[0]
 
 
 def repeats_epochs(values: Sequence[float]) -> bool:

@@ -492,7 +492,18 @@ def trained(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs" / "books"
     (run / "checkpoints" / "step_000040").mkdir(parents=True)
-    keys = Config(name="books", depth=6, n_embd=384, n_kv_head=3, vocab_size=300, num_steps=40, data="/books", seed=7)
+    keys = Config(
+        name="books",
+        runs_dir="/elsewhere",
+        hosts="ada,bob",
+        depth=6,
+        n_embd=384,
+        n_kv_head=3,
+        vocab_size=300,
+        num_steps=40,
+        data="/books",
+        seed=7,
+    )
     (run / "config.toml").write_text(format_toml(keys))
     return run
 

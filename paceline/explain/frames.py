@@ -101,7 +101,7 @@ TRACKER = re.compile(  # or a server of notebooks, or what looks for a build of 
     r"(?:site|dist)-packages/(?:bitsandbytes/c\w+\.py|(?:tornado|jupyter\w*|notebook|wandb|tensorboardX?|mlflow|comet_ml|neptune"
     r"|trackio|clearml|swanlab)/|iopath/common/event_logger)"
 )
-TRACKER_COMMAND = re.compile(r"packages/wandb/cli/")  # which is the program itself
+TRACKER_COMMAND = re.compile(r"packages/wandb/cli/")  # which is the program itself, where nothing was trained
 # where logging prints what a wrong call raised, and a server what a request did
 LOGGING = re.compile(
     r"\blogging[/\\]__init__\.py\", line \d+, in emit$|\bsocketserver\.py\", line \d+, in _?(?:handle|process)_request_\w+$"
@@ -156,7 +156,8 @@ def left_program_running(record: Record, log: Log) -> bool:
         return True
     # threads that print at once mix their frames
     places = record.frames if is_thread else (record.frames[0], record.frames[-1])
-    if any(map(TRACKER.search, places)) and not TRACKER_COMMAND.search(record.frames[0]):
+    is_program = TRACKER_COMMAND.search(record.frames[0]) and not log.progress.steps
+    if any(map(TRACKER.search, places)) and not is_program:
         return all(map(INSTALLED.search, record.frames))
     done_line = log.progress.done_line or (log.last_progress_line if log.progress.finished else None)
     is_later = done_line is not None and record.line > done_line

@@ -6,6 +6,7 @@ verdict from being written.
 """
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from paceline.explain.explanation import KERNEL_LOG, RECORDED, SUPERVISOR_CAUSES
 from paceline.explain.verdict import HEALTHY, UNKNOWN, explain_health
 from paceline.mounts import free_space
 from paceline.rundir import RunDir, is_locked, is_script_run, read_text, resume_command
-from paceline.units import parse_time
+from paceline.units import unix_time
 
 DISK_FULL, STOPPED, SUPERVISOR_LOST = "disk-full", "keyboard-interrupt", "supervisor-lost"
 PREEMPTED, KILLED, PEER_DIED, HANG = "preempted-sigterm", "killed-from-outside", "peer-died", "hang"
@@ -79,13 +80,14 @@ def read_error_file(path: Path) -> RankError | None:
             return RankError(
                 str(message["message"]), traceback=str(extra.get("py_callstack") or ""), time=float(extra["timestamp"])
             )
+        moment = unix_time(error.get("time"))
         texts = {name: text for name in ("type", "fix", "cause") if isinstance(text := error.get(name), str)}
         return RankError(
             message=str(message),
             traceback=str(error.get("traceback") or ""),
-            time=parse_time(error["time"]) if error.get("time") else None,
+            time=None if math.isnan(moment) else moment,
             step=error["step"] if isinstance(error.get("step"), int) else None,
-            exit_code=int(error["exit_code"]) if "exit_code" in error else None,
+            exit_code=error["exit_code"] if isinstance(error.get("exit_code"), int) else None,
             rollback=error.get("rollback") is True,
             **texts,
         )

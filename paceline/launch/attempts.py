@@ -164,6 +164,10 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             job_end, explanation = current_job_end(), outcome.explanation
             if job_end:
                 explanation = explain_job_end(job_end, explanation, job.run)
+            stops = (e for e in read_json_lines(job.run.events) if e.get("event") == "stopping")
+            if signals.first or any(stop.get("attempt") == number for stop in stops):
+                record_verdict(job, number, explanation)
+                return replace(outcome, explanation=explanation)
             abilities = replace(
                 job.abilities(end), min_hosts=job.options.min_hosts, is_job_over=job_end is not None,
                 is_folder_moved=job.is_folder_moved,
@@ -174,9 +178,6 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
                 explanation = explain_end_without_host(explanation, job.run, abilities)
             outcome = replace(outcome, explanation=explanation)
             record_verdict(job, number, explanation)
-            stops = (e for e in read_json_lines(job.run.events) if e.get("event") == "stopping")
-            if signals.first or any(stop.get("attempt") == number for stop in stops):
-                return outcome
             record_decision(job, end, decision, explanation, number)
             if decision.action == "stop":
                 return outcome

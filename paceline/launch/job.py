@@ -31,6 +31,7 @@ from paceline.plan.advice import step_gap
 from paceline.plan.estimate import Range
 from paceline.plan.forecast import step_setup
 from paceline.plan.history import keep_attempt, keep_too_large
+from paceline.plan.host import probe_cpu_cores
 from paceline.plan.machine import probe_machine
 from paceline.plan.memory import checkpoint_bytes
 from paceline.plan.nvml import LostCards
@@ -265,7 +266,7 @@ def plan_env(plan: Plan, *, libuv: bool) -> tuple[dict[str, str], list[EnvRow]]:
 
 def plan_launch(plan: Plan, *, libuv: bool) -> Launch:
     """Returns what the environment of a plan's ranks depends on."""
-    return Launch(plan.world_size, plan.device, plan.threads * plan.world_size, libuv=libuv)
+    return Launch(plan.world_size, plan.device, probe_cpu_cores() * plan.hosts, libuv=libuv)
 
 
 def stop_grace_s(plan: Plan) -> float:

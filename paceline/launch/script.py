@@ -159,7 +159,7 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = (), *, run: 
         try:
             cluster.connect(run, text=None)
             lines, hashes = send_script(cluster, files, run, sync=not options.no_sync)
-            job.renew_code = partial(renew_code, cluster, files, hashes) if hashes else list
+            job.renew_code = partial(renew_code, cluster, files, hashes, run) if hashes else list
         except BaseException:
             cluster.close()
             if is_new and not options.detach:  # nothing has run; a log in the folder has the error

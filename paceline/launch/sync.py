@@ -14,6 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -189,14 +190,18 @@ def copy_order(files: ScriptFiles, hashes: Mapping[str, str]) -> Line:
     return order | {"folders": [], "executable": executable, "keeps": False}
 
 
-def renew_code(cluster: Cluster, files: ScriptFiles, hashes: Mapping[str, str]) -> list[str]:
+def renew_code(cluster: Cluster, files: ScriptFiles, hashes: Mapping[str, str], run: RunDir) -> list[str]:
     """Before another attempt: sends the copies the code that differs from what is here now, and returns what differed, in lines.
 
     hashes: of the files at the start. Other files stay as the ranks have left them. Where a host has the folder itself, it is only
     compared. A host that is lost meanwhile is one that the attempt has lost.
     """
     assert files.folder
-    names = [name for name in hashes if name.endswith(SOURCES) or files.folder / name == files.script]
+    present = dict.fromkeys(hashes)
+    with suppress(PacelineError):  # the folder has become too large to be sent whole
+        listing = list_files(files.folder, script=files.script, run=run)  # also what was added since
+        present |= dict.fromkeys(listing.sizes)
+    names = [name for name in present if name.endswith(SOURCES) or files.folder / name == files.script]
     code = {name: sha256 for name in names if (sha256 := sha256_of(files.folder / name))}
     order = copy_order(files, code) | {"keeps": True}
     own = {"do": "script", "at": str(files.folder), "cwd": str(files.cwd), "files": code}

@@ -157,7 +157,7 @@ class GPT(nn.Module):
         self.nats_per_token: Callable[..., Tensor] = nats_per_token
         self.sum_of_nats: Callable[..., Tensor] = sum_of_nats
         self.compiled = False
-        self.fused_loss = False  # by model/loss_kernel.py; see layers.fused_loss_problem
+        self.fused_loss = False  # by model/kernels.py; see layers.fused_loss_problem
         self.passage: Callable[[int, Tensor], Tensor] | None = None
         self.first_value: Callable[[str], Tensor] | None = None  # where the parameters have no memory
         self.low_products: LowProducts | None = None

@@ -232,7 +232,7 @@ def sum_of_nats(
     """Sums the nats of the targets that are not -1, () fp32. x: (N, C); weight: (V, C) in x.dtype; targets: (N,) int64.
 
     budget_bytes bounds all tensors as large as logits: these, their gradient and the fp32 copies between; one token fits always.
-    compiled, fused: what works on the logits is a graph of its own, or model/loss_kernel.py. The gradients are multiplied by
+    compiled, fused: what works on the logits is a graph of its own, or model/kernels.py. The gradients are multiplied by
     grad_scale, () fp32, before the first product: in fp16 that one may overflow too.
     """
     settings = (vocab_size, budget_bytes, compiled, fused, grad_scale)

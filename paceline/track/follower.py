@@ -14,7 +14,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -74,6 +74,18 @@ def main() -> int:
         add_note(run, f"{error.message}; paceline track {run.quoted} --to {name} sends what is missing")
         raise
     return 0
+
+
+def track_all(run: RunDir, names: Sequence[str]) -> None:
+    """Sends what each tracker lacks; raises the first problem when all have had their turn."""
+    problems = list[PacelineError]()
+    for name in names:
+        try:
+            track_now(run, name)
+        except PacelineError as error:
+            problems.append(error)
+    if problems:
+        raise problems[0]
 
 
 def track_now(run: RunDir, name: str) -> None:

@@ -130,11 +130,16 @@ def show_runs(paths: Sequence[Path], *, as_json: bool) -> str:
     if as_json:
         rows = {name: values for name, *values in settings}
         return json.dumps(finite({"runs": list(map(asdict, runs)), "settings": rows}), indent=1)
-    names = [cut(clean(run.name), MAX_NAME) for run in runs]
+    names = [without_middle(clean(run.name), MAX_NAME) for run in runs]
     table = [["setting", *names], *([clean(cell) for cell in row] for row in settings)]
     widths = [max(map(cells, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(map(pad, row, widths)).rstrip() for row in table]
     return "\n".join([format_runs(runs), "", *(lines if settings else ["no settings differ"])])
+
+
+def without_middle(name: str, width: int) -> str:
+    """Returns a name of at most about so many columns: the runs of a sweep differ at its end."""
+    return name if cells(name) <= width else cut(name, width // 2) + name[-width // 2 :]
 
 
 def differing_settings(*paths: Path) -> list[Setting]:

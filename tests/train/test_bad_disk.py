@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from runs import Workshop, events, final_bits, metrics
 
-from paceline.model.checkpoint import CHECK_S
+from paceline.model.checkpoint import RETRY_S
 from paceline.rundir import RunDir, append_event, append_json_line, read_json_lines
 
 pytestmark = pytest.mark.dist
@@ -77,7 +77,7 @@ def test_a_full_disk_costs_a_run_a_checkpoint_and_nothing_else(shop, disk):
     filler = fill(disk, left=300_000)
     wait_for(lambda: any(e["event"] == "save_failed" for e in read_json_lines(run / "events.jsonl")), process)
     filler.unlink()
-    stand_still(run, seconds=CHECK_S)
+    stand_still(run, seconds=RETRY_S)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     [failed] = events(run, "save_failed")

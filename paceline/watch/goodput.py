@@ -19,9 +19,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from paceline.rundir import RunDir
 from paceline.units import parse_time, unix_time
+from paceline.watch.growing_file import JsonRecord
 from paceline.watch.snapshot import TIME_KINDS, Goodput
 
-Record = dict[str, Any]
 StepLines = NDArray[Any]  # one record of LINE_FIELDS for each line of metrics.jsonl
 
 LINE_FIELDS = ("step", "time", "step_ms", "val_bpb")
@@ -55,7 +55,7 @@ class Attempt:
     sampled_at: float = 0.0
 
 
-def last_writes(run: RunDir, events: Sequence[Record]) -> dict[int, float]:
+def last_writes(run: RunDir, events: Sequence[JsonRecord]) -> dict[int, float]:
     """Returns when a rank of each attempt last wrote to its log, by attempt; empty where the files have other times."""
     times: dict[int, float] = {}
     with suppress(OSError, ValueError):  # without files, or in a folder that is changed meanwhile, nothing is known
@@ -69,7 +69,7 @@ def last_writes(run: RunDir, events: Sequence[Record]) -> dict[int, float]:
 
 
 def goodput(
-    events: Sequence[Record],
+    events: Sequence[JsonRecord],
     metrics: StepLines,
     *,
     tokens_per_step: int | None,
@@ -113,11 +113,11 @@ def goodput(
 
 
 def read_attempts(
-    events: Sequence[Record], metrics: StepLines, *, written: Mapping[int, float]
-) -> tuple[list[Attempt], list[Record]]:
+    events: Sequence[JsonRecord], metrics: StepLines, *, written: Mapping[int, float]
+) -> tuple[list[Attempt], list[JsonRecord]]:
     """Returns the attempts, each with its lines of metrics, and the `launch` or `script` events, one for each command."""
     attempts: list[Attempt] = []
-    launches: list[Record] = []
+    launches: list[JsonRecord] = []
     for event in events:
         kind, time = event.get("event"), parse_time(event["time"])
         if kind in ("launch", "script"):

@@ -252,6 +252,14 @@ def test_the_warning_of_a_batch_system_is_no_failure_and_says_whether_the_job_co
     assert summary in explanation.summary and fix in explanation.fix
 
 
+def test_a_run_whose_terminal_was_closed_has_not_failed(run):
+    append_event(run, "stopping", attempt=1, signal="SIGHUP")
+    append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
+    explanation = explain_run(run)
+    assert (explanation.cause, explanation.confidence) == ("terminal-hangup", 1.0)
+    assert "nothing is broken" in explanation.fix and "--detach" in explanation.fix
+
+
 def test_a_finished_run_does_not_stop_without_a_message(run):
     append_event(run, "attempt_ended", attempt=1, state="finished", exit_code=0)
     append_event(run, "finished")

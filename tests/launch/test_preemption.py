@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from paceline.errors import PacelineError
 from paceline.launch import preemption
 from paceline.launch.emit import cluster_job
 from paceline.launch.preemption import CLOUDS, NoAnswer, NoticeFile, Service, short_notice, watch_preemption
-from paceline.launch.supervisor import StopSignals
+from paceline.launch.supervisor import StopSignals, catch_signals
 from paceline.options import PreemptOptions
 from paceline.run_options import EmitComposeOptions
 from paceline.rundir import RunDir, read_json_lines
@@ -261,6 +262,17 @@ def test_a_notice_is_an_order_to_stop_with_a_deadline_and_a_signal_before_it_sta
     signals = StopSignals(first="SIGTERM")
     signals.preempt("the notice file x", None)
     assert (signals.facts(), signals.is_over) == ({"signal": "SIGTERM"}, False)
+
+
+@pytest.mark.parametrize(("before", "first"), [(signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, None)])
+def test_a_closed_terminal_is_an_order_to_stop_but_under_nohup(before, first):
+    outside = signal.signal(signal.SIGHUP, before)
+    try:
+        with catch_signals(StopSignals()) as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.first == first
+    finally:
+        signal.signal(signal.SIGHUP, outside)
 
 
 @pytest.mark.parametrize(("notice_s", "seconds"), [(120.0, 115.0), (10.0, 5.0), (5.0, 2.5), (1.0, 0.5), (0.0, 0.0)])

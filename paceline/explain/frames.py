@@ -168,9 +168,9 @@ def left_program_running(record: Record, log: Log) -> bool:
 def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:
     """Whether another exception ended the program, before this thread, or after this failed import that was logged."""
     is_import = PACKAGE_IMPORT.search(record.frames[0]) is not None
-    logged = is_import and any(
-        other.kind == "line" and other.line == record.line - 1 and NOT_LOADED.search(other.text)
-        for other in log.records
-    )
+    above = log.records_between(record.line - 1, record.line - 1) if is_import else []
+    logged = any(other.kind == "line" and NOT_LOADED.search(other.text) for other in above)
+    if not (is_thread or logged):
+        return False
     ends = [other.line for other in log.records if ended_program(other) and not PACKAGE.search(other.frames[0])]
     return bool(ends) and ((is_thread and ends[0] < record.line) or (logged and ends[-1] > record.line))

@@ -1,9 +1,11 @@
 """What is known of a log when it has been read: its records and its progress, run by run."""
 
 import re
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from paceline.explain.explanation import LogProgress, Record
 from paceline.explain.progress import LossPoint, ProgressLine, ProgressTracker
@@ -51,6 +53,16 @@ class Log:
         """Whether no line tells of several processes."""
         texts = [*(record.text for record in self.records), *(text for _, text in self.last_lines)]
         return not (self.ranks or any(map(SEVERAL_PROCESSES.search, texts)))
+
+    @cached_property
+    def _by_line(self) -> tuple[list[Record], list[int]]:
+        records = sorted(self.records, key=lambda record: record.line)
+        return records, [record.line for record in records]
+
+    def records_between(self, first: int, last: int) -> list[Record]:
+        """The records of the lines from first to last, in the order of the lines."""
+        records, lines = self._by_line
+        return records[bisect_left(lines, first) : bisect_right(lines, last)]
 
     def steps_after(self, record: Record) -> set[int]:
         """The steps that the same rank reports after a record; a line without a step counts as one of its own."""

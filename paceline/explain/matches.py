@@ -260,8 +260,10 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True  # what fails in the end says so
     if FATAL.search(record.text) and last_line - record.line <= BUFFERED_LINES:
         return False  # the process ends; the steps behind it are other processes' or were in a buffer
-    if record.kind == "signal" and any(0 < r.line - record.line < WENT_ON and DIED.search(r.text) for r in log.records):
-        return False
+    if record.kind == "signal":
+        behind = log.records_between(record.line + 1, record.line + WENT_ON - 1)
+        if any(DIED.search(other.text) for other in behind):
+            return False
     if record.line in continuation.done:
         return True
     # another program wrote what follows the end of one that had done nothing
@@ -290,15 +292,15 @@ def is_serving(log: Log) -> bool:
 
 def is_warned_of(record: Record, log: Log) -> bool:
     """Whether a logger wrote an exception behind a warning of its own."""
-    lines = (other for other in log.records if other.kind == "line" and other.rank == record.rank)
-    before = [other for other in lines if 0 < record.line - other.line <= 2]
+    near = log.records_between(record.line - 2, record.line - 1)
+    before = [other for other in near if other.kind == "line" and other.rank == record.rank]
     is_logged = record.kind == "exception" and not ended_program(record)
     return is_logged and bool(before) and WARNED.search(before[-1].text) is not None
 
 
 def is_handled(record: Record, log: Log) -> bool:
     """Whether the program announced above a line what it does in place of what failed."""
-    before = (other for other in log.records if 0 < record.line - other.line <= MAX_QUOTED)
+    before = log.records_between(record.line - MAX_QUOTED, record.line - 1)
     return not record.frames and any(HANDLED.search(other.text) for other in before)
 
 
@@ -352,8 +354,8 @@ def as_ended(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
 
 def is_forwarded(record: Record, log: Log) -> bool:
     """Whether an exception is that of a worker, quoted by the driver's own, which nobody has caught."""
-    quoting = (other for other in log.records if other.kind == "banner" and ended_program(other))
-    return record.kind == "exception" and any(0 < record.line - other.line <= WENT_ON for other in quoting)
+    before = log.records_between(record.line - WENT_ON, record.line - 1)
+    return record.kind == "exception" and any(other.kind == "banner" and ended_program(other) for other in before)
 
 
 def is_near_end(record: Record, log: Log) -> bool:

@@ -50,9 +50,11 @@ def test_the_time_at_which_lsf_ended_a_job_is_no_signal():
     assert verdict("reading the data\n" * 9 + report).cause == "healthy"
 
 
-@pytest.mark.parametrize("setting", ["SOLVER.IMS_PER_BATCH: 16", "FED_LOSS_NUM_CLASSES: 50"])
+@pytest.mark.parametrize(
+    "setting", ["SOLVER.IMS_PER_BATCH: 16", "FED_LOSS_NUM_CLASSES: 50", "  UPDATE_ITER: 1", "    L1_LOSS_BETA: 0.1"]
+)
 def test_settings_in_capitals_are_no_progress(setting):
-    assert verdict(f"{setting}\n" * 3).progress.steps == 0
+    assert verdict("MODEL:\n" + f"{setting}\n" * 3).progress.steps == 0
 
 
 def test_what_deepspeed_says_of_a_checkpoint_that_it_reads_is_no_trouble():

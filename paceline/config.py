@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.command_line import option, parameters_of
-from paceline.errors import PacelineError, expand_home
+from paceline.errors import Change, PacelineError, expand_home
 from paceline.units import parse_duration
 
 MIN_VOCAB_SIZE = 257  # of a tokenizer that is trained: every byte and the separator, so that any text can be encoded
@@ -71,7 +71,9 @@ class Config:
         value="RUN",
         also={"scratch": None},
     )
-    depth: int = option(4, "layers; they set width, batch, learning rates and length", low=1, high=512)
+    depth: int = option(
+        4, "layers; they set width, batch, learning rates and length where CONFIG (or tiny) does not", low=1, high=512
+    )
     n_embd: int | None = option(None, "width; auto: 64 x depth rounded up to head_dim", low=8, high=1 << 17)
     head_dim: int = option(128, "width of one attention head", low=8, high=256)
     n_kv_head: int | None = option(None, "key/value heads (GQA); auto: as many as heads", low=1)
@@ -87,7 +89,7 @@ class Config:
     num_steps: int | None = option(None, "optimizer steps; auto: from tokens_per_param", low=1, high=10**9, also=OPEN)
     epochs: float | None = option(None, "passes over the text, in place of num_steps", low=1e-9, high=1e6, also=OPEN)
     time: str | None = option(
-        None, "length as a time such as 2m or 8h, in place of num_steps; speed is measured first", usual="8h"
+        None, "length as a time, such as 2m or 8h, by the speed that is measured first; at least 60 steps", usual="8h"
     )
     tokens_per_param: float = option(
         12.0,
@@ -190,6 +192,16 @@ class Config:
 
 
 LENGTH_KEYS = ("num_steps", "epochs", "time")  # ways to set one thing: a flag for one replaces a file's other
+# what the depth sets where it is left out
+KEYS_OF_DEPTH = (
+    "n_embd",
+    "total_batch_size",
+    *LENGTH_KEYS,
+    "matrix_lr",
+    "embedding_lr",
+    "unembedding_lr",
+    "weight_decay",
+)
 KEYS = parameters_of(Config)
 
 
@@ -241,6 +253,15 @@ def check_config(config: Config) -> None:
             f"name {folder!r} cannot be a folder",
             fix=f"at most {MAX_NAME_BYTES} bytes of letters, digits, - and _; runs_dir sets the place",
         )
+
+
+def format_flags(change: Change) -> str:
+    """Returns the flags that set these keys: `--device-batch-size 8 --activation-checkpointing`."""
+    texts = {None: " auto", True: "", False: " false"}
+    return " ".join(
+        f"--{key.replace('_', '-')}{texts[value] if value is None or isinstance(value, bool) else f' {value}'}"
+        for key, value in change.items()
+    )
 
 
 def check_utf8(name: str, value: str) -> None:

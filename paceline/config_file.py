@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.config import KEYS, LENGTH_KEYS, LOW_PRECISIONS, Config, check_config
+from paceline.config import KEYS, KEYS_OF_DEPTH, LENGTH_KEYS, LOW_PRECISIONS, Config, check_config, format_flags
 from paceline.encoding import not_utf8, utf16_as_utf8
 from paceline.errors import PacelineError, expand_home, nearest, nearest_choice
 from paceline.other_names import KEY_OF, translate
@@ -40,11 +40,13 @@ MODEL_KEYS = ("depth", "n_embd", "head_dim", "n_kv_head", "vocab_size")  # they 
 def load_config(file: str | Path | None, flags: Mapping[str, Any]) -> tuple[Config, list[str]]:
     """The checked config of defaults < file < flags, and notes for the user about what of the file is not used."""
     from_file, notes = read_config_file(Path(file), flags) if file is not None else ({}, [])
-    if flags.get("depth", from_file.get("depth")) != from_file.get("depth") and "n_embd" not in flags:
-        width = from_file.get("n_embd")
-        notes += [f"{Path(file or '').name}: n_embd stays {width}; with --n-embd auto depth sets it"] if width else []
     config = Config(**override(from_file, flags))
     check_config(config)
+    if file is not None and flags.get("depth", from_file.get("depth")) != from_file.get("depth"):
+        own = {key: getattr(config, key) for key in KEYS_OF_DEPTH if key in from_file and key not in flags}
+        own = {key: value for key, value in own.items() if value != KEYS[key].default}
+        texts, auto = [f"{key} {own[key]}" for key in own], format_flags({key: KEYS[key].default for key in own})
+        notes += [f"{Path(file).name} keeps {', '.join(texts)}; for the depth to set this: {auto}"] if own else []
     return config, notes
 
 

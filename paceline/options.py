@@ -199,7 +199,7 @@ class PlanOptions(JsonOption, SlurmOptions, ConfigOptions):
 
     Shows memory by part, the largest micro-batch, the time of a step and of the run, energy and money, each with its range
     and what it is based on. Without CONFIG it plans tiny, as train would; where GPUs are named or a time is given,
-    depth 12 and the defaults of all keys. --time and --budget choose the depth by scaling rules.
+    depth 12 and the defaults of all keys. --time without CONFIG and --depth, and --budget, choose the depth by scaling rules.
 
     $ paceline plan balanced --gpu "RTX 5090" --gpus 2
     """
@@ -209,7 +209,11 @@ class PlanOptions(JsonOption, SlurmOptions, ConfigOptions):
     link: str | None = option(None, 'link: 10GbE, "PCIe 5 x8", NVLink; auto: as `paceline comm` measured', value="NAME")
     price: str | None = option(None, "0.30/kWh or 2.50/gpu-hour: adds what the run costs", value="PRICE")
     watts: float | None = option(None, "power of one GPU under load; auto: the GPU's limit", low=1e-3, high=1e6)
-    time: str | None = option(None, "the deepest model whose training ends in this time: 12h, 90m", value="TIME")
+    time: str | None = option(
+        None,
+        "with CONFIG or --depth the length, as for train; else the deepest model that 12h or 90m allow",
+        value="TIME",
+    )
     budget: float | None = option(None, "the deepest model that costs at most this; needs --price", low=1e-3, high=1e9)
     compare: str | None = option(None, '"RTX 4090,RTX 5090,H100": a table with one line for each GPU', value="NAMES")
     sweep: str | None = option(None, "device_batch_size, depth=8,12 ...: a line for each value", value="KEY[=A,B]")

@@ -17,7 +17,7 @@ import sys
 import termios
 import unicodedata
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -113,6 +113,16 @@ def pad(text: str, width: int, *, right: bool = False) -> str:
     """Fills a text with spaces to `width` columns. right: it stands at the right end."""
     spaces = " " * (width - cells(text))
     return spaces + text if right else text + spaces
+
+
+def table_lines(cells: Sequence[Mapping[str, str]]) -> list[str]:
+    """Returns the header and a line for each row of cells; the first column starts at the left."""
+    columns = list(dict.fromkeys(column for row in cells for column in row))
+    lines = [columns, *([row.get(column, "") for column in columns] for row in cells)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip() for first, *others in lines
+    ]
 
 
 def format_facts(facts: dict[str, Any]) -> str:

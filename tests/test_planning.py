@@ -272,8 +272,12 @@ REFUSALS = [
     ([*TWO, "--sweep", "depth", "--follow-rows"], "needs --sweep device_batch_size", "--sweep device_batch_size --follow-rows"),
     ([*TWO, "--budget", "50"], "--budget needs a price", "--price 2.50/gpu-hour"),
     ([*TWO, "--time", "soon"], "--time soon: not a time", "--time 12h"),
-    ([*TWO, "--time", "12h", "--depth", "9"], "depth is set", "leave depth at auto"),
+    ([*TWO, "--budget", "9", "--price", "1/gpu-hour", "--depth", "9"], "depth is set", "leave --depth out"),
+    (["tiny", *TWO, "--budget", "9", "--price", "1/gpu-hour"], "n_embd is set", "--n-embd auto"),
+    (["balanced", *TWO, "--time", "soon"], "'soon', not a duration", "8h"),
     ([*TWO, "--sweep", "colour"], "unknown key colour", "train --help"),
+    ([*TWO, "--sweep", "learning_rate=1,2"], "paceline calls it matrix_lr", "--sweep matrix_lr=1,2"),
+    ([*TWO, "--sweep", "dept=4,8"], "unknown key dept", "--sweep depth=4,8"),
     ([*TWO, "--sweep", "vocab_size"], "which values?", "--sweep vocab_size=A,B,C"),
     ([*TWO, "--sweep", "depth=4,many"], "--depth many is not", "--sweep depth=A,B,C, each an integer from 1 to 512"),
     ([*TWO, "--compare", ","], "names no GPU", "--compare"),
@@ -287,7 +291,7 @@ REFUSALS = [
     ([*TWO, "--device", "cpu"], "--gpu is about GPUs, but device is cpu", "--device cuda"),
     (["--compare", "H100", "--device", "cpu"], "--compare is about GPUs", "--device cuda"),
     ([*TWO, "--follow-rows"], "needs --sweep device_batch_size", "--sweep device_batch_size --follow-rows"),
-    ([*TWO, "--time", "12h", "--n-kv-head", "2"], "n_kv_head is set", "leave n_kv_head at auto"),
+    ([*TWO, "--time", "12h", "--n-kv-head", "2"], "n_kv_head is set", "--n-kv-head auto"),
     ([*TWO, "--measure"], "measures the device here", "leave --gpu RTX 5090 out"),
     ([*TWO, "--depth", "48"], "needed on each GPU with device_batch_size 1", "--depth"),
 ]  # fmt: skip
@@ -319,7 +323,7 @@ def test_time_that_is_left_is_offered_to_the_same_depth(capsys):
 
 
 def test_a_model_that_needs_sharded_weights_is_deeper_than_one_that_does_not_fit(capsys):
-    answer = json.loads(plan(capsys, "balanced", *TWO, "--time", "60d", "--json"))
+    answer = json.loads(plan(capsys, *TWO, "--time", "60d", "--json"))
     assert (answer["advice"]["depth"], answer["shard"]) == (32, "full")
     assert answer["advice"]["deeper"] == "depth 33 does not fit in memory with these settings"
 
@@ -333,8 +337,21 @@ def test_the_fix_of_too_small_a_limit_gives_a_plan(capsys, limit):
     assert plan(capsys, "--gpu", "H100", flag, value, *limit[2:]).startswith("advice  depth ")
 
 
-def test_the_depth_of_a_config_that_gives_way_to_a_time_is_named(capsys):
-    assert "        depth 16 of balanced is not taken; train takes it\n" in plan(
-        capsys, "balanced", *TWO, "--time", "12h"
+def test_the_depth_of_a_config_that_gives_way_to_a_budget_is_named(capsys):
+    limit = ["--budget", "24", "--price", "1/gpu-hour"]
+    assert "        depth 16 of balanced is not taken; train takes it\n" in plan(capsys, "balanced", *TWO, *limit)
+    assert "is not taken" not in plan(capsys, *TWO, *limit)
+
+
+@pytest.mark.parametrize("model", [["balanced"], ["tiny"], ["--depth", "12"]], ids="".join)
+def test_a_time_is_the_length_of_a_model_that_is_given_as_it_is_for_train(capsys, model):
+    answer = json.loads(plan(capsys, *model, *TWO, "--time", "8h", "--json"))
+    assert ("advice" in answer, answer["time"]) == (False, "8h")
+    assert answer["model"] == json.loads(plan(capsys, *model, *TWO, "--json"))["model"]
+    assert 7 < answer["cost"]["run"]["hours"]["expected"] <= 8.1
+
+
+def test_a_time_under_that_of_the_fewest_steps_says_so(capsys):
+    assert ": about 60 steps, 2.9M tokens, the fewest of a run by time\n" in plan(
+        capsys, "balanced", *TWO, "--time", "5s"
     )
-    assert "is not taken" not in plan(capsys, *TWO, "--time", "12h")

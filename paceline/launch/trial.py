@@ -31,7 +31,7 @@ from paceline.plan.shapes import choose_eval_tokens, steps_of_time
 from paceline.plan.sizing import divisors
 from paceline.rundir import RunDir
 from paceline.terminal import progress_line
-from paceline.units import format_bytes, format_ms, format_number_of, parse_duration
+from paceline.units import format_bytes, format_duration, format_ms, format_number_of, parse_duration
 
 TRIAL_SHARE = 0.85  # of a device's memory: a plan below has room for what arithmetic does not see
 PROBE_COMMAND = (sys.executable, "-m", "paceline.train.probe")
@@ -141,8 +141,10 @@ def with_length(config: Config, plan: Plan, speed: Speed) -> tuple[Config, str]:
         cost=speed.eval_s_per_token * plan.total_batch_size / speed.step_s,
     )
     step = f"{speed.step_s:.2f} s" if speed.step_s >= 0.1 else format_ms(1000 * speed.step_s)
-    least = ", the fewest that a run takes" if num_steps * speed.step_s > time_s else ""
-    text = f"length  {format_number_of(num_steps, 'step')}: {step} a step, {config.time} requested{least}"
+    text = f"length  {format_number_of(num_steps, 'step')}: {step} a step, {config.time} requested"
+    if (run_s := num_steps * speed.step_s) > time_s:
+        shorter = f"--num-steps {max(1, int(time_s / speed.step_s))}"
+        text += f"; these are the fewest of a run by time and take about {format_duration(run_s)}: {shorter} is shorter"
     return replace(config, time=None, num_steps=num_steps, eval_tokens=eval_tokens), text
 
 

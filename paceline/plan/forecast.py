@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from paceline.config import Config
+from paceline.config import Config, format_flags
 from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.advice import Lever, Price, RunCost, faster_links, fuller_plans, levers, run_cost
@@ -26,9 +26,9 @@ from paceline.plan.history import load_calibration, load_too_large
 from paceline.plan.links import link_of
 from paceline.plan.machine import Machine
 from paceline.plan.memory import checkpoint_bytes
-from paceline.plan.planner import SETUP_FIELDS, Measured, Plan, format_flags, make_plan, threads_of
+from paceline.plan.planner import SETUP_FIELDS, Measured, Plan, make_plan, threads_of
 from paceline.plan.precision import precision_name
-from paceline.plan.shapes import choose_eval_tokens, num_params, steps_of_time
+from paceline.plan.shapes import MIN_STEPS, choose_eval_tokens, num_params, steps_of_time
 from paceline.plan.speeds import load_speeds
 from paceline.plan.step_time import StepSetup, StepTime, sending_seconds, step_time
 from paceline.units import (
@@ -237,13 +237,13 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.offload != "none":
         states += ", states on the host" if plan.precision == "fp32" else ", masters and states on the host"
     states += "" if plan.optimizer_states == "fp32" else ", 8-bit states"
-    length = (
-        f"{format_number_of(plan.num_steps, 'step')}, {format_count(plan.num_steps * plan.total_batch_size)} tokens"
-    )
+    tokens = format_count(plan.num_steps * plan.total_batch_size)
+    length = f"{format_number_of(plan.num_steps, 'step')}, {tokens} tokens"
     if plan.epochs:
         length += f", {plan.epochs:.3g} epochs" if plan.epochs < 100 else f", {plan.epochs:,.0f} epochs"
         length += ": more than about four improve the model little" if plan.epochs > 10 else ""
     if plan.time is not None:
+        length += ", the fewest of a run by time" * (plan.num_steps == MIN_STEPS)
         about = f": about {length}" if plan.cost.get("seconds") else ""
         length = f"as many steps as {plan.time} allows, measured at the start{about}"
     heads, rows = format_number_of(model.n_head, "head"), format_number_of(plan.device_batch_size, "row")

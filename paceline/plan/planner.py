@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from paceline.config import FLASH, Config, ModelConfig
+from paceline.config import FLASH, Config, ModelConfig, format_flags
 from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, group_settings
@@ -160,15 +160,6 @@ def _first_plan(
         if joined := _first_plan(refusal.changes, replace(config, **change), plan_of, depth=further):
             return {**change, **joined[0]}, joined[1]
     return None
-
-
-def format_flags(change: Change) -> str:
-    """Returns the flags that set these keys: `--device-batch-size 8 --activation-checkpointing`."""
-    texts = {None: " auto", True: "", False: " false"}
-    return " ".join(
-        f"--{key.replace('_', '-')}{texts[value] if value is None or isinstance(value, bool) else f' {value}'}"
-        for key, value in change.items()
-    )
 
 
 def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, measured: Measured) -> Plan:

@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.config import KEYS, MAX_HOSTS, Config, cache_dir
+from paceline.config import KEYS, MAX_HOSTS, Config, cache_dir, format_flags
 from paceline.config_file import load_config, packaged_configs, resolve_config, unknown_key, with_values
 from paceline.errors import PacelineError, PlanError, UsageError, nearest
 from paceline.options import ConfigsOptions, PlanOptions
+from paceline.other_names import KEY_OF
 from paceline.plan.advice import (
     HOUR_S,
     Advice,
@@ -38,7 +39,7 @@ from paceline.plan.planner import Plan, make_model_config, memory_setup
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, num_params
 from paceline.plan.sizing import DoesNotFit, divisors
 from paceline.plan.speeds import Speeds, keep_speeds
-from paceline.terminal import progress_line
+from paceline.terminal import progress_line, table_lines
 from paceline.units import format_bytes, format_count, format_duration, format_mfu, format_percent
 
 SWEPT = {  # values of --sweep KEY alone; device_batch_size takes the divisors of a device's rows
@@ -64,6 +65,8 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], count_r
 
     count_rows: returns the rows of one epoch of its text, 0 where that is not known.
     """
+    if options.time and not options.budget and (options.config is not None or "depth" in options.keys):
+        options = replace(options, keys={**options.keys, "time": options.time}, time=None)  # the length, as for train
     compared = [name.strip() for name in (options.compare or "").split(",") if name.strip()]
     if options.compare is not None and not compared:
         raise UsageError("--compare names no GPU", fix='--compare "RTX 4090,RTX 5090,H100"')
@@ -237,7 +240,7 @@ def advise_depth(
     if fixed:
         raise UsageError(
             f"--time and --budget choose the depth and the length, but {fixed[0]} is set",
-            fix=f"leave {fixed[0]} at auto",
+            fix="leave --depth out" if fixed[0] == "depth" else f"{format_flags({fixed[0]: None})}, or --depth N",
         )
 
     def run_of_depth(depth: int, **keys: Any) -> Advice:
@@ -296,7 +299,10 @@ def swept(text: str, forecast_once: Callable[[], Forecast]) -> tuple[str, list[A
     name, equals, values = text.partition("=")
     key = name.strip().replace("-", "_")
     if key not in KEYS:
-        raise unknown_key(key, where="--sweep")
+        error = unknown_key(key, where="--sweep")
+        if meant := KEY_OF.get(key) or nearest(key, KEYS):
+            error.fix = f"--sweep {meant}{equals}{values}"
+        raise error
     if equals:
         try:
             return key, [KEYS[key].parse(value.strip()) for value in values.split(",")]
@@ -325,16 +331,6 @@ def table(name: str, makes: Sequence[tuple[Any, Callable[[], Forecast]]], *, as_
     lines = table_lines([{name: str(value), **row_cells(row)} for value, row in rows])
     refused = [f"{value}: {row.message}" for value, row in rows if isinstance(row, PlanError)]
     return "\n".join([*lines, *([""] if refused else []), *refused])
-
-
-def table_lines(cells: Sequence[Mapping[str, str]]) -> list[str]:
-    """Returns the header and a line for each row of cells; the first column starts at the left."""
-    columns = list(dict.fromkeys(column for row in cells for column in row))
-    lines = [columns, *([row.get(column, "") for column in columns] for row in cells)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip() for first, *others in lines
-    ]
 
 
 def row_json(row: Forecast | PlanError) -> dict[str, Any]:

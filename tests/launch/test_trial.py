@@ -158,7 +158,9 @@ def test_a_time_becomes_steps_and_automatic_evaluations_a_tenth_of_it():
 def test_a_machine_that_is_too_slow_for_the_time_takes_the_fewest_steps():
     config = replace(SMALL, num_steps=None, time="2m", eval_tokens=1000)
     config, text = with_length(config, planned(num_steps=None, time="2m"), Speed(5.0, 9.0, 0.001))
-    assert text == "length  60 steps: 9.00 s a step, 2m requested, the fewest that a run takes"
+    text, fewest = text.split("; ")
+    assert text == "length  60 steps: 9.00 s a step, 2m requested"
+    assert fewest == "these are the fewest of a run by time and take about 9m00s: --num-steps 12 is shorter"
     assert (config.num_steps, config.eval_tokens) == (60, 1000)
 
 

@@ -24,7 +24,7 @@ from paceline.rundir import RunDir, is_locked, is_queued, is_run, read_end, read
 from paceline.terminal import cells, pad
 from paceline.typed_fields import damaged_files, hints_of, well_typed
 from paceline.units import format_count
-from paceline.watch.about import check_links, csv_lines, link_out_of, read_about, read_config, read_notes
+from paceline.watch.about import check_links, config_in, csv_lines, link_out_of, read_about, read_notes
 from paceline.watch.events import end_state, is_complete, last_event_time, live_state, unsaved_texts
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines, read_part, search
 from paceline.watch.measures import format_bpb, format_figure, format_step, format_time
@@ -90,7 +90,7 @@ def run_status(run: RunDir) -> RunStatus:
     names = ("step", "loss", "val_bpb", "tok_per_sec")
     log, to_end = run.rank_log(attempts, 0), not is_locked(run)
     read = printed_values(log, names, to_end=to_end) if command else last_values(run.metrics, (*names, "time"))
-    start: dict[str, Any] = {"step": None if command else 0, "eval_tokens": read_config(run).get("eval_tokens")}
+    start: dict[str, Any] = {"step": None if command else 0, "eval_tokens": config_in(run).get("eval_tokens")}
     values = {**dict.fromkeys(names), **start, **read}
     state = run_state(run, events, values)
     times = [values.pop("time", None), last_event_time(events)]
@@ -358,7 +358,7 @@ class Shelf:
             run, cached = RunDir(path), self._configs.get(path)
             with suppress(OSError):  # it has vanished, or belongs to another user
                 stamp = file_stamp(run.config_toml)
-                current[path] = cached if cached and cached[0] == stamp else (stamp, read_config(run))
+                current[path] = cached if cached and cached[0] == stamp else (stamp, config_in(run))
         self._configs = current
         return {path.name: config for path, (_, config) in current.items() if not link_out_of(path)}
 

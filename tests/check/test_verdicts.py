@@ -135,6 +135,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("cores-few", "cpu_box", {}, {**CPU, "nproc": 3}, "warn"),
     ("cpu-no-bf16", "cpu_box", {"host.cpu.bf16": False}, CPU, "warn"),
     ("omp-threads", "cpu_box", {"env.OMP_NUM_THREADS": "16"}, CPU, "warn"),
+    ("omp-threads", "cpu_box", {"env.OMP_NUM_THREADS": "16,2"}, CPU, "warn"),
     ("omp-threads-few", "cpu_box", {"env.OMP_NUM_THREADS": "1", "host.cpu.cores": 16}, CPU, "warn"),
     ("package-missing", "cpu_box", {"packages.psutil": None}, {"command": "run"}, "stop"),
     ("package-missing", "cpu_box", {"packages.safetensors": None, "packages.numpy": None}, CPU, "stop"),

@@ -36,6 +36,7 @@ FORMATS = {
     ".jsonl.gz": "jsonl",
     ".parquet": "parquet",
 }
+UNPACK = {".zst": "zstd -d", ".xz": "xz -dk", ".bz2": "bzip2 -dk", ".zip": "unzip"}
 NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 RUN_FILES = ({".lock", "config.toml"}, {".lock", "preparing.json"})  # of a run folder, or of one that is being prepared
 
@@ -71,10 +72,10 @@ def list_files(source: str, *, print_note: bool = False) -> list[SourceFile]:
         return _folder_files(path, print_note=print_note)
     status = _stat_file(name := str(path.absolute()))
     if (kind := _format(name)) is None:
-        raise PacelineError(
-            f"{path} is not of a type that can be read",
-            fix=f"these can: {' '.join(FORMATS)}; plain text under another name only needs renaming",
-        )
+        fix = f"these can: {' '.join(FORMATS)}; plain text under another name only needs renaming"
+        if tool := UNPACK.get(path.suffix.lower()):
+            fix = f"{tool} {shlex.quote(str(path))} unpacks it"
+        raise PacelineError(f"{path} is not of a type that can be read", fix=fix)
     if status.st_size == 0:
         raise PacelineError(f"{path} is empty", fix="put text into it, or give another path")
     return [_source_file(name, kind, status)]
@@ -280,11 +281,13 @@ def _stat_file(path: str) -> os.stat_result:
 
 def _stat_error(path: Path, error: Exception) -> UnreadableFile:
     if isinstance(error, PermissionError):
-        return UnreadableFile(f"no permission to read {path}", fix=f"chmod u+rX '{path}', or ask its owner")
+        return UnreadableFile(
+            f"no permission to read {path}", fix=f"chmod u+rX {shlex.quote(str(path))}, or ask its owner"
+        )
     if isinstance(error, FileNotFoundError) and path.is_symlink():
         return UnreadableFile(
             f"{path} is a link to {path.readlink()}, which leads nowhere",
-            fix=f"put the file back, or remove the link: rm '{path}'",
+            fix=f"put the file back, or remove the link: rm {shlex.quote(str(path))}",
         )
     return UnreadableFile(f"cannot read {path}: {error}", fix="check the path and the disk")
 

@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -148,8 +147,8 @@ def explain(args: options.ExplainOptions) -> None:
 
 def runs(args: run_options.RunsOptions) -> None:
     from paceline.terminal import terminal_width
-    from paceline.watch.snapshot import finite
-    from paceline.watch.status import RunList, format_runs
+    from paceline.watch.status import RunList
+    from paceline.watch.terminal.runs import list_runs
 
     statuses = (run_list := RunList(Path(args.runs_dir))).read()
     if queued := [status.path for status in statuses if status.state == "queued"]:  # a job may have ended in the queue
@@ -160,8 +159,7 @@ def runs(args: run_options.RunsOptions) -> None:
         if run := next((path for path in places if Path(path, "config.toml").is_file()), None):
             raise PacelineError(f"{run} is a run, not a folder of runs", fix=f"paceline runs show {shlex.quote(run)}")
         raise PacelineError(f"no runs in {args.runs_dir}", fix="paceline train makes one")
-    rows = finite(list(map(asdict, statuses))) if args.json else []
-    print(json.dumps(rows, indent=1) if args.json else format_runs(statuses, width=terminal_width()))
+    print(list_runs(statuses, args, width=terminal_width()))
 
 
 def runs_show(args: run_options.RunsShowOptions) -> None:

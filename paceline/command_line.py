@@ -7,10 +7,12 @@ keys are such fields too, so a file and a flag are checked by the same limits. E
 
 import argparse
 import inspect
+import json
 import math
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
@@ -328,6 +330,9 @@ def offer(parameter: Parameter, *, prefix: str, gpus: Names, parsed_args: Any, *
         names += [path.stem for path in Path(__file__).with_name("configs").glob(f"{prefix}*.toml")]
     if "RUN" in kinds:
         names += [path.parent.name for path in Path(folder).glob(f"{prefix}*/config.toml")]
+    for path in Path(folder).glob("*/notes.json") if parameter.name == "tag" else ():
+        with suppress(OSError, ValueError, LookupError, TypeError):  # damaged
+            names += map(str, json.loads(path.read_text(encoding="utf-8"))["tags"])
     if parameter.name == "step":
         paths = [path for place in (Path(run), Path(folder, run)) for path in place.glob("checkpoints/*/manifest.json")]
         names += [str(int(name)) for path in paths if (name := path.parent.name.removeprefix("step_")).isdigit()]

@@ -9,14 +9,20 @@ from paceline.options import ANY_RUN, CONFIG, RUN, TRACKERS, ConfigOptions, Json
 
 
 class RunsOptions(JsonOption):
-    """List the runs, the latest first: state, steps, val_bpb, tok/s.
+    """List the runs, the latest first: state, steps, val_bpb, tok/s, tags, and notes where there is room.
 
     A column has the held-out tokens of an evaluation where runs differ in them: `paceline eval` compares such runs on all.
 
+    $ paceline runs --sort val_bpb --tag baseline
     $ paceline runs --json | jq .[0].val_bpb
     """
 
     runs_dir: str = positional("DIR", "the folder that holds the runs", default="runs", has_flag=True)
+    sort: str = option(
+        "time", "what to sort by: the lowest loss and val_bpb, the most steps and tok/s first", value="KEY",
+        choices=("time", "name", "state", "step", "loss", "val_bpb", "tok_per_sec"),
+    )  # fmt: skip
+    tag: tuple[str, ...] = option((), "only runs with this tag; may be repeated, for runs with all of them")
 
 
 class RunsShowOptions(JsonOption, RunsOption):
@@ -32,7 +38,7 @@ class RunsShowOptions(JsonOption, RunsOption):
 class RunsTagOptions(RunsOption):
     """Add tags to a run, or remove them; without tags, print those that it has.
 
-    They stand in the list of runs, and the browser finds runs by them. The file is notes.json in the run folder.
+    They stand in the list of runs; `paceline runs --tag` and the browser find runs by them. The file is notes.json of the run.
 
     $ paceline runs tag books baseline wide
     """
@@ -42,7 +48,7 @@ class RunsTagOptions(RunsOption):
 
 
 class RunsNoteOptions(RunsOption):
-    """Write a note about a run, which stands in the list of runs in the browser; without a text, print the one it has.
+    """Write a note about a run, which stands in the list of runs; without a text, print the one it has.
 
     $ paceline runs note books "the first run with the new text"
     """

@@ -44,6 +44,8 @@ def folder(tmp_path):
         (tmp_path / "runs" / "books" / "checkpoints" / step).mkdir(parents=True)
         (tmp_path / "runs" / "books" / "checkpoints" / step / "manifest.json").touch()
     (tmp_path / "runs" / "books" / "checkpoints" / "step_000600").mkdir()  # damaged
+    (tmp_path / "runs" / "books" / "notes.json").write_text('{"tags": ["wide", "baseline"], "note": ""}')
+    (tmp_path / "runs" / "code" / "notes.json").write_text("[")  # damaged
     (tmp_path / "train.py").touch()
     (tmp_path / "bin").mkdir()
     paceline = tmp_path / "bin" / "paceline"
@@ -98,6 +100,8 @@ def offered(line: str, *, shell: str, folder: Path, capsys) -> list[str]:
         ("paceline eval runs/books --step 5", ["500"]),
         ("paceline eval code --step ", ["best"]),
         ("paceline runs show ", ["books", "code"]),
+        ("paceline runs --sort lo", ["loss"]),
+        ("paceline runs --tag ", ["baseline", "wide"]),
         ("paceline watch --runs-dir other ", ["elsewhere"]),
         ("paceline track books --to ", ["tensorboard", "trackio", "wandb"]),
         ("paceline train --track wandb,tr", ["wandb,trackio"]),

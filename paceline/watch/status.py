@@ -21,7 +21,7 @@ from paceline.explain.lines import strip_escapes
 from paceline.explain.series import natural_order
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_queued, is_run, read_end, read_json_lines, read_text, to_utc
-from paceline.terminal import cells, pad, without_middle
+from paceline.terminal import cells, cut, pad, without_middle
 from paceline.typed_fields import damaged_files, hints_of, well_typed
 from paceline.units import format_count
 from paceline.watch.about import check_links, config_in, csv_lines, link_out_of, read_about, read_notes
@@ -36,7 +36,7 @@ MAX_END_BYTES = 4 << 20
 FRESH_S = 0.8  # a snapshot is read at most this often, however many pages are open
 MAX_OPEN = 16  # readers; the least recently used one is closed
 PART_BYTES = 256 << 10  # of a log, at once
-MAX_HITS, MIN_NAME = 200, 20  # of a search; columns of a name in the list of runs
+MAX_HITS, MIN_NAME, MIN_NOTE = 200, 20, 12  # of a search; columns of a name and of a note in the list of runs
 
 
 class Reader(Protocol):
@@ -207,10 +207,7 @@ def file_stamp(path: Path) -> tuple[int, int] | None:
 
 
 def format_runs(runs: list[RunStatus], *, width: int | None = None) -> str:
-    """Returns the list of runs as a table, which has eval_tokens where the runs differ in it.
-
-    width: columns of the terminal, for which long names are shortened; None: they are whole.
-    """
+    """Returns the list of runs as a table, with eval_tokens where the runs differ in it. width: the terminal's; None: unlimited."""
     head = ("run", "state", "step", "loss", "val_bpb", "eval_tokens", "tok/s", "last activity (UTC)", "tags")
     rows = [
         (
@@ -234,8 +231,13 @@ def format_runs(runs: list[RunStatus], *, width: int | None = None) -> str:
                 values = [without_middle(value, room) for value in values]
             right, most = name not in ("run", "state", "tags"), max(map(cells, (name, *values)))
             columns.insert(0, [pad(cell, most, right=right) for cell in (name, *values)])
+    lines = ["  ".join(row) for row in zip(*columns, strict=True)]
+    texts = ["note", *(" ".join(strip_escapes(status.note).split()) for status in runs)]
+    room = max(map(cells, texts)) if width is None else width - cells(lines[0]) - 2
+    if any(texts[1:]) and room >= MIN_NOTE:
+        lines = [f"{line}  {cut(text, room)}" for line, text in zip(lines, texts, strict=True)]
     notes = (f"{strip_escapes(status.name)}: {note}" for status in runs for note in status.notes)
-    return "\n".join(["  ".join(row).rstrip() for row in zip(*columns, strict=True)] + [*notes])
+    return "\n".join([*map(str.rstrip, lines), *notes])
 
 
 def format_steps(status: RunStatus | Snapshot) -> str:

@@ -16,7 +16,7 @@ from paceline.cli import run_command
 from paceline.command_line import parse
 from paceline.errors import PacelineError
 from paceline.explain.lines import strip_escapes
-from paceline.run_options import RunsNoteOptions, RunsTagOptions
+from paceline.run_options import RunsNoteOptions, RunsOptions, RunsTagOptions
 from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
 from paceline.terminal import cells
 from paceline.watch import log_reader
@@ -37,6 +37,7 @@ from paceline.watch.status import (
     run_status,
 )
 from paceline.watch.summary import summarize
+from paceline.watch.terminal.runs import list_runs
 
 
 def make_run(folder, name="a"):
@@ -176,6 +177,39 @@ def test_the_table_shows_tags_where_a_run_has_some(tmp_path):
     head, *lines = format_runs(RunList(tmp_path).read()).splitlines()
     assert head.endswith("last activity (UTC)  tags")
     assert {line.split()[0]: line.endswith("  good 基线") for line in lines} == {"a": False, "b": True}
+
+
+def test_notes_stand_in_the_table_as_far_as_there_is_room(tmp_path):
+    write_notes(make_run(tmp_path), tags=["good"], note="wider\nand deeper")
+    make_run(tmp_path, "b")
+    lines = format_runs(RunList(tmp_path).read()).splitlines()
+    assert [line.rpartition("  ")[2] for line in lines if line[0] != "b"] == ["note", "wider and deeper"]
+    start = lines[0].index("note")
+    assert any(
+        line.endswith("  wider and d…") for line in format_runs(RunList(tmp_path).read(), width=start + 12).splitlines()
+    )
+    assert "note" not in format_runs(RunList(tmp_path).read(), width=start + 11)
+
+
+def test_runs_are_sorted_by_a_figure_with_the_best_first_and_chosen_by_their_tags(tmp_path):
+    for name, step, loss in (("run-10", 7, 2.0), ("run-9", 5, 1.0), ("odd", 6, float("nan"))):
+        run = make_run(tmp_path, name)
+        append_event(run, "script", command=["train.py"])
+        run.logs(1).mkdir(parents=True)
+        run.rank_log(1, 0).write_text(f"step {step} loss {loss}\n")
+        write_notes(run, tags=["base", "wide"] if "run" in name else ["base"], note="")
+
+    def names(*words: str) -> list[str]:
+        options = parse([*words, "--json"], command="runs", options=RunsOptions)
+        return [run["name"] for run in json.loads(list_runs(RunList(tmp_path).read(), options, width=None))]
+
+    assert names("--sort", "loss") == ["run-9", "run-10", "odd"]
+    assert names("--sort", "step") == ["run-10", "odd", "run-9"]
+    assert names("--sort", "name", "--tag", "wide", "--tag", "base") == ["run-9", "run-10"]
+    assert names("--tag", "wid") == []
+    with pytest.raises(PacelineError, match="no run in runs has the tag base and wid") as error:
+        list_runs(RunList(tmp_path).read(), RunsOptions(runs_dir="runs", tag=("base", "wid")), width=None)
+    assert error.value.fix == "--tag wide"
 
 
 LISTED_BY_NOBODY = """

@@ -1,6 +1,6 @@
 """
 The terminal view's list of runs, from which one is opened, and two runs compared: curves over each other, settings that differ.
-`paceline runs show` prints one run, or several with these settings.
+`paceline runs` lists runs as text; `paceline runs show` prints one run, or several with these settings.
 
 Pure, but for `show_runs` and `differing_settings`, which read the run folders.
 """
@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import PacelineError, nearest
+from paceline.explain.series import natural_order
+from paceline.run_options import RunsOptions
 from paceline.rundir import RunDir
 from paceline.terminal import cells, cut, pad, terminal_width, without_middle
 from paceline.units import format_count
@@ -27,6 +30,7 @@ WIDE = 100  # columns from which two charts stand side by side, and a run's last
 NUMBERS = 58  # columns of a row without the name
 STYLES = ("blue", "orange")  # of the two runs
 MAX_NAME = 40  # columns of a run's name above its settings
+SIGNS = {"step": -1, "tok_per_sec": -1}  # of what a list begins with the largest of
 NUM_HEADINGS = 2  # lines above the first run
 Setting = tuple[str, ...]  # name, and its value in each run
 
@@ -119,6 +123,25 @@ def both_curves(pair: tuple[Snapshot, Snapshot], name: str, *, width: int, heigh
     last = [(f" {format_measure(name, series.values[-1])}", style) for series, style in curves if series.values]
     lines = chart.chart(*curves, width=width, height=height - 1, least_span=least_span)
     return [heading(title, width, right=tuple(last)), *lines] if curves else [heading(title, width), EMPTY]
+
+
+def list_runs(runs: Sequence[RunStatus], options: RunsOptions, *, width: int | None) -> str:
+    """Returns those of the runs, the latest first, that the options ask for, in their order; runs without a value are last."""
+
+    def place(run: RunStatus) -> tuple[bool, Any]:
+        value = getattr(run, options.sort)
+        if value is None or value != value:  # NaN
+            return True, 0
+        return False, natural_order(Path(value)) if isinstance(value, str) else SIGNS.get(options.sort, 1) * value
+
+    tagged = [run for run in runs if {*options.tag} <= {*run.tags}]
+    if options.tag and not (tagged or options.json):
+        known = sorted({tag for run in runs for tag in run.tags})
+        near = nearest(next((tag for tag in options.tag if tag not in known), ""), known)
+        fix = f"--tag {near}" if near else f"tags are: {', '.join(known) or 'none; paceline runs tag RUN TAG adds one'}"
+        raise PacelineError(f"no run in {options.runs_dir} has the tag {' and '.join(options.tag)}", fix=fix)
+    tagged = tagged if options.sort == "time" else sorted(tagged, key=place)
+    return json.dumps(finite(list(map(asdict, tagged))), indent=1) if options.json else format_runs(tagged, width=width)
 
 
 def show_runs(paths: Sequence[Path], *, as_json: bool) -> str:

@@ -60,6 +60,8 @@ def zeros_in_text(path: str | Path, content: bytes, *, offset: int) -> tuple[str
     if (at := content.find(ZEROS)) < 0:
         return None
     others = ZERO_BLOCK.sub(b"", content)
+    if not others.strip(b"\0") and offset == 0:
+        return f"{path} begins with {len(content):,} zeros: it was not written", FileFix("", "get the file again")
     if others.startswith(tuple(MARKS)) or others.count(0) > MAX_CONTROLS * len(others):
         return None
     read, pack = ("gzip -dc", " | gzip") if str(path).endswith(".gz") else ("cat", "")

@@ -139,6 +139,13 @@ def test_a_block_of_zeros_is_a_damaged_text_and_the_command_removes_it(tmp_path,
     assert read(path) == text
 
 
+def test_a_file_of_zeros_alone_comes_without_a_command_that_would_empty_it(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(bytes(5000))
+    error = refused(read, path)
+    assert (error.message, error.fix) == (f"{path} begins with 5,000 zeros: it was not written", "get the file again")
+
+
 def test_zeros_that_cut_a_character_are_removed_before_it_is(tmp_path):
     path, raw = tmp_path / "a.txt", (TEXTS["zh"] * 20).encode()
     path.write_bytes(raw[:100] + bytes(4096) + raw[101:])

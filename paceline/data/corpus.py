@@ -21,8 +21,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from paceline.data.readers import Document, ReadNotes, SourceFile, UnreadableFile, is_saved_dataset, read_documents
-from paceline.errors import PacelineError, expand_home
+from paceline.data.readers import (
+    JSON_LINES,
+    Document,
+    ReadNotes,
+    SourceFile,
+    UnreadableFile,
+    is_saved_dataset,
+    read_documents,
+)
+from paceline.errors import FileFix, PacelineError, expand_home
 from paceline.units import format_bytes, format_list, format_number_of
 
 Progress = Callable[[str, float, float], None]  # label of the work, amount done, in all (0: unknown)
@@ -36,7 +44,20 @@ FORMATS = {
     ".jsonl.gz": "jsonl",
     ".parquet": "parquet",
 }
-UNPACK = {".zst": "zstd -d", ".xz": "xz -dk", ".bz2": "bzip2 -dk", ".zip": "unzip"}
+PRINT_CSV = (
+    "import csv, json, sys; csv.field_size_limit(sys.maxsize); rows = csv.DictReader(open(sys.argv[1], newline='',"
+    " encoding='utf-8-sig'), dialect=sys.argv[2]); [print(json.dumps(row)) for row in rows]"
+)
+TO_LINES = f'{shlex.quote(sys.executable)} -c {shlex.quote(PRINT_CSV)} "$f" {{}} > "$f.jsonl"'
+CONVERT = {  # commands that make a file that can be read
+    ".zst": FileFix('zstd -d "$f"', " unpacks it"),
+    ".xz": FileFix('xz -dk "$f"', " unpacks it"),
+    ".bz2": FileFix('bzip2 -dk "$f"', " unpacks it"),
+    ".zip": FileFix('unzip "$f"', " unpacks it"),
+    ".csv": FileFix(TO_LINES.format("excel"), ", which writes FILE.jsonl"),
+    ".tsv": FileFix(TO_LINES.format("excel-tab"), ", which writes FILE.jsonl"),
+    ".json": JSON_LINES,
+}
 NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 RUN_FILES = ({".lock", "config.toml"}, {".lock", "preparing.json"})  # of a run folder, or of one that is being prepared
 
@@ -73,9 +94,7 @@ def list_files(source: str, *, print_note: bool = False) -> list[SourceFile]:
     status = _stat_file(name := str(path.absolute()))
     if (kind := _format(name)) is None:
         fix = f"these can: {' '.join(FORMATS)}; plain text under another name only needs renaming"
-        if tool := UNPACK.get(path.suffix.lower()):
-            fix = f"{tool} {shlex.quote(str(path))} unpacks it"
-        raise PacelineError(f"{path} is not of a type that can be read", fix=fix)
+        raise PacelineError(f"{path} is not of a type that can be read", fix=_conversion([str(path)]) or fix)
     if status.st_size == 0:
         raise PacelineError(f"{path} is empty", fix="put text into it, or give another path")
     return [_source_file(name, kind, status)]
@@ -176,9 +195,18 @@ def _patterns(paths: list[str]) -> str:
     top = os.path.commonpath([Path(path).parent for path in paths])
     patterns = set()
     for path in paths:
-        suffix = next(suffix for suffix in FORMATS if path.lower().endswith(suffix))
+        suffix = next((suffix for suffix in FORMATS if path.lower().endswith(suffix)), Path(path).suffix)
         patterns.add("*/" * (len(Path(path).relative_to(top).parts) - 1) + "*" + path[-len(suffix) :])
     return " ".join(f"{shlex.quote(top)}/{pattern}" for pattern in sorted(patterns))
+
+
+def _conversion(paths: list[str]) -> str | None:
+    """Returns the command that converts the first of these files of CONVERT, and the others of its type; None without one."""
+    suffix = next((suffix for path in paths if (suffix := Path(path).suffix.lower()) in CONVERT), None)
+    if suffix is None:
+        return None
+    alike = [path for path in paths if path.lower().endswith(suffix)]
+    return CONVERT[suffix].for_files(_patterns(alike)) if len(alike) > 1 else CONVERT[suffix].for_file(alike[0])
 
 
 def _builtin_files() -> list[SourceFile]:
@@ -232,7 +260,8 @@ def _folder_files(folder: Path, *, print_note: bool) -> list[SourceFile]:
         fix = f"put text files there ({known}), or give another path"
     else:
         what = f"no text file in {folder}: it holds {shown}"
-        fix = f"give a folder with files of these types: {known}"
+        command = _conversion([f"{root}/{name}" for name in others])
+        fix = command or f"give a folder with files of these types: {known}"
         if is_saved_dataset(folder):
             fix = f"--data hf:{shlex.quote(str(folder))}, as it was written by save_to_disk"
     raise PacelineError(what, fix=fix)

@@ -2,8 +2,7 @@
 Reads one file into documents: text, gzip, jsonl, parquet and `datasets` folders.
 
 Everything is streamed, so memory is bounded by one part (text) or one row group (tables), not by the file. Every way a
-file can be broken becomes an UnreadableFile that names the file and the place in it. Optional libraries are imported
-by the function that needs them.
+file can be broken becomes an UnreadableFile that names the file and the place in it.
 """
 
 import gzip
@@ -35,8 +34,7 @@ TEXT_NAMES = re.compile(
     r"(?i)(raw_|page_|text_)?(text|contents?)|source_code|body|document|article|story|abstract|essay|lyrics|markdown"
     r"|paragraph|passage|poem|post|comment|review|tweet|sentence|sequence|transcript"
 )
-# fields that the command of an error leaves out of the text
-NO_TEXT = re.compile(
+NO_TEXT = re.compile(  # fields that the command of an error leaves out of the text
     r"(?i)(^|_)(id|uuid|hash|md5|sha\w*|url|path|file|name|date|timestamp|lang|language|source|license|split)$"
 )
 MESSAGE_NAMES = ("content", "value", "text", "message")  # of the text of a message in a conversation
@@ -44,8 +42,11 @@ PRINT_ROWS = (
     "import json, sys, pyarrow.parquet as p;"
     " [print(json.dumps(r, default=str)) for b in p.ParquetFile(sys.argv[1]).iter_batches() for r in b.to_pylist()]"
 )
+KEEPS_ORIG = ", which writes FILE.jsonl and keeps FILE.orig"
+JSON_LINES = FileFix('zcat -f "$f" | jq -c "arrays[], objects" > "$f.jsonl" && mv "$f" "$f.orig"', KEEPS_ORIG)
 BOM = b"\xef\xbb\xbf"
 BATCH_ROWS = 1024
+Parts = Iterator[tuple[bytes, float]]  # of the text, each with the share of the file up to its end
 STRING_TYPES = ("string", "large_string", "string_view")  # of Arrow
 
 
@@ -117,7 +118,7 @@ def cut_at_line_ends(content: bytes, part_bytes: int) -> Iterator[bytes]:
         yield content[start:]
 
 
-def _read_text(file: SourceFile, part_bytes: int, _: ReadNotes) -> Iterator[tuple[bytes, float]]:
+def _read_text(file: SourceFile, part_bytes: int, _: ReadNotes) -> Parts:
     with _opened(file) as (stream, raw):
         tail = stream.read(part_bytes)
         offset = len(BOM) if tail.startswith(BOM) else 0  # in the file, where the part begins
@@ -143,7 +144,7 @@ def check_utf8(path: str, part: bytes, *, offset: int) -> None:
         raise UnreadableFile(problem[0], fix=problem[1].for_file(path), file_fix=problem[1])
 
 
-def _read_jsonl(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Iterator[tuple[bytes, float]]:
+def _read_jsonl(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Parts:
     name, end = None, 0
     with _opened(file) as (stream, raw):
         for number, line in enumerate(stream, start=1):
@@ -158,11 +159,11 @@ def _read_jsonl(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Iterator
                 check_utf8(file.path, line, offset=offset)
                 cut = "" if line.endswith(b"\n") else ", and the file ends within the line: it may be cut short"
                 is_spread = number == 1 and line.strip() in {b"{", b"["}  # over several lines
-                fix = _one_line_fix(file.path, line) if is_spread else "fix or delete that line, or get the file again"
+                fix = JSON_LINES.for_file(file.path) if is_spread else "fix or delete that line, or get the file again"
                 raise UnreadableFile(f"{where} is not JSON: {_first_line(error)}{cut}", fix=fix) from error
             if not isinstance(record, dict):
                 is_array = number == 1 and isinstance(record, list)
-                fix = _one_line_fix(file.path, line) if is_array else 'write each line as {"text": "..."}'
+                fix = JSON_LINES.for_file(file.path) if is_array else 'write each line as {"text": "..."}'
                 raise UnreadableFile(f"{where} is a JSON {type(record).__name__}, not an object", fix=fix)
             name = name or _field_of_record(file, where, record)
             if name is None:
@@ -182,14 +183,7 @@ def _read_jsonl(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Iterator
                 yield part, min(1.0, raw.tell() / file.num_bytes)
 
 
-def _one_line_fix(path: str, first: bytes) -> str:
-    """The command that writes each object of a file of JSON on a line of its own."""
-    new = Path(path).with_name(f"lines_{Path(path).name.removesuffix('.gz')}")
-    objects = "'.[]'" if first.lstrip().startswith(b"[") else "."
-    return f"zcat -f {shlex.quote(path)} | jq -c {objects} > {shlex.quote(str(new))}"
-
-
-def _read_parquet(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Iterator[tuple[bytes, float]]:
+def _read_parquet(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Parts:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -214,7 +208,7 @@ def _read_parquet(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Iterat
         ) from error
 
 
-def _read_hf(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Iterator[tuple[bytes, float]]:
+def _read_hf(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Parts:
     dataset = _load_hf(file)
     types = {name: getattr(feature, "dtype", "") for name, feature in dataset.features.items()}
     is_string = {name: str(dtype) in STRING_TYPES for name, dtype in types.items()}
@@ -224,9 +218,7 @@ def _read_hf(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Iterator[tu
     yield from _table_parts(file, batches, len(dataset), part_bytes)
 
 
-def _table_parts(
-    file: SourceFile, batches: Iterable[list[Any]], num_rows: int, part_bytes: int
-) -> Iterator[tuple[bytes, float]]:
+def _table_parts(file: SourceFile, batches: Iterable[list[Any]], num_rows: int, part_bytes: int) -> Parts:
     for row, value in enumerate(chain.from_iterable(batches), start=1):
         for part in _cut_value(f"row {row} of {file.path}", value, part_bytes):
             yield part, row / num_rows
@@ -310,9 +302,7 @@ def _field_of_record(file: SourceFile, where: str, record: dict[str, Any]) -> st
     return _text_field(file, where, is_string, lambda: record)
 
 
-def _text_field(
-    file: SourceFile, where: str, is_string: dict[str, bool], first_row: Callable[[], dict[str, Any]]
-) -> str:
+def _text_field(file: SourceFile, where: str, is_string: dict[str, bool], first_row: Callable[[], Any]) -> str:
     """Returns `text`, or the only field of strings where its name is one of TEXT_NAMES; raises UnreadableFile."""
     strings = [name for name, yes in is_string.items() if yes]
     if not is_string.get(TEXT_FIELD, True):
@@ -334,6 +324,9 @@ def _missing_text(file: SourceFile, where: str, is_string: dict[str, bool], row:
     message = f"{where} has no field {TEXT_FIELD!r} of strings, and {others}; it has {', '.join(is_string) or 'none'}"
     fields = [name for name in is_string if name in strings or (strings and row.get(name) is None)]
     paths = [_jq_path(name) for name in fields if not NO_TEXT.search(name)]
+    inner = [item for name, value in row.items() for item in _inner_strings(value, _jq_path(name))]
+    paths += [path for name, path in inner if TEXT_NAMES.fullmatch(name)]
+    paths = paths or [path for _, path in inner]
     if chat := [f"{_jq_path(name)}[]?{path}" for name, value in row.items() if (path := _message_path(value))]:
         message = f"{where} is of a chat set: each conversation has to become one string; it has {', '.join(is_string)}"
     if not (chat or paths):
@@ -341,6 +334,15 @@ def _missing_text(file: SourceFile, where: str, is_string: dict[str, bool], row:
     values = f'[{", ".join(chat or paths)} | strings | select(. != "")]'
     fix = _text_fix(file, f'{{{TEXT_FIELD}: ({values} | join("\\n\\n"))}}')
     return UnreadableFile(message, fix=fix.for_file(file.path), file_fix=fix)
+
+
+def _inner_strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yields the names of the strings in an object of a record, and where jq finds each."""
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        place = path + re.sub(r"^\.\[", "[", _jq_path(name))
+        if isinstance(inner, str) and not NO_TEXT.search(name):
+            yield name, place
+        yield from _inner_strings(inner, place)
 
 
 def _message_path(value: Any) -> str | None:
@@ -365,9 +367,7 @@ def _text_fix(file: SourceFile, jq_filter: str) -> FileFix:
     if file.path.lower().endswith(".jsonl"):
         return FileFix(f'{jq} "$f" > "$f.new" && mv "$f" "$f.orig" && mv "$f.new" "$f"')
     rows = f"{python} {shlex.quote(PRINT_ROWS)}" if file.format == "parquet" else "zcat"
-    return FileFix(
-        f'{rows} "$f" | {jq} > "$f.jsonl" && mv "$f" "$f.orig"', ", which writes FILE.jsonl and keeps FILE.orig"
-    )
+    return FileFix(f'{rows} "$f" | {jq} > "$f.jsonl" && mv "$f" "$f.orig"', KEEPS_ORIG)
 
 
 def _cut_value(where: str, value: Any, part_bytes: int) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 import io
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from paceline.data.corpus import held_out_below, list_files, part_bytes_of, read_corpus
 from paceline.errors import PacelineError
+
+jq_only = pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
 
 
 def texts(source, part_bytes=256 << 10):
@@ -203,10 +206,29 @@ def test_an_empty_file_and_an_empty_folder_are_named(tmp_path):
 
 def test_a_folder_without_text_says_what_it_holds(tmp_path):
     for number in range(7):
-        (tmp_path / f"{number}.csv").write_text("a,b")
+        (tmp_path / f"{number}.doc").write_text("a,b")
     error = refused(tmp_path)
-    assert error.message == f"no text file in {tmp_path}: it holds 0.csv, 1.csv, 2.csv, 3.csv, 4.csv and 2 more"
+    assert error.message == f"no text file in {tmp_path}: it holds 0.doc, 1.doc, 2.doc, 3.doc, 4.doc and 2 more"
     assert ".jsonl" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("ending", "content"),
+    [
+        ("csv", '\ufeffid,text\n1,"a, ""quoted""\nline"\n2,b\n'),
+        ("TSV", 'id\ttext\n1\t"a, ""quoted""\nline"\n2\tb\n'),
+        pytest.param("json", '[{"text": "a, \\"quoted\\"\\nline"},\n{"text": "b"}]', marks=jq_only),
+        pytest.param("json", '{"text": "a, \\"quoted\\"\\nline"} {"text": "b"}', marks=jq_only),
+    ],
+)
+@pytest.mark.parametrize("names", [["a b"], ["c", "d/e"]], ids=["one", "two"])
+def test_a_table_and_json_come_with_the_command_that_makes_lines_of_all_files(tmp_path, ending, content, names):
+    for path in (tmp_path / f"{name}.{ending}" for name in names):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    assert len(names) > 1 or refused(path).fix == refused(tmp_path).fix
+    subprocess.run(refused(tmp_path).fix.partition(", which")[0], shell=True, check=True)
+    assert texts(tmp_path) == ['a, "quoted"\nline', "b"] * len(names)
 
 
 def test_a_folder_of_hidden_files_is_not_called_empty(tmp_path):

@@ -322,6 +322,16 @@ def test_time_that_is_left_is_offered_to_the_same_depth(capsys):
     assert 11 < longer["cost"]["run"]["hours"]["expected"] <= 12
 
 
+@pytest.mark.parametrize("limit", [["--time", "1000h"], ["--budget", "100", "--price", "1/gpu-hour"]])
+def test_time_that_memory_leaves_is_offered_to_a_deeper_model(capsys, limit):
+    text = plan(capsys, "--gpu", "RTX 4090", *limit)
+    depth, flags = re.search(r" remain, as memory ends first: depth (\d+) fits with (.*)\n", text).groups()
+    assert flags == "--profile aggressive or with --offload optimizer or with --optimizer-states 8bit"
+    for change in flags.split(" or with "):
+        answer = json.loads(plan(capsys, "--gpu", "RTX 4090", *limit, *change.split(), "--json"))
+        assert answer["advice"]["depth"] >= int(depth)
+
+
 def test_a_model_that_needs_sharded_weights_is_deeper_than_one_that_does_not_fit(capsys):
     answer = json.loads(plan(capsys, *TWO, "--time", "60d", "--json"))
     assert (answer["advice"]["depth"], answer["shard"]) == (32, "full")

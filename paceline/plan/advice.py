@@ -10,10 +10,11 @@ that is far from the planned one is a finding with its likely cause.
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from paceline.config import Config, ModelConfig
+from paceline.config import Config, ModelConfig, format_flags
 from paceline.errors import Change, Finding, PlanError, UsageError
 from paceline.options import PlanOptions
 from paceline.plan.estimate import Range
@@ -173,19 +174,39 @@ def advise(
     raise PlanError(f"{limit} is too little for a model of any depth", fix=f"{enough(shortest)} allows the smallest")
 
 
-def longer_run(advice: Advice, run_of_depth: Callable[..., Advice], *, time_s: float, tokens_per_param: float) -> str:
-    """Returns a line with the tokens_per_param that use the time which the advice leaves; empty where it leaves little."""
+def longer_run(
+    advice: Advice,
+    run_of_depth: Callable[..., Advice],
+    *,
+    time_s: float,
+    tokens_per_param: float,
+    changes: Iterable[Change],
+) -> str:
+    """Returns a line with what uses the time that the advice leaves; empty where it leaves little, or nothing does.
+
+    Where memory ends first, it has those of the changes with which a deeper model fits; else the tokens_per_param.
+    """
     used = advice.seconds.expected / time_s
-    more = math.floor(10 * tokens_per_param / used) / 10
     if used > LITTLE_LEFT:
         return ""
-    longer = run_of_depth(advice.depth, tokens_per_param=more)
-    if longer.seconds.expected > time_s:
+
+    def fits(depth: int, **keys: Any) -> Advice | None:
+        with suppress(PlanError):
+            run = run_of_depth(depth, **keys)
+            return run if run.seconds.expected <= time_s else None
+        return None
+
+    remain = f"        {format_duration(time_s - advice.seconds.expected)} remain, as"
+    memory_ends = "does not fit" in advice.deeper
+    deeper = advice.depth + 1
+    if memory_ends and (flags := [format_flags(change) for change in changes if fits(deeper, **change)]):
+        return f"{remain} memory ends first: depth {deeper} fits with {' or with '.join(flags)}"
+    more = math.floor(10 * tokens_per_param / used) / 10
+    if not (longer := fits(advice.depth, tokens_per_param=more)):
         return ""
-    return (
-        f"        {format_duration(time_s - advice.seconds.expected)} remain, as depths come in steps of width:"
-        f" --tokens-per-param {more:g} trains depth {advice.depth} for {format_duration(longer.seconds.expected)}"
-    )
+    why = "memory ends first" if memory_ends else "depths come in steps of width"
+    trains = f"trains depth {advice.depth} for {format_duration(longer.seconds.expected)}"
+    return f"{remain} {why}: --tokens-per-param {more:g} {trains}"
 
 
 def format_advice(advice: Advice, *, limit: str, more: str) -> str:

@@ -27,6 +27,7 @@ from paceline.plan.advice import (
     advise,
     expected_bpb,
     format_advice,
+    fuller_plans,
     limit_text,
     limits_of,
     longer_run,
@@ -267,7 +268,8 @@ def advise_depth(
         return f"{costs or ''}takes {format_duration(seconds)}"
 
     advice = advise(run_of_depth, time_s=time_s, limit=limit_text(options), enough=enough, spent=spent)
-    return advice, longer_run(advice, run_of_depth, time_s=time_s, tokens_per_param=config.tokens_per_param)
+    per_param, changes = config.tokens_per_param, fuller_plans(config, advice.setup)
+    return advice, longer_run(advice, run_of_depth, time_s=time_s, tokens_per_param=per_param, changes=changes)
 
 
 def sweep(

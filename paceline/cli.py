@@ -288,7 +288,11 @@ def tokenizer_info(args: options.TokenizerInfoOptions) -> None:
     from paceline.data import tokenizer as bpe
 
     tokenizer = bpe.Tokenizer.load(prepare.find_tokenizer(args.file))
-    print_facts(bpe.tokenizer_info(tokenizer, sample=args.text or bpe.SAMPLE_TEXT), as_json=args.json)
+    facts = bpe.tokenizer_info(tokenizer, sample=args.text or bpe.SAMPLE_TEXT)
+    if args.text:
+        tokens = tokenizer.token_texts(tokenizer.encode(args.text))
+        facts["tokens"] = tokens if args.json else [*map(repr, tokens)]
+    print_facts(facts, as_json=args.json)
 
 
 def completion(args: options.CompletionOptions) -> None:

@@ -1,12 +1,14 @@
 """The two kinds of problems: an error, which ends the command, and findings of a check; and the name that was meant."""
 
 import difflib
+import errno
 import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 NEAR = 0.75  # of the letters: a suggestion that is further off leads astray
@@ -48,9 +50,15 @@ def check_new_file(path: Path, *, force: bool) -> None:
         raise PacelineError(f"{holder} is a file, and no folder of {path.name}", fix="--out FILE in another folder")
     if path.exists() and not force:
         raise PacelineError(f"{path} already exists", fix="--force overwrites it, --out FILE writes another one")
-    # a tokenizer may take hours before it is written
-    if not os.access(path if path.exists() else holder, os.W_OK):
-        raise PacelineError(f"{path} cannot be written: Permission denied", fix="--out FILE in a place you can write")
+    try:  # a tokenizer may take hours before it is written
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if path.is_file() or not path.exists():  # it is written beside its place first
+            with TemporaryFile(dir=holder):
+                pass
+    except OSError as error:
+        fix = "--out FILE in a place you can write"
+        raise PacelineError(f"{path} cannot be written: {error.strerror}", fix=fix) from error
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,11 @@ def test_a_sweep_of_rows_takes_every_divisor_of_a_device_s_rows(capsys):
 def test_a_sweep_takes_values_of_any_key(capsys):
     rows = table(plan(capsys, *TWO, "--sweep", "depth=4,8", "--num-steps", "10"))
     assert [row[0] for row in rows] == ["depth", "4", "8"]
-    assert [row[0] for row in table(plan(capsys, "tiny", "--sweep", "num_steps=10,20"))] == ["num_steps", "10", "20"]
+    assert [row[0] for row in table(plan(capsys, "tiny", *TWO, "--sweep", "num_steps=10,20"))] == [
+        "num_steps",
+        "10",
+        "20",
+    ]
 
 
 def test_a_sweep_of_optimizers_uses_a_file_s_rate_for_the_file_s_own(capsys):
@@ -365,3 +369,20 @@ def test_a_time_under_that_of_the_fewest_steps_says_so(capsys):
     assert ": about 60 steps, 2.9M tokens, the fewest of a run by time\n" in plan(
         capsys, "balanced", *TWO, "--time", "5s"
     )
+
+
+def test_a_line_of_a_table_without_a_time_says_why(capsys):
+    text = plan(capsys, "balanced", *TWO, "--sweep", "precision=bf16,nvfp4")
+    assert text.endswith("\n\nnvfp4: no time: how long nvfp4 products take has not been measured\n")
+    text = plan(capsys, "tiny", "--device", "cpu", "--sweep", "num_steps=10,20")
+    assert text.endswith("\n\n10, 20: no time: this CPU was not measured yet\n")
+
+
+def test_a_card_of_amd_has_neither_cuda_nor_cudnn(capsys):
+    text = plan(capsys, "--gpu", "MI300X")
+    assert "ROCm, kernels, fragments" in text and "attention by flash, flex or sdpa" in text
+    assert not any(word in text for word in ("CUDA", "cudnn"))
+
+
+def test_a_faster_link_is_offered_between_the_gpus_of_one_host(capsys):
+    assert "25GbE between the GPUs +" in plan(capsys, *TWO, "--link", "10GbE")

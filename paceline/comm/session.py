@@ -21,7 +21,7 @@ from paceline.check.verdicts.hosts_verdicts import links as links_of
 from paceline.check.verdicts.rules import Facts, Host, Intent
 from paceline.comm.analysis import LinkRate, largest_point, link_of_gpus, make_results, sweep_sizes
 from paceline.config import Config
-from paceline.errors import PacelineError, TrainingFailed
+from paceline.errors import PacelineError, TrainingFailed, check_new_file
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.cluster import Cluster
 from paceline.launch.hosts import HostEntry
@@ -62,6 +62,8 @@ def measure_comm(
     rank hangs or fails.
     """
     started = time.monotonic()
+    if out is not None:
+        check_new_file(out, force=True)
     machine = machine_of_hosts(facts if entries else ()) or probe_machine()
     machine = of_unknown_memory(machine)  # only the model's messages matter here, not whether it fits
     plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0)

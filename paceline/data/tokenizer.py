@@ -154,6 +154,11 @@ class Tokenizer:
         text: str = self.inner.decode(ids, skip_special_tokens=True)
         return text
 
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token; of one that is only a part of a character, the vocabulary's name for it."""
+        texts = [(self.decode([i]), i) for i in ids]
+        return [text if text.strip("\ufffd") else self.inner.id_to_token(i) or text for text, i in texts]
+
     def token_bytes(self) -> "npt.NDArray[np.int64]":
         """Returns the UTF-8 length of each token, (vocab_size,) int64: 0 for special tokens and unused ids.
 

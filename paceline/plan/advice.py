@@ -174,17 +174,10 @@ def advise(
     raise PlanError(f"{limit} is too little for a model of any depth", fix=f"{enough(shortest)} allows the smallest")
 
 
-def longer_run(
-    advice: Advice,
-    run_of_depth: Callable[..., Advice],
-    *,
-    time_s: float,
-    tokens_per_param: float,
-    changes: Iterable[Change],
-) -> str:
+def longer_run(advice: Advice, run_of_depth: Callable[..., Advice], config: Config, *, time_s: float) -> str:
     """Returns a line with what uses the time that the advice leaves; empty where it leaves little, or nothing does.
 
-    Where memory ends first, it has those of the changes with which a deeper model fits; else the tokens_per_param.
+    Where memory ends first, it has the flags with which a deeper model fits; else the tokens_per_param.
     """
     used = advice.seconds.expected / time_s
     if used > LITTLE_LEFT:
@@ -199,9 +192,11 @@ def longer_run(
     remain = f"        {format_duration(time_s - advice.seconds.expected)} remain, as"
     memory_ends = "does not fit" in advice.deeper
     deeper = advice.depth + 1
-    if memory_ends and (flags := [format_flags(change) for change in changes if fits(deeper, **change)]):
+    if memory_ends and (
+        flags := [format_flags(change) for change in fuller_plans(config, advice.setup) if fits(deeper, **change)]
+    ):
         return f"{remain} memory ends first: depth {deeper} fits with {' or with '.join(flags)}"
-    more = math.floor(10 * tokens_per_param / used) / 10
+    more = math.floor(10 * config.tokens_per_param / used) / 10
     if not (longer := fits(advice.depth, tokens_per_param=more)):
         return ""
     why = "memory ends first" if memory_ends else "depths come in steps of width"
@@ -323,7 +318,8 @@ def faster_links(setup: StepSetup) -> Iterator[tuple[str, str]]:
     if match := re.fullmatch(r"(\d+)GbE", link.name):
         faster = FASTER_ETHERNET.get(int(match[1]))
         if faster is not None:
-            yield f"{faster}GbE between the hosts", f"{faster}GbE"
+            where = "between the hosts" if setup.hosts > 1 else "between the GPUs"
+            yield f"{faster}GbE {where}", f"{faster}GbE"
 
 
 def step_gap(setup: StepSetup, planned: StepTime, measured_s: float) -> Finding | None:

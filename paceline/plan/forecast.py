@@ -316,6 +316,7 @@ def memory_lines(plan: Plan, *, bar_width: int) -> Iterator[str]:
     start = 0.0
     for name, size in (*parts, *([("free", card - need)] if card and card > need else [])):
         bar = waterfall(start / scale, (start + size) / scale, width=bar_width, filled=name != "free")
+        name = name.replace("CUDA", "ROCm") if plan.device_name.startswith("AMD ") else name
         yield f"        {name:<25}{format_bytes(size):>8}  {100 * size / scale:3.0f} %  {bar}".rstrip()
         start += size
     verdict = "; how much the device has is not known"

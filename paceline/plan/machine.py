@@ -155,6 +155,8 @@ class AttentionCase:
         if name == "fa3":
             return None if capability == (9, 0) else "FlashAttention 3 is for compute capability 9.0"
         if name == "cudnn":
+            if self.capability is None:
+                return "cuDNN is for NVIDIA GPUs, which have a compute capability"
             if self.deterministic:
                 return "cuDNN's backward adds in any order"
             if head_dim > 128 or self.model.sequence_len % 128:  # others are right in some versions of cuDNN alone

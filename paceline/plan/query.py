@@ -27,7 +27,6 @@ from paceline.plan.advice import (
     advise,
     expected_bpb,
     format_advice,
-    fuller_plans,
     limit_text,
     limits_of,
     longer_run,
@@ -268,8 +267,7 @@ def advise_depth(
         return f"{costs or ''}takes {format_duration(seconds)}"
 
     advice = advise(run_of_depth, time_s=time_s, limit=limit_text(options), enough=enough, spent=spent)
-    per_param, changes = config.tokens_per_param, fuller_plans(config, advice.setup)
-    return advice, longer_run(advice, run_of_depth, time_s=time_s, tokens_per_param=per_param, changes=changes)
+    return advice, longer_run(advice, run_of_depth, config, time_s=time_s)
 
 
 def sweep(
@@ -279,8 +277,7 @@ def sweep(
     assert options.sweep is not None
     open_forecast = partial(forecast_of, config_of({"device_batch_size": None}))
     key, values = swept(options.sweep, open_forecast)
-    changes: list[dict[str, Any]] = [{key: value} for value in values]
-    note = ""
+    changes, note = [{key: value} for value in values], ""
     if options.follow_rows:
         if key != "device_batch_size":
             raise UsageError(NO_ROWS, fix="--sweep device_batch_size --follow-rows")
@@ -331,8 +328,13 @@ def table(name: str, makes: Sequence[tuple[Any, Callable[[], Forecast]]], *, as_
     if as_json:
         return json.dumps([{name: value, **row_json(row)} for value, row in rows], indent=1)
     lines = table_lines([{name: str(value), **row_cells(row)} for value, row in rows])
-    refused = [f"{value}: {row.message}" for value, row in rows if isinstance(row, PlanError)]
-    return "\n".join([*lines, *([""] if refused else []), *refused])
+    reasons: dict[str, list[str]] = {}
+    for value, row in rows:
+        if isinstance(row, PlanError) or row.run is None:
+            reason = row.message if isinstance(row, PlanError) else row.step.assumptions[0]
+            reasons.setdefault(reason, []).append(str(value))
+    texts = [f"{', '.join(values)}: {reason}" for reason, values in reasons.items()]
+    return "\n".join([*lines, *([""] if texts else []), *texts])
 
 
 def row_json(row: Forecast | PlanError) -> dict[str, Any]:

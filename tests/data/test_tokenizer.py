@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from paceline.cli import run_command
 from paceline.data.corpus import held_out_below, list_files, read_corpus
 from paceline.data.tokenizer import (
     LONG_RUN,
@@ -263,6 +264,21 @@ def test_info_shows_size_separator_and_bytes_per_token_on_a_sample(tokenizer):
     assert facts["lossless"] is True
     assert json.loads(json.dumps(facts)) == facts
     assert tokenizer_info(tokenizer, sample="")["bytes_per_token"] is None
+
+
+def test_info_of_a_text_shows_its_tokens_as_text(tokenizer, tmp_path, capsys):
+    tokenizer.save(tmp_path / "a.json")
+    words = ["tokenizer", "info", str(tmp_path / "a.json"), "--text", "def a\n€"]
+    assert run_command([*words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert len(facts["tokens"]) == facts["sample_tokens"]
+    assert "".join(facts["tokens"][:-3]) == "def a\n"
+    assert facts["tokens"][-3:] == [tokenizer.inner.id_to_token(i) for i in tokenizer.encode("€")]  # a byte each
+    assert run_command(words) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens "))
+    assert line.split(maxsplit=1)[1] == " ".join(map(repr, facts["tokens"]))
+    assert run_command(words[:3]) == 0
+    assert "tokens  " not in capsys.readouterr().out.replace("sample_tokens", "")
 
 
 def test_a_vocabulary_far_larger_than_the_text_reserves_no_memory_for_it():

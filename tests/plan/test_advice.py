@@ -189,9 +189,9 @@ def test_levers_are_sorted_and_each_is_worth_a_percent():
 def test_a_narrow_slot_and_a_slow_network_have_a_faster_link():
     in_slots = on("RTX 5090", gpt(12), gpus=2, rows=4, total=65_536)
     assert list(faster_links(in_slots)) == [("a x16 slot for each card", "PCIe 5 x16")]
-    assert list(faster_links(replace(in_slots, link=read_link("10GbE", in_slots.spec)))) == [
-        ("25GbE between the hosts", "25GbE")
-    ]
+    network = replace(in_slots, link=read_link("10GbE", in_slots.spec))
+    assert list(faster_links(network)) == [("25GbE between the GPUs", "25GbE")]
+    assert list(faster_links(replace(network, hosts=2))) == [("25GbE between the hosts", "25GbE")]
     assert list(faster_links(on("RTX 5090", gpt(12), gpus=1, rows=4, total=65_536))) == []
 
 

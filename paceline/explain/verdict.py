@@ -33,6 +33,7 @@ from paceline.explain.signs_of_trouble import (
     ERROR_PREFIX,
     LAST_CHECKED,
     ends_well,
+    errors_of_every_item,
     last_errors,
     trouble_anywhere,
     trouble_at_end,
@@ -98,6 +99,7 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         if progress.nan_line is not None:
             return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
         errors = [record for log in logs if not log.progress.finished for record in last_errors(log)]
+        errors += [record for log in logs for record in errors_of_every_item(log)]
         trouble = [] if progress.finished else [Record("line", text, line) for line, text in trouble_at_end(logs)]
         known = {id(event.record) for event in fatal}  # and survived
         candidates = guess_events([*unexplained, *(error for error in errors if id(error) not in known), *trouble])
@@ -269,7 +271,7 @@ def is_late_step(progress: LogProgress) -> bool:
 def hardly_began(log: Log) -> bool:
     """Whether a log's last run printed little and no step, although runs before it reported steps."""
     has_steps = any(run.progress.steps >= MIN_STEPS for run in log.earlier)
-    last_line = log.last_lines[-1][0] if log.last_lines else 0
+    last_line = log.last_line
     return log.is_restart and has_steps and last_line - log.first_line <= BUFFERED_LINES and not ends_well(log)
 
 

@@ -1682,3 +1682,18 @@ def test_a_connection_that_fails_in_the_hub_s_library_is_the_hub_s():
 def test_an_error_on_rank_0_is_no_count_of_errors():
     output = "".join(f"sample {n} was written\n" for n in range(60))
     assert verdict(f"{output}error on rank 0\n").cause == verdict(f"{output}failed rank: 0\n").cause == "unknown"
+
+
+def test_an_error_with_nearly_every_item_up_to_the_end_is_no_good_end():
+    refused = "[ERROR] HTTPConnectionPool(host='localhost', port=8080): Max retries exceeded with url: /v1 (Caused by"
+    refused += " NewConnectionError('Failed to establish a new connection: [Errno 111] Connection refused'))\n"
+    items = [f"Epoch 1/1 | Sample {at}/20" for at in range(20)]
+    done = "Training complete!\n"
+    assert verdict("".join(item + refused for item in items) + done + refused).cause == "service-unreachable"
+    assert verdict("".join(f"{item}\n" for item in items) + refused * 3 + done).cause == "healthy"
+
+
+def test_make_that_ends_with_an_error_is_no_good_end():
+    passed = "7 of 9 checks\nall tests passed\n"
+    assert verdict(f"{passed}make: *** [Makefile:96: test] Error 2\n").cause == "unknown"
+    assert verdict(f"{passed}make: [Makefile:96: clean] Error 1 (ignored)\nall tests passed\n").cause == "healthy"

@@ -77,11 +77,11 @@ GOES_ON = re.compile(
     r"|^\W*(?:from [\w.]+ import \w|import [\w.]+$)|│ +(?:❱ +)?\d+ │|│ │ "  # source: below a warning, in the boxes of rich
 )
 MESSAGE_TYPES = ("Error", "RuntimeError", "ValueError", "KeyError", "OSError", "AssertionError")
-PYTHON_MESSAGE = re.compile(  # what Python itself says about a mistake in code, without its type
+PYTHON_MESSAGE = re.compile(  # what Python and NumPy say about a mistake in code, without its type
     r"(?:\w+ index|\w+) out of range$|(?:float |integer )?(?:division|modulo)\b.* by zero|'\w+' object (?:is not|has no|cannot)"
     r"|unsupported operand|(?:name|local variable|cannot access local variable) '\w+' |'[\w.-]+'$|module '[\w.]+' has no attribute"
     r"|(?:not enough|too many) values to unpack|invalid literal for|could not convert string|[Tt]he truth value of an? "
-    r"|\S+\(\) (?:got|takes|missing)\b"
+    r"|\S+\(\) (?:got|takes|missing)\b|zero-size array to reduction"
 )
 PROGRAM_ENDED = re.compile(
     r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"

@@ -147,6 +147,7 @@ def explain(args: options.ExplainOptions) -> None:
 
 
 def runs(args: run_options.RunsOptions) -> None:
+    from paceline.terminal import terminal_width
     from paceline.watch.snapshot import finite
     from paceline.watch.status import RunList, format_runs
 
@@ -159,7 +160,8 @@ def runs(args: run_options.RunsOptions) -> None:
         if run := next((path for path in places if Path(path, "config.toml").is_file()), None):
             raise PacelineError(f"{run} is a run, not a folder of runs", fix=f"paceline runs show {shlex.quote(run)}")
         raise PacelineError(f"no runs in {args.runs_dir}", fix="paceline train makes one")
-    print(json.dumps(finite(list(map(asdict, statuses))), indent=1) if args.json else format_runs(statuses))
+    rows = finite(list(map(asdict, statuses))) if args.json else []
+    print(json.dumps(rows, indent=1) if args.json else format_runs(statuses, width=terminal_width()))
 
 
 def runs_show(args: run_options.RunsShowOptions) -> None:

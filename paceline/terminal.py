@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import signal
 import sys
 import termios
@@ -107,6 +108,19 @@ def cut(text: str, width: int) -> str:
         return text
     ends = takewhile(lambda end: end < width, accumulate(map(cells, text)))
     return text[: len(list(ends))] + ELLIPSIS if width > 0 else ""
+
+
+def without_middle(name: str, width: int) -> str:
+    """Returns a name of at most `width` columns: the runs of a sweep differ at its end."""
+    if cells(name) <= width:
+        return name
+    start = cut(name, width // 2)
+    return start + next(name[i:] for i in range(len(name)) if cells(name[i:]) <= width - cells(start))
+
+
+def terminal_width() -> int | None:
+    """Returns the columns of the terminal that shows stdout; None where it is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def pad(text: str, width: int, *, right: bool = False) -> str:

@@ -319,9 +319,10 @@ def save_check(run: RunDir, checked: CheckResult) -> None:
 
 def find_findings(hosts: Sequence[Facts], intent: Intent, driver: Facts | None = None) -> list[Finding]:
     """Returns the findings, stops first, then in the order of the table. driver: of this machine, where it is none of the hosts."""
-    sizes = (run_verdicts.shard_bytes(facts) for facts in (*hosts, driver) if facts)
-    intent = replace(intent, shard_bytes=next(filter(None, sizes), None))  # each host gets the text
-    checked, findings = [Host(facts, intent) for facts in hosts], []
+    source: Facts = next((facts for facts in (*hosts, driver) if facts and at(facts, "text.data")), {})
+    num_bytes = at(source, "text.prepared_bytes") or run_verdicts.shard_bytes(source)  # each host gets the text
+    intent = replace(intent, shard_bytes=num_bytes, text_folder=at(source, "text.folder"))
+    findings, checked = [], [Host(facts, intent, keeps_checkpoints=i < 2) for i, facts in enumerate(hosts)]
     with_driver = [*checked, Host(driver, intent)] if driver else checked  # it prepares the text and keeps the run
     for verdict in load_verdicts():
         if verdict.subject == "hosts":

@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,8 @@ NAMED: dict[str, tuple[Capability, ...]] = {
     "Blackwell+Tegra": ((10, 1),),
     "Blackwell": ((10, 0), (12, 0)),
 }
+# what CUDA has kernels for beside those; a later major version may come
+REAL = sorted({*chain(*NAMED.values()), (3, 0), (3, 2), (6, 2), (8, 8), (10, 3), (11, 0), (12, 1)})
 PTX = "+PTX"
 # 9.0a: for that one alone; 10.0f: for its family; 8.9(8.6): from the PTX of 8.6
 NUMBER = re.compile(r"(\d+)\.(\d)[af]?(\(\d+\.\d\))?")
@@ -63,7 +66,12 @@ def parse_archs(text: str) -> tuple[Capability, ...]:
             f"--arch {text}: {unknown[0] if unknown else 'nothing'} is not an architecture",
             fix=f"--arch {shlex.quote(corrected)}",
         )
-    return tuple(dict.fromkeys(capability for arch in archs for capability in capabilities_in(arch)))
+    capabilities = tuple(dict.fromkeys(capability for arch in archs for capability in capabilities_in(arch)))
+    for major, minor in capabilities:
+        if (major, minor) not in REAL and major <= REAL[-1][0]:
+            fix = f"one of {', '.join(f'{major}.{minor}' for major, minor in REAL)}"
+            raise UsageError(f"--arch {text}: no GPU has compute capability {major}.{minor}", fix=fix)
+    return capabilities
 
 
 def capabilities_in(arch: str) -> tuple[Capability, ...]:

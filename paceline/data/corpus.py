@@ -36,6 +36,7 @@ FORMATS = {
     ".jsonl.gz": "jsonl",
     ".parquet": "parquet",
 }
+UNPACK = {".zst": "zstd -d", ".xz": "xz -dk", ".bz2": "bzip2 -dk", ".zip": "unzip"}
 NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 RUN_FILES = ({".lock", "config.toml"}, {".lock", "preparing.json"})  # of a run folder, or of one that is being prepared
 
@@ -69,15 +70,15 @@ def list_files(source: str, *, print_note: bool = False) -> list[SourceFile]:
         raise _stat_error(path, error) from error
     if path.is_dir():
         return _folder_files(path, print_note=print_note)
-    status = _stat_file(path)
-    if _format(path) is None:
-        raise PacelineError(
-            f"{path} is not of a type that can be read",
-            fix=f"these can: {' '.join(FORMATS)}; plain text under another name only needs renaming",
-        )
+    status = _stat_file(name := str(path.absolute()))
+    if (kind := _format(name)) is None:
+        fix = f"these can: {' '.join(FORMATS)}; plain text under another name only needs renaming"
+        if tool := UNPACK.get(path.suffix.lower()):
+            fix = f"{tool} {shlex.quote(str(path))} unpacks it"
+        raise PacelineError(f"{path} is not of a type that can be read", fix=fix)
     if status.st_size == 0:
         raise PacelineError(f"{path} is empty", fix="put text into it, or give another path")
-    return [_source_file(path, status)]
+    return [_source_file(name, kind, status)]
 
 
 def _missing_fix(source: str) -> str:
@@ -186,7 +187,7 @@ def _builtin_files() -> list[SourceFile]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - NOT_TEXT_TO_LEARN)
         paths = [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
-        files += [_source_file(path, status) for path in paths if (status := path.stat()).st_size]
+        files += [_source_file(str(path), "text", status) for path in paths if (status := path.stat()).st_size]
     if not files:
         raise PacelineError(
             f"this Python has no standard library sources in {root}: there is no built-in text",
@@ -196,16 +197,20 @@ def _builtin_files() -> list[SourceFile]:
 
 
 def _folder_files(folder: Path, *, print_note: bool) -> list[SourceFile]:
-    """Returns every file of a known type under the folder, without hidden and empty ones."""
+    """Returns every file of a known type under the folder, without hidden and empty ones.
+
+    Paths are strings: of 100,000 files a Path for each would take most of the time.
+    """
+    root = str(folder.absolute())
     files: list[SourceFile] = []
     broken: list[PacelineError] = []
     others = []
-    for path in _walk(folder, broken):
-        if _format(path) is None:
-            others.append(str(path.relative_to(folder)))
+    for path in _walk(root, broken):
+        if (kind := _format(path)) is None:
+            others.append(path.removeprefix(root).lstrip("/"))
             continue
         try:
-            files.append(_source_file(path, _stat_file(path)))
+            files.append(_source_file(path, kind, _stat_file(path)))
         except PacelineError as error:
             broken.append(error)
     if broken:
@@ -233,44 +238,42 @@ def _folder_files(folder: Path, *, print_note: bool) -> list[SourceFile]:
     raise PacelineError(what, fix=fix)
 
 
-def _walk(folder: Path, broken: list[PacelineError]) -> Iterator[Path]:
+def _walk(root: str, broken: list[PacelineError]) -> Iterator[str]:
     """Yields the files under the folder in sorted order, without those of runs: a model would learn what models wrote.
 
     Linked folders are entered once, whatever loops the links make.
     """
     entered: set[tuple[int, int]] = set()
     for here, subfolders, names in os.walk(
-        folder, followlinks=True, onerror=lambda error: broken.append(_stat_error(Path(error.filename), error))
+        root, followlinks=True, onerror=lambda error: broken.append(_stat_error(Path(error.filename), error))
     ):
         inode = Path(here).stat()
-        is_run = Path(here) != folder and any(files.issubset(names) for files in RUN_FILES)
+        is_run = here != root and any(files.issubset(names) for files in RUN_FILES)
         if is_run or (inode.st_dev, inode.st_ino) in entered:
             subfolders.clear()
             continue
         entered.add((inode.st_dev, inode.st_ino))
         subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and name != "__pycache__")
-        yield from (Path(here, name) for name in sorted(names) if not name.startswith("."))
+        yield from (os.path.join(here, name) for name in sorted(names) if not name.startswith("."))  # noqa: PTH118
 
 
-def _format(path: Path) -> str | None:
-    name = path.name.lower()
+def _format(path: str) -> str | None:
+    name = path.lower()
     return next((kind for suffix, kind in FORMATS.items() if name.endswith(suffix)), None)
 
 
-def _source_file(path: Path, status: os.stat_result) -> SourceFile:
-    kind = _format(path)
-    assert kind is not None
+def _source_file(path: str, kind: str, status: os.stat_result) -> SourceFile:
     stamp = f"{status.st_size}:{status.st_mtime_ns}"
-    return SourceFile(path=str(path.absolute()), format=kind, num_bytes=status.st_size, stamp=stamp)
+    return SourceFile(path=path, format=kind, num_bytes=status.st_size, stamp=stamp)
 
 
-def _stat_file(path: Path) -> os.stat_result:
+def _stat_file(path: str) -> os.stat_result:
     try:
-        status = path.stat()
+        status = os.stat(path)  # noqa: PTH116
         if stat.S_ISREG(status.st_mode) and not os.access(path, os.R_OK):
             raise PermissionError
     except OSError as error:
-        raise _stat_error(path, error) from error
+        raise _stat_error(Path(path), error) from error
     if not stat.S_ISREG(status.st_mode):
         raise UnreadableFile(f"{path} is not a regular file", fix="give a file or a folder of files")
     return status
@@ -278,11 +281,13 @@ def _stat_file(path: Path) -> os.stat_result:
 
 def _stat_error(path: Path, error: Exception) -> UnreadableFile:
     if isinstance(error, PermissionError):
-        return UnreadableFile(f"no permission to read {path}", fix=f"chmod u+rX '{path}', or ask its owner")
+        return UnreadableFile(
+            f"no permission to read {path}", fix=f"chmod u+rX {shlex.quote(str(path))}, or ask its owner"
+        )
     if isinstance(error, FileNotFoundError) and path.is_symlink():
         return UnreadableFile(
             f"{path} is a link to {path.readlink()}, which leads nowhere",
-            fix=f"put the file back, or remove the link: rm '{path}'",
+            fix=f"put the file back, or remove the link: rm {shlex.quote(str(path))}",
         )
     return UnreadableFile(f"cannot read {path}: {error}", fix="check the path and the disk")
 
@@ -302,16 +307,14 @@ def _hf_source(source: str) -> SourceFile:
             raise PacelineError(f"no such dataset folder: {name}", fix="check the path; hub datasets are hf:OWNER/NAME")
         return SourceFile(path=name, format="hf", num_bytes=HUB_BYTES, stamp="hub", config=config)
     broken: list[PacelineError] = []
-    stamps, num_bytes = [], 0
-    for path in _walk(folder, broken):
+    root, stamps, num_bytes = str(folder.absolute()), [], 0
+    for path in _walk(root, broken):
         status = _stat_file(path)
         num_bytes += status.st_size
-        stamps.append(f"{path.relative_to(folder)}:{status.st_size}:{status.st_mtime_ns}")
+        stamps.append(f"{path.removeprefix(root).lstrip('/')}:{status.st_size}:{status.st_mtime_ns}")
     if broken or not stamps:
         raise broken[0] if broken else PacelineError(f"{folder} is an empty folder", fix="save a dataset there first")
-    return SourceFile(
-        path=str(folder.absolute()), format="hf", num_bytes=num_bytes, stamp=" ".join(stamps), config=config
-    )
+    return SourceFile(path=root, format="hf", num_bytes=num_bytes, stamp=" ".join(stamps), config=config)
 
 
 def cannot_write(path: Path, error: OSError) -> PacelineError:

@@ -16,6 +16,7 @@ number of workers, memory bounded by the batches under way, and no child process
 import hashlib
 import math
 import os
+import shlex
 import time
 from array import array
 from bisect import bisect, insort
@@ -59,7 +60,7 @@ class BadToken(PacelineError):
     def __init__(self, path: Path, *, row: int, token: int, vocab_size: int):
         super().__init__(
             f"row {row:,} of the text in {path} has the token {token:,}, of a vocabulary of {vocab_size:,}",
-            fix=f"delete it and run the same command again, which prepares it again: rm -r '{path}'",
+            fix=f"delete it and run the same command again, which prepares it again: rm -r {shlex.quote(str(path))}",
         )
 
 

@@ -338,4 +338,4 @@ def format_prepared(dataset: TokenDataset, config: Config, *, file: str | None, 
 
 
 def _repeat_fix(path: Path) -> str:
-    return f"delete it and run the same command again, which prepares it again: rm -r '{path}'"
+    return f"delete it and run the same command again, which prepares it again: rm -r {shlex.quote(str(path))}"

@@ -291,7 +291,7 @@ def _opened(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UnreadableFile(
             f"{file.path} is damaged, or not gzip: {_first_line(error)}",
-            fix=f"download or write it again; `gzip -t '{file.path}'` tests it",
+            fix=f"download or write it again; `gzip -t {shlex.quote(file.path)}` tests it",
         ) from error
     except OSError as error:
         raise UnreadableFile(

@@ -263,13 +263,14 @@ def make_catalogue(
 
 
 def find_cause(id: str) -> Cause:
-    """The cause with this id; PacelineError with the nearest id if there is none."""
+    """The cause with this id; PacelineError with the ids that have it as a part, or the nearest, if there is none."""
     causes = load_catalogue().causes
     if id not in causes:
-        near = nearest(id, causes)
-        raise PacelineError(
-            f"no cause {id}", fix=f"--cause {near}" if near else "paceline explain --list shows all causes"
-        )
+        related = [name for name in causes if f"-{id.lower()}-" in f"-{name}-"]
+        near = nearest(id.lower(), related or causes)
+        fix = f"--cause {near}" if near else "paceline explain --list shows all causes"
+        fix = f"one of {', '.join(sorted(related))}" if len(related) > 1 else fix
+        raise PacelineError(f"no cause {id}", fix=fix)
     return causes[id]
 
 

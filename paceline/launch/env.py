@@ -31,7 +31,7 @@ from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts, ranks_of
 from paceline.launch.preemption import check_preempt_options
 from paceline.launch.ssh import ssh_name
 from paceline.options import AccelerateOptions, LaunchOptions
-from paceline.plan.machine import Machine
+from paceline.plan.machine import Machine, parse_threads
 from paceline.plan.planner import choose_device, choose_world_size
 from paceline.plan.precision import choose_precision
 from paceline.terminal import cells, pad, write_output
@@ -125,11 +125,12 @@ def default_values(user_env: Mapping[str, str], launch: Launch) -> dict[str, tup
 
 def harm_of(name: str, value: str, launch: Launch) -> str | None:
     """Returns the harm that a user's value is known to do; None where it does none."""
+    threads = parse_threads(value) or 0
     match name:
-        case "OMP_NUM_THREADS" if not value.isdigit() or not int(value):
-            return None if "," in value else "not a number of threads: each process uses every core"
-        case "OMP_NUM_THREADS" if int(value) > 1 and launch.nproc * int(value) > launch.cpu_cores:
-            return f"{launch.nproc} processes x {value} threads wait for each other on {launch.cpu_cores} cores"
+        case "OMP_NUM_THREADS" if not threads:
+            return "not a number of threads: each process uses every core"
+        case "OMP_NUM_THREADS" if threads > 1 and launch.nproc * threads > launch.cpu_cores:
+            return f"{launch.nproc} processes x {threads} threads wait for each other on {launch.cpu_cores} cores"
         case "PYTHONUNBUFFERED" if not value:
             return "output is buffered, and lost when a rank is killed"
         case "TOKENIZERS_PARALLELISM" if value.lower() not in ("", "0", "false", "off", "f", "no", "n"):

@@ -75,6 +75,10 @@ def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, ot
     after = absolute_texts(changes)
     if after.get("tokenizer") and is_own_tokenizer(run, Path(after["tokenizer"])):
         del after["tokenizer"]
+    if config.init_from and after.get("init_from"):
+        with suppress(PacelineError):  # the config has the checkpoint, also where a run was named
+            place = source_of(after["init_from"], runs_dir=str(run.path.parent))[1]
+            after["init_from"] = config.init_from if Path(config.init_from).is_relative_to(place) else str(place)
     if key := next((key for key in FIXED_KEYS if key in after and after[key] != before[key]), None):
         own, value = "auto" if before[key] is None else before[key], str(changes[key])
         fix = f"{otherwise} --{key.replace('_', '-')} {shlex.quote(value)}"

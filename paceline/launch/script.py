@@ -108,7 +108,7 @@ def resume_script(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry
     unused = [f"--{name.replace('_', '-')}" for name in options.keys if name not in allowed]
     unused += [f"--{name.replace('_', '-')}" for name in ("slurm", "slurm_args", "print") if getattr(options, name)]
     if unused := [*unused, *(["--no-rejoin"] if not options.rejoin else [])]:
-        own = f"paceline run --name NEW -- {shlex.join(read_config(run.config_toml)['command'])}"
+        own = f"paceline run --name NEW -- {shlex.join(load_script_config(run.config_toml)['command'])}"
         raise UsageError(f"{unused[0]} is not for the run of a script", fix=f"options of its own in a new run: {own}")
     if end_state(read_json_lines(run.events)) == "finished":
         fix = f"paceline run {shlex.quote(str(run.config_toml))} runs it again in a new folder"
@@ -320,7 +320,7 @@ def read_request(command: Sequence[str], keys: Mapping[str, Any]) -> Request:
     if command and command[0].endswith(".toml"):
         if command[1:]:
             raise UsageError(f"{command[0]} has its own command", fix=f"paceline run {command[0]}")
-        config_toml = read_config(Path(command[0]))
+        config_toml = load_script_config(Path(command[0]))
         command, cwd = list(config_toml.pop("command")), Path(config_toml.pop("cwd"))
         if "nproc" not in values and hosts_of(Config(hosts=values.get("hosts")))[1].nproc:
             del config_toml["nproc"]  # the new list of hosts has it
@@ -339,7 +339,7 @@ def make_script(request: Request, machine: Machine) -> Script:
     return Script(request.command, nproc, device, request.cwd, hosts)
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def load_script_config(path: Path) -> dict[str, Any]:
     """Returns the values of a script's config.toml. Raises PacelineError for any other file."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))

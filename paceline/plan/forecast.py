@@ -35,7 +35,6 @@ from paceline.units import (
     format_bytes,
     format_count,
     format_duration,
-    format_mfu,
     format_ms,
     format_number_of,
     format_percent,
@@ -348,7 +347,7 @@ def time_lines(forecast: Forecast) -> Iterator[str]:
     if step.seconds is None or step.tok_per_sec is None:
         yield f"time    n/a, {step.assumptions[0].removeprefix('no time: ')}"
         return
-    speed = f"{step.tok_per_sec.expected:,.0f} tok/s, mfu {format_mfu(step.mfu)}, limited by {step.limit}"
+    speed = f"{step.tok_per_sec.expected:,.0f} tok/s, mfu {format_percent(step.mfu, digits=1)}, limited by {step.limit}"
     yield f"time    {format_seconds(step.seconds)} a step, {speed}"
     total, largest = sum(step.parts.values()), sorted(step.parts.items(), key=lambda part: -part[1])
     shares = [f"{name} {format_percent(seconds / total)}" for name, seconds in largest if seconds >= 0.01 * total]

@@ -67,9 +67,15 @@ def probe_machine() -> Machine:
         cpu_cores=probe_cpu_cores(),
         cpu_bf16=probe_cpu_bf16(),
         memory_bytes=probe_memory_bytes(),
-        threads=int(value) or None if (value := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() else None,
+        threads=parse_threads(os.environ.get("OMP_NUM_THREADS")),
         driver_error=driver_error,
     )
+
+
+def parse_threads(value: str | None) -> int | None:
+    """Returns the number that OMP_NUM_THREADS sets, of a list for nested regions the first; None where it sets none."""
+    first = (value or "").partition(",")[0]
+    return int(first) or None if first.isdecimal() else None
 
 
 def probe_gpus(visible: str | None) -> tuple[Gpu, ...]:

@@ -39,7 +39,7 @@ from paceline.plan.shapes import batch_of_horizon, choose_num_steps, num_params
 from paceline.plan.sizing import DoesNotFit, divisors
 from paceline.plan.speeds import Speeds, keep_speeds
 from paceline.terminal import progress_line
-from paceline.units import format_bytes, format_count, format_duration, format_mfu, format_percent
+from paceline.units import format_bytes, format_count, format_duration, format_percent
 
 SWEPT = {  # values of --sweep KEY alone; device_batch_size takes the divisors of a device's rows
     "depth": (4, 8, 12, 16, 20, 24, 28, 32),
@@ -357,7 +357,7 @@ def row_cells(row: Forecast | PlanError) -> dict[str, str]:
         "checkpointing": f"{plan.activation_checkpointing}".replace("True", "yes").replace("False", "no"),
         "step": format_seconds(step.seconds) if step.seconds else "n/a",
         "tok/s": f"{step.tok_per_sec.expected:,.0f}" if step.tok_per_sec else "n/a",
-        "mfu": format_mfu(step.mfu),
+        "mfu": format_percent(step.mfu, digits=1),
         "run": format_duration(3600 * run.hours.expected) if run else "n/a",
         "kWh": format_kwh(run.kwh) if run and run.kwh else "n/a",
     }

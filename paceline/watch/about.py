@@ -47,7 +47,7 @@ def read_about(run: RunDir) -> dict[str, Any]:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # damaged
             machines.append((path.stem, fact_rows(facts)))
     plan = next((plan for _, plan in files_in(run, run.plan_json.name, json.loads) if isinstance(plan, dict)), {})
-    config = read_config(run)
+    config = config_in(run)
     return {
         "config": config,
         "group": group_key(config),
@@ -104,7 +104,7 @@ def edit_note(options: RunsNoteOptions) -> str:
     return f"{run.name}: {note or 'no note'}"
 
 
-def read_config(run: RunDir) -> dict[str, Any]:
+def config_in(run: RunDir) -> dict[str, Any]:
     return next((config for _, config in files_in(run, run.config_toml.name, tomllib.loads)), {})
 
 

@@ -21,10 +21,10 @@ from paceline.explain.lines import strip_escapes
 from paceline.explain.series import natural_order
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_queued, is_run, read_end, read_json_lines, read_text, to_utc
-from paceline.terminal import cells, pad
+from paceline.terminal import cells, pad, without_middle
 from paceline.typed_fields import damaged_files, hints_of, well_typed
 from paceline.units import format_count
-from paceline.watch.about import check_links, csv_lines, link_out_of, read_about, read_config, read_notes
+from paceline.watch.about import check_links, config_in, csv_lines, link_out_of, read_about, read_notes
 from paceline.watch.events import end_state, is_complete, last_event_time, live_state, unsaved_texts
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines, read_part, search
 from paceline.watch.measures import format_bpb, format_figure, format_step, format_time
@@ -36,7 +36,7 @@ MAX_END_BYTES = 4 << 20
 FRESH_S = 0.8  # a snapshot is read at most this often, however many pages are open
 MAX_OPEN = 16  # readers; the least recently used one is closed
 PART_BYTES = 256 << 10  # of a log, at once
-MAX_HITS, MAX_COLUMN = 200, 40  # of a search; characters that the cells of a column share
+MAX_HITS, MIN_NAME = 200, 20  # of a search; columns of a name in the list of runs
 
 
 class Reader(Protocol):
@@ -90,7 +90,7 @@ def run_status(run: RunDir) -> RunStatus:
     names = ("step", "loss", "val_bpb", "tok_per_sec")
     log, to_end = run.rank_log(attempts, 0), not is_locked(run)
     read = printed_values(log, names, to_end=to_end) if command else last_values(run.metrics, (*names, "time"))
-    start: dict[str, Any] = {"step": None if command else 0, "eval_tokens": read_config(run).get("eval_tokens")}
+    start: dict[str, Any] = {"step": None if command else 0, "eval_tokens": config_in(run).get("eval_tokens")}
     values = {**dict.fromkeys(names), **start, **read}
     state = run_state(run, events, values)
     times = [values.pop("time", None), last_event_time(events)]
@@ -206,8 +206,11 @@ def file_stamp(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def format_runs(runs: list[RunStatus]) -> str:
-    """Returns the list of runs as a table; a long name has a line of its own. It has eval_tokens where the runs differ in it."""
+def format_runs(runs: list[RunStatus], *, width: int | None = None) -> str:
+    """Returns the list of runs as a table, which has eval_tokens where the runs differ in it.
+
+    width: columns of the terminal, for which long names are shortened; None: they are whole.
+    """
     head = ("run", "state", "step", "loss", "val_bpb", "eval_tokens", "tok/s", "last activity (UTC)", "tags")
     rows = [
         (
@@ -223,13 +226,14 @@ def format_runs(runs: list[RunStatus]) -> str:
         )
         for status in runs
     ]
-    columns = []
-    for name, *values in zip(head, *rows, strict=True):
+    columns: list[list[str]] = []
+    for name, *values in reversed(list(zip(head, *rows, strict=True))):
         if {"tags": any(values), "eval_tokens": len({*values} - {"n/a"}) > 1}.get(name, True):
-            column = (name, *values)
-            width = max(width for width in map(cells, column) if width <= MAX_COLUMN)
-            next_line, right = f"\n{'':{width}}" if name == "run" else "", name not in ("run", "state", "tags")
-            columns.append([pad(cell, width, right=right) + next_line * (cells(cell) > width) for cell in column])
+            if name == "run" and width is not None:
+                room = max(MIN_NAME, width - sum(2 + cells(column[0]) for column in columns))
+                values = [without_middle(value, room) for value in values]
+            right, most = name not in ("run", "state", "tags"), max(map(cells, (name, *values)))
+            columns.insert(0, [pad(cell, most, right=right) for cell in (name, *values)])
     notes = (f"{strip_escapes(status.name)}: {note}" for status in runs for note in status.notes)
     return "\n".join(["  ".join(row).rstrip() for row in zip(*columns, strict=True)] + [*notes])
 
@@ -358,7 +362,7 @@ class Shelf:
             run, cached = RunDir(path), self._configs.get(path)
             with suppress(OSError):  # it has vanished, or belongs to another user
                 stamp = file_stamp(run.config_toml)
-                current[path] = cached if cached and cached[0] == stamp else (stamp, read_config(run))
+                current[path] = cached if cached and cached[0] == stamp else (stamp, config_in(run))
         self._configs = current
         return {path.name: config for path, (_, config) in current.items() if not link_out_of(path)}
 

@@ -224,6 +224,14 @@ def test_the_fix_is_the_architecture_that_was_probably_meant(text, fix):
     assert error.value.fix == fix
 
 
+@pytest.mark.parametrize("text", ["9.9", "8.6;8.1", "9.9a+PTX"])
+def test_an_architecture_that_no_gpu_has_is_refused_with_those_that_exist(text):
+    with pytest.raises(UsageError, match=r"no GPU has compute capability (9\.9|8\.1)\n") as error:
+        parse_archs(text)
+    assert error.value.fix.endswith("8.6, 8.7, 8.8, 8.9, 9.0, 10.0, 10.1, 10.3, 11.0, 12.0, 12.1")
+    assert parse_archs("10.3 12.1;13.0") == ((10, 3), (12, 1), (13, 0))  # a card of the next generation
+
+
 def test_the_error_names_the_flag():
     with pytest.raises(UsageError) as error:
         parse_archs("sm_120")

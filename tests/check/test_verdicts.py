@@ -50,6 +50,7 @@ ADA = {"gpus.0.capability": [8, 9], "gpus.1.capability": [8, 9]}
 PASCAL = {"gpus.0.capability": [6, 1], "gpus.1.capability": [6, 1]}
 STARVED = {"ok": False, "seconds": 20.0, "error": "still computing after 20 s"}
 SMALL_CACHE = {"text.prepared": False, "text.bytes": 100 << 20, "text.vocab_size": 32_768}
+PREPARED = {"text.prepared": True, "text.data": "a.txt", "text.folder": "made", "text.prepared_bytes": 2 * GIB}
 HUB = {"name": "owner/name", "endpoint": "https://huggingface.co", "missing_packages": [], "cached": False, "status": 200,
        "seconds": 0.1, "error": None}  # fmt: skip
 DESKTOP = {"pid": 900, "name": "Xorg", "used_bytes": 11 * GIB}
@@ -135,6 +136,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("cores-few", "cpu_box", {}, {**CPU, "nproc": 3}, "warn"),
     ("cpu-no-bf16", "cpu_box", {"host.cpu.bf16": False}, CPU, "warn"),
     ("omp-threads", "cpu_box", {"env.OMP_NUM_THREADS": "16"}, CPU, "warn"),
+    ("omp-threads", "cpu_box", {"env.OMP_NUM_THREADS": "16,2"}, CPU, "warn"),
     ("omp-threads-few", "cpu_box", {"env.OMP_NUM_THREADS": "1", "host.cpu.cores": 16}, CPU, "warn"),
     ("package-missing", "cpu_box", {"packages.psutil": None}, {"command": "run"}, "stop"),
     ("package-missing", "cpu_box", {"packages.safetensors": None, "packages.numpy": None}, CPU, "stop"),
@@ -326,26 +328,31 @@ def test_clocks_that_nothing_keeps_are_one_finding_and_none_where_they_were_comp
 
 
 @pytest.mark.parametrize(
-    "free, text, severity, needs",
+    "number, free, text, severity, needs",
     [
-        (0, {}, "stop", ", its part of a checkpoint needs about 1.0 GiB"),
+        (3, 0, {}, "stop", ", its part of a checkpoint needs about 1.0 GiB"),
         (
+            3,
             20 << 20,
             SMALL_CACHE,
             "stop",
             ", the text needs about 50.0 MiB, its part of a checkpoint needs about 1.0 GiB",
         ),
-        (GIB // 2, {}, "warn", ", its part of a checkpoint needs about 1.0 GiB"),
-        (GIB, {}, None, ""),
+        (3, GIB, PREPARED, "warn", ", the text needs about 2.0 GiB, its part of a checkpoint needs about 1.0 GiB"),
+        (3, GIB, {**PREPARED, "text.folder": "there"}, None, ""),
+        (3, GIB // 2, {}, "warn", ", its part of a checkpoint needs about 1.0 GiB"),
+        (3, GIB, {}, None, ""),
+        (2, 8 * GIB, {}, "warn", ", whole checkpoints need about 9.0 GiB"),
+        (2, 9 * GIB, {}, None, ""),
     ],
 )
-def test_the_cache_of_another_host_has_room_for_the_text_and_its_part_of_a_checkpoint(free, text, severity, needs):
+def test_the_cache_of_another_host_has_room_for_the_text_and_its_checkpoints(number, free, text, severity, needs):
     path = "/data/my cache/paceline"
     place = {**HOSTS["server"]["storage"]["cache"], "path": path, "free_bytes": free, "writable": free > 0}
     there = {"storage.cache": place, "storage.run_dir": None, "text": None, "host.name": "node2",
-             "connection": {"destination": "ann@bob", "here": False}}  # fmt: skip
-    hosts = [changed(HOSTS["server"], text), changed(HOSTS["server"], there)]
-    intent = {**TWO_HOSTS, "checkpoint_bytes": 2 * GIB}
+             "storage.texts": ["there"], "connection": {"destination": "ann@bob", "here": False}}  # fmt: skip
+    hosts = [changed(HOSTS["server"], text)] * (number - 1) + [changed(HOSTS["server"], there)]
+    intent = {**TWO_HOSTS, "num_hosts": number, "checkpoint_bytes": 3 * GIB, "num_checkpoints": 3}
     findings = [*findings_of("cache-full", hosts, intent), *findings_of("folder-unwritable", hosts, intent)]
     assert [finding.severity for finding in findings] == ([severity] if severity else [])
     for finding in findings:

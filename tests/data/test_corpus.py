@@ -2,6 +2,7 @@
 
 import io
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -244,6 +245,9 @@ def test_files_of_other_types_beside_the_text_are_noted_where_that_is_requested(
 def test_a_file_of_another_type_says_which_can_be_read(tmp_path):
     (tmp_path / "a.docx").write_bytes(b"PK")
     assert refused(tmp_path / "a.docx").message == f"{tmp_path}/a.docx is not of a type that can be read"
+    (tmp_path / "x's.jsonl.zst").write_bytes(b"")
+    command, _, ending = refused(tmp_path / "x's.jsonl.zst").fix.rpartition(" unpacks it")
+    assert (shlex.split(command), ending) == (["zstd", "-d", f"{tmp_path}/x's.jsonl.zst"], "")
 
 
 def test_a_broken_link_is_named_with_where_it_points(tmp_path):

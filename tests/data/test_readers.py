@@ -78,6 +78,13 @@ def test_utf16_is_recognised(tmp_path):
     assert "iconv -f utf-16" in refused(write(tmp_path / "a.txt", "hello".encode("utf-16"))).fix
 
 
+def test_the_test_of_a_damaged_file_is_a_command_for_any_name(tmp_path):
+    path = write(tmp_path / "x's.jsonl.gz", b"plain text")
+    command = refused(path).fix.split("`")[1]
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "not in gzip format" in done.stderr
+
+
 def test_a_compressed_file_that_is_cut_short_or_no_gzip_is_named(tmp_path):
     whole = gzip.compress(jsonl(*({"text": f"document {n} " * 20} for n in range(500))).encode())
     flipped = bytearray(whole)

@@ -304,7 +304,8 @@ def test_half_the_batch_size_is_computed_from_the_runs_config(run, capsys):
         ([], "nothing to explain"),
         (["nowhere.log"], "no such file: nowhere.log"),
         (["-", "a.log"], "- is given with other logs"),
-        (["--cause", "cuda-om"], "no cause cuda-om"),
+        (["--cause", "cuda-om"], "no cause cuda-om\n  fix: --cause cuda-oom\n"),
+        (["--cause", "OOM"], "no cause OOM\n  fix: one of cuda-oom, host-oom-killed\n"),
     ],
 )
 def test_wrong_arguments_end_in_an_error_and_a_fix(args, message, capsys):

@@ -100,6 +100,7 @@ def test_a_value_of_the_users_that_hurts_stays_and_is_reported_in_one_line(name)
      "this torch was built without libuv and cannot create a store with it: set it to 0"),
     ("CUDA_VISIBLE_DEVICES", "0", "cpu", {"for_script": True}, "the device is cpu, and the script sees these GPUs"),
     ("OMP_NUM_THREADS", "many", "cpu", {}, "not a number of threads: each process uses every core"),
+    ("OMP_NUM_THREADS", "32,2", "cpu", {}, "2 processes x 32 threads wait for each other on 8 cores"),
 ])  # fmt: skip
 def test_whether_a_value_hurts_depends_on_the_launch(name, value, device, settings, harm):
     _, rows = worker_env({name: value}, Launch(nproc=2, device=device, cpu_cores=8, **settings))

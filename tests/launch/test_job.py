@@ -303,6 +303,24 @@ def test_what_a_resume_cannot_change_is_refused_with_a_command_that_works(job_on
     assert changed_run(run, {"tokenizer": "copy.json"}, otherwise="x")[0].tokenizer is None  # that of the run
 
 
+def test_a_run_is_resumed_with_the_source_of_its_weights_and_no_other(job_on, tmp_path, monkeypatch):
+    run = job_on(lambda: TWO).run
+    monkeypatch.chdir(tmp_path)
+    folders = {name: tmp_path / name / "checkpoints" / "step_000010" for name in ("books", "letters")}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+        (folder.parent.parent / "config.toml").write_text("depth = 2\n")
+    first = str(folders["books"])
+    run.config_toml.write_text(format_toml(replace(CONFIG, name="run", init_from=first)))
+    run.dataset_json.write_text("{}")
+    for same in (first, "books", "books/checkpoints/step_000010"):
+        assert changed_run(run, {"init_from": same}, otherwise="x")[0].init_from == first
+    for other in ("letters", "nowhere"):
+        with pytest.raises(PacelineError, match=f"init_from is {first} in run and cannot change") as error:
+            changed_run(run, {"init_from": other}, otherwise="x --name NEW")
+        assert error.value.fix == f"x --name NEW --init-from {other}"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "fix"),
     [

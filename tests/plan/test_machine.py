@@ -93,7 +93,7 @@ def test_this_machine_has_cores_and_memory():
     assert machine.memory_bytes > 1 << 28
 
 
-@pytest.mark.parametrize(("value", "threads"), [("1", 1), ("6", 6), ("0", 4), ("4,2", 4), ("", 4)])
+@pytest.mark.parametrize(("value", "threads"), [("1", 1), ("6", 6), ("0", 4), ("3,2", 3), (",2", 4), ("", 4)])
 def test_ranks_have_the_threads_that_the_environment_sets(monkeypatch, value, threads):
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert threads_of(replace(probe_machine(), cpu_cores=8), world_size=2) == threads

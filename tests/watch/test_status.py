@@ -128,14 +128,17 @@ def test_the_table_is_aligned_and_shows_unknown_values(tmp_path):
     assert lines[2].split() == ["long-name", "broken", "0", "n/a", "n/a", "n/a", "n/a"]
 
 
-def test_a_long_name_has_a_line_of_its_own_and_moves_no_column(tmp_path):
+@pytest.mark.parametrize(
+    "width, long",
+    [(None, "depth=1," * 12), (99, "depth=1,depth=1,de…=1,depth=1,depth=1,"), (40, "depth=1,d…1,depth=1,")],
+)
+def test_a_long_name_is_whole_in_a_pipe_and_loses_its_middle_on_a_terminal(tmp_path, width, long):
     make_run(tmp_path, "short")
     make_run(tmp_path, "depth=1," * 12)
-    lines = format_runs(RunList(tmp_path).read()).splitlines()
-    name = lines.index("depth=1," * 12)
-    short = next(line for line in lines if line.startswith("short"))
-    assert len(lines) == 4 and lines[name + 1].strip() == short.removeprefix("short").strip()
-    assert lines[name + 1].index("broken") == short.index("broken") == lines[0].index("state")
+    head, *lines = format_runs(RunList(tmp_path).read(), width=width).splitlines()
+    assert {line.split()[0] for line in lines} == {"short", long}
+    assert {line.index("broken") for line in lines} == {head.index("state")} == {len(long) + 2}
+    assert width != 99 or max(map(len, lines)) == 99
 
 
 def test_runs_that_score_different_numbers_of_tokens_are_marked(tmp_path):

@@ -382,8 +382,9 @@ def test_a_run_is_chosen_among_many_opened_and_compared_with_the_one_that_is_ope
 
             await settle(app, pilot)
             screen = await press("o")
-            assert "── runs: 120" in screen and " > run-119" in screen and "3.0000  1.2500" in screen
-            screen = await press(*["pagedown"] * 11, "down", "down", "up")
+            assert "── runs: 120" in screen and "*> run-119" in screen and "3.0000  1.2500" in screen
+            assert "*  run-119" in (await press("down")) and " > run-118" in seen(app)
+            screen = await press(*["pagedown"] * 11, "down", "up")
             assert " > run-008" in screen and "run-119" not in screen.split("\n", 4)[4]
             screen = await press("m")
             assert "━━ run-119   ╌╌ run-008" in screen and "2.0000 3.0000" in screen

@@ -57,8 +57,11 @@ def probe_storage(request: Json) -> Json:
     }
     late = f"no answer in {PLACE_DEADLINE_S:.0f} s"
     places = {name: unknown_place(path, error=late) for name, path in paths.items() if path is not None}
+    texts: list[list[str]] = []
 
     def probe(name: str) -> None:
+        if name == "cache":
+            texts.append(names_in(expanded(places[name]["path"]) / "data"))
         places[name] = probe_place(Path(places[name]["path"]), write=name != "data")
 
     run_threads([partial(probe, name) for name in places], deadline_s=PLACE_DEADLINE_S)
@@ -66,7 +69,7 @@ def probe_storage(request: Json) -> Json:
         run_threads([partial(measure_places, places)], deadline_s=SPEED_DEADLINE_S)
     hidden = ("base", "device")
     public = {name: {key: place[key] for key in place if key not in hidden} for name, place in places.items()}
-    return {"storage": {name: public.get(name) for name in paths}}
+    return {"storage": {**{name: public.get(name) for name in paths}, "texts": next(iter(texts), None)}}
 
 
 def run_threads(functions: Sequence[Callable[[], None]], *, deadline_s: float) -> None:
@@ -370,7 +373,7 @@ def tokenizer_vocab_size(content: Any) -> int | None:
 
 
 def find_prepared(source: str, *, tokenizer_hash: str | None, vocab_size: int | None, cache_dir: Path) -> Json:
-    """Returns whether a run would find this text prepared and whole, and the tokens it trains on.
+    """Returns whether a run would find this text prepared and whole, its folder there, and the tokens it trains on.
 
     None where its files are too many to list in time.
     """
@@ -380,11 +383,13 @@ def find_prepared(source: str, *, tokenizer_hash: str | None, vocab_size: int | 
         try:
             files = list_files(source)
             path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
-            num_tokens = open_dataset(path).meta["splits"]["train"]["num_tokens"]
+            meta = open_dataset(path).meta
+            facts: Json = {"num_tokens": meta["splits"]["train"]["num_tokens"], "folder": path.name}
+            facts["prepared_bytes"] = sum(file["bytes"] for file in meta["files"].values())
         except (PacelineError, KeyError):
             results.append({"prepared": False})
         else:
-            results.append({"prepared": True, "num_tokens": num_tokens})
+            results.append({"prepared": True, **facts})
 
     run_threads([find], deadline_s=LISTING_S)
     return next(iter(results), {"prepared": None})

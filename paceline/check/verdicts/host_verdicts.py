@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from paceline.check.probes.facts import BUSY
 from paceline.check.verdicts.rules import Case, Cases, Facts, Host, Rule, Severity, at, is_on, version_of
+from paceline.plan.machine import parse_threads
 from paceline.units import GIB, MIB, format_bytes, format_duration, format_list
 
 SHM_PER_RANK = 64 * MIB  # NCCL's buffers and a data loader's batches
@@ -193,14 +194,16 @@ def cpu_no_bf16(host: Host) -> Cases:
 
 def omp_threads(host: Host) -> Cases:
     value, cores, ranks = host.env("OMP_NUM_THREADS") or "", host.at("host.cpu.cores"), host.num_ranks
-    if value.isdigit() and cores and ranks > 1 and int(value) > 1 and int(value) * ranks > cores:
+    threads = parse_threads(value)
+    if threads and cores and ranks > 1 and threads > 1 and threads * ranks > cores:
         what = f"OMP_NUM_THREADS={value} for each of {ranks} processes, on {cores} cores"
         yield Case(what, f"export OMP_NUM_THREADS={max(1, cores // ranks)}")
 
 
 def omp_threads_few(host: Host) -> Cases:
     value, cores, ranks = host.env("OMP_NUM_THREADS") or "", host.at("host.cpu.cores"), host.num_ranks
-    if value.isdigit() and cores and not host.uses_cuda and 2 * max(1, int(value)) * ranks <= cores:
+    threads = parse_threads(value)
+    if threads and cores and not host.uses_cuda and 2 * threads * ranks <= cores:
         what = f"OMP_NUM_THREADS={value} for each of {ranks} processes, on {cores} cores"
         yield Case(what, "unset OMP_NUM_THREADS")
 

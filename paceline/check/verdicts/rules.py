@@ -38,7 +38,8 @@ class Intent:
     need_host_bytes: int | None = None  # at least, of all processes on a host
     checkpoint_bytes: int | None = None
     num_checkpoints: int | None = None  # at one time
-    shard_bytes: int | None = None  # about, of a text that is not prepared yet
+    shard_bytes: int | None = None  # of the prepared text; about, where it is not prepared yet
+    text_folder: str | None = None  # its name in the cache of the host where it is prepared
     port: int | None = None  # None: the kernel chooses one
     trackers: tuple[str, ...] = ()  # which follow the run, on the host that this process runs on
     refused: tuple[str, str] | None = None  # message and fix of a plan that is impossible
@@ -71,6 +72,7 @@ class Host:
 
     facts: Facts
     intent: Intent
+    keeps_checkpoints: bool = False  # whole ones, where the hosts share no run folder (launch/copies.py)
 
     def at(self, path: str) -> Any:
         return at(self.facts, path)

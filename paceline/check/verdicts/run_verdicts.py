@@ -240,11 +240,16 @@ def shard_bytes(facts: Facts) -> int | None:
 
 
 def other_cache_cases(host: Host, free: int) -> Iterable[Case]:
-    """Another host gets the text, and keeps its part of a checkpoint unless the run folder is shared."""
-    text, part = host.intent.shard_bytes or 0, (host.intent.checkpoint_bytes or 0) // host.intent.num_hosts
+    """Another host gets the text, and keeps checkpoints or its part of one unless the run folder is shared."""
+    intent, texts = host.intent, host.at("storage.texts")
+    is_there = intent.text_folder is not None and (texts is None or intent.text_folder in texts)
+    text, one = 0 if is_there else intent.shard_bytes or 0, intent.checkpoint_bytes or 0
+    number = checkpoints_at_once(intent, intent.num_checkpoints or 1)
+    part = number * one if host.keeps_checkpoints else one // intent.num_hosts
     if free < max(NO_ROOM, text + part):
-        needs = [("the text", text), ("its part of a checkpoint", part)]
-        sizes = [f"{name} needs about {format_bytes(size)}" for name, size in needs if size]
+        checkpoints = "whole checkpoints need" if host.keeps_checkpoints else "its part of a checkpoint needs"
+        needs = [("the text needs", text), (checkpoints, part)]
+        sizes = [f"{name} about {format_bytes(size)}" for name, size in needs if size]
         what = ", ".join([f"the cache {host.at('storage.cache.path')} has {format_bytes(free)} free", *sizes])
         severity: Severity = "stop" if free < max(NO_ROOM, text // 2) else "warn"
         yield Case(what, other_cache(host), severity, ("storage.cache",))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.rundir import RunDir
-from paceline.terminal import cells, cut, pad
+from paceline.terminal import cells, cut, pad, terminal_width, without_middle
 from paceline.units import format_count
 from paceline.watch.about import read_about
 from paceline.watch.measures import format_figure, format_measure, format_time
@@ -59,10 +59,10 @@ def runs_page(choice: RunChoice, *, opened: str, width: int) -> list[Line]:
             f"{format_steps(run):>15}{format_figure('loss', run.loss):>8}{format_figure('val_bpb', run.val_bpb):>8}"
         )
         values += f"{speed:>8}" + (f"{format_time(run.time or 'n/a'):>21}" if width >= WIDE else "")
-        name = pad(cut(clean(run.name), room), room)
+        name, mark = pad(cut(clean(run.name), room), room), "*" if run.path == opened else " "
         lines.append(
             (
-                (" > " if number == chosen else "   ", "key"),
+                (f"{mark}{'>' if number == chosen else ' '} ", "key"),
                 (name, "active" if number == chosen else "strong" if run.path == opened else ""),
                 (f"  {sign} {run.state:<11}", style),
                 (values, ""),
@@ -134,12 +134,7 @@ def show_runs(paths: Sequence[Path], *, as_json: bool) -> str:
     table = [["setting", *names], *([clean(cell) for cell in row] for row in settings)]
     widths = [max(map(cells, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(map(pad, row, widths)).rstrip() for row in table]
-    return "\n".join([format_runs(runs), "", *(lines if settings else ["no settings differ"])])
-
-
-def without_middle(name: str, width: int) -> str:
-    """Returns a name of at most about so many columns: the runs of a sweep differ at its end."""
-    return name if cells(name) <= width else cut(name, width // 2) + name[-width // 2 :]
+    return "\n".join([format_runs(runs, width=terminal_width()), "", *(lines if settings else ["no settings differ"])])
 
 
 def differing_settings(*paths: Path) -> list[Setting]:

@@ -300,15 +300,18 @@ def format_failure(outcome: Outcome, run: RunDir) -> str:
     """Returns which rank failed, its output and its log. A mistake that the user can fix takes two lines and no traceback."""
     root, *others = outcome.failures
     log = run.launch_log(outcome.attempt)
+    what = f"failed: {root.message}"
     if root.cause == HANG:
-        return f"{root.subject} hung: {root.message}\nstacks: {run.hang(outcome.attempt)}"
+        what = "hung" if outcome.explanation else f"hung: {root.message}"  # the explanation has the sentence
+        if root.rank is None:
+            return f"{root.subject} {what}\nstacks: {run.hang(outcome.attempt)}"
     if root.rank is not None:
         log = run.rank_log(outcome.attempt, root.rank)
     elif root.host and run.launch_log(outcome.attempt, root.host).exists():
         log = run.launch_log(outcome.attempt, root.host)
     if root.fix is not None:
         return f"{root.subject} failed, log: {log}\nerror: {root.message}\n  fix: {root.fix}"
-    lines = [f"{root.subject} failed: {root.message}"]
+    lines = [f"{root.subject} {what}"]
     for failure in others:
         verb = "ended after it" if failure.consequence else "failed too"
         lines.append(f"{failure.subject} {verb}: {one_line(failure.message, MESSAGE_CHARS)}")

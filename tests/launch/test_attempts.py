@@ -220,6 +220,23 @@ def test_an_end_without_output_on_a_full_disk_is_blamed_on_the_disk(tmp_path, mo
     )  # fmt: skip
 
 
+def test_a_hang_is_told_once_and_an_exception_that_ended_its_program_is_its_cause(tmp_path):
+    where = {"rank": 1, "silent_s": 61.0, "step": None, "text": "rank 1 is stuck", "places": ["rank 1: f at x.py:1"]}
+    append_event(RunDir(tmp_path), "hang", attempt=1, **where)
+    root = replace(failure(1, signal="SIGKILL", message="rank 1 is stuck"), cause="hang")
+    job = FakeJob(tmp_path, root)
+    outcome = run_attempts(job, Recovery(recover=False))
+    assert outcome.explanation.cause == "hang" and job.events("decision")[0]["rank"] == 1
+    assert format_explained(outcome, job.run).count("rank 1 is stuck") == 1
+
+    append_event(job.run, "hang", attempt=2, **where, error="ValueError: boom")
+    shown = Explanation("user-code-exception", rank=1, summary="ValueError: boom")
+    end, explanation = explain_end(job.run, 2, failure(1), shown, memory_ran_out=None)
+    assert (end.cause, end.retry) == ("user-code-exception", "never")
+    alive = f"its process did not end: see the threads in {job.run.hang(2)}/1.txt"
+    assert explanation.summary == f"ValueError: boom; {alive}"
+
+
 def test_a_failure_that_no_log_shows_is_never_healthy(tmp_path):
     root = failure(message="exit code 1, no output")
     job = FakeJob(tmp_path, root)

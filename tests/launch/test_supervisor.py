@@ -126,6 +126,32 @@ def test_peers_that_take_no_signal_are_killed_long_before_torchs_own_thirty_seco
     root, peer = ended.outcome["failures"]
     assert (root["rank"], peer["signal"], peer["consequence"]) == (0, "SIGKILL", True)
     assert peer["time"] - root["time"] < 30  # as the launcher saw it; its grace is 3 s
+    assert peer["message"].startswith("ended by SIGKILL: sent by the launcher")
+
+
+def test_a_peer_in_a_script_has_as_long_to_save_as_under_torchrun(launch):
+    script = """
+        import os, signal, time
+        from pathlib import Path
+        ready, saved = (Path(__file__).with_name(name) for name in ("ready", "saved"))
+
+        def save(signum, frame):
+            time.sleep(5)
+            saved.touch()
+            os._exit(0)
+
+        if os.environ["RANK"] == "0":
+            while not ready.exists():
+                time.sleep(0.02)
+            raise ValueError("boom")
+        signal.signal(signal.SIGTERM, save)
+        ready.touch()
+        time.sleep(600)
+    """
+    ended = launch(script, prefix=("env", "RANKS_ARE=script")).end()
+    assert [failure["rank"] for failure in ended.outcome["failures"]] == [0]
+    assert (ended.run.path.parent / "saved").exists()
+    assert ended.event("note")["text"] == "a rank has failed: the others have 30 s to save and end"
 
 
 @pytest.mark.soak

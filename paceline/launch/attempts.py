@@ -316,4 +316,5 @@ def format_failure(outcome: Outcome, run: RunDir) -> str:
         verb = "ended after it" if failure.consequence else "failed too"
         lines.append(f"{failure.subject} {verb}: {one_line(failure.message, MESSAGE_CHARS)}")
     output = root.traceback.splitlines()[-TRACEBACK_LINES:] if root.traceback else read_log_tail(log)[-LOG_LINES:]
+    output = [line for line in output if not line.startswith("Extension modules: ")]  # faulthandler's, of any length
     return "\n".join([*lines, *(["", *output, ""] if output else []), f"log: {log}"])

@@ -40,7 +40,7 @@ from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import END_PHASES, read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
 from paceline.launch.ssh import disk_fix
-from paceline.launch.stacks import Frame, call_site
+from paceline.launch.stacks import STATES, Frame, call_site
 from paceline.plan.host import memory_limit, physical_memory_bytes
 from paceline.redaction import redact_text
 from paceline.rundir import RunDir, read_json_lines
@@ -69,6 +69,9 @@ NO_PRIMITIVE = re.compile(r"could not (create|execute) a primitive( descriptor)?
 # sent from outside, whatever the program was doing
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP", "SIGUSR1"}
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of a traceback once there is a process group
+BEHIND_A_BAR = re.compile(
+    r"(?<=[^\s\"'`])(?=Traceback \(most recent call last\):$)", re.MULTILINE
+)  # a bar has no newline
 ERROR_START = ("Traceback (most recent call last):", "Fatal Python error: ")
 
 # causes that no log shows
@@ -198,7 +201,7 @@ def read_log_tail(path: Path) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    return [TORCH_PREFIX.sub("", line) for line in text.splitlines()]
+    return [TORCH_PREFIX.sub("", line) for line in BEHIND_A_BAR.sub("\n", text).splitlines()]
 
 
 def exception_line(traceback: str) -> str:
@@ -318,6 +321,8 @@ def explain_hang(
     subject = "a rank" if rank is None else f"rank {rank}"
     summary = hang.get("text") or f"{subject} made no step for {hang.get('silent_s', 0):.0f} s"
     fix = f"{hang_fix(run, hang)}; --hang-after SECONDS allows a longer silence"
+    if STATES["T"] in summary:
+        fix = f"find what stopped the process: SIGSTOP, Ctrl-Z, a debugger or a frozen container; {fix}"
     step = explanation.step if hang.get("step") is None else hang["step"]  # a script's ranks report none
     return replace(explanation, cause=HANG, rank=rank, step=step, summary=summary, fix=fix, confidence=1.0)
 

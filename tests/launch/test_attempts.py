@@ -221,13 +221,20 @@ def test_an_end_without_output_on_a_full_disk_is_blamed_on_the_disk(tmp_path, mo
 
 
 def test_a_hang_is_told_once_and_an_exception_that_ended_its_program_is_its_cause(tmp_path):
-    where = {"rank": 1, "silent_s": 61.0, "step": None, "text": "rank 1 is stuck", "places": ["rank 1: f at x.py:1"]}
+    where = {
+        "rank": 1,
+        "silent_s": 61.0,
+        "step": None,
+        "text": "rank 1 is stopped (state T)",
+        "places": ["rank 1: f at x.py:1"],
+    }
     append_event(RunDir(tmp_path), "hang", attempt=1, **where)
-    root = replace(failure(1, signal="SIGKILL", message="rank 1 is stuck"), cause="hang")
+    root = replace(failure(1, signal="SIGKILL", message="rank 1 is stopped (state T)"), cause="hang")
     job = FakeJob(tmp_path, root)
     outcome = run_attempts(job, Recovery(recover=False))
     assert outcome.explanation.cause == "hang" and job.events("decision")[0]["rank"] == 1
-    assert format_explained(outcome, job.run).count("rank 1 is stuck") == 1
+    assert format_explained(outcome, job.run).count("rank 1 is stopped") == 1
+    assert "  fix: find what stopped the process: SIGSTOP, Ctrl-Z, " in format_explained(outcome, job.run)
 
     append_event(job.run, "hang", attempt=2, **where, error="ValueError: boom")
     shown = Explanation("user-code-exception", rank=1, summary="ValueError: boom")

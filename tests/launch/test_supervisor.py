@@ -162,9 +162,10 @@ def test_a_rank_without_output_is_reported_with_its_exit_code(launch):
 
 
 def test_a_crash_in_native_code_leaves_a_traceback(launch):
-    ended = launch("import ctypes\nctypes.string_at(0)", nproc=1).end()
+    ended = launch("import ctypes, numpy\nctypes.string_at(0)", nproc=1).end()
     root = ended.outcome["failures"][0]
     assert (root["signal"], root["message"]) == ("SIGSEGV", "Fatal Python error: Segmentation fault")
+    assert "Extension modules: " in ended.log(0) and "Extension modules: " not in ended.output.partition("\nlog: ")[0]
 
 
 @pytest.mark.soak

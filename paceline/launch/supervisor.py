@@ -187,7 +187,9 @@ class AttemptRecord:
             self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
         if signals.first and (not self.stopping or self.regrouping):
             self.stopping, self.regrouping = True, False
-            append_event(self.run, "stopping", attempt=self.attempt, **signals.facts())
+            late = {"text": "a rank had failed before: its peers may still save; Ctrl-C again to end now"}
+            kind, facts = ("note", late) if self.failed_first else ("stopping", signals.facts())
+            append_event(self.run, kind, attempt=self.attempt, **facts)
             self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
         # the peers of a rank that exited too early have had their grace period
         is_overdue = not self.stopping and time.monotonic() - self.early_exit_at > EARLY_EXIT_GRACE_S
@@ -290,12 +292,7 @@ class AttemptRecord:
             roots = roots or (find_script_exits(self.ranks, failures) if self.script else [])
         if not roots and self.hang:
             host = next((rank.get("host") for rank in self.ranks if rank["rank"] == self.hang.rank), None)
-            root = Failure(
-                self.hang.rank, None, "SIGKILL", self.hang.text, time.time(), consequence=False, host=host, cause=HANG
-            )
-            if error := self.hang.error:  # its program had ended
-                root = replace(root, exit_code=1, signal=None, message=error, cause=None)
-            roots = [root]
+            roots = [self.hang.failure(host)]
             failures = [failure for failure in failures if failure.rank != self.hang.rank]
         if roots:  # the errors of its peers follow from its kill
             return [*roots, *(replace(failure, consequence=True) for failure in failures)]

@@ -20,10 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
+from paceline.explain.recorded_end import HANG
 from paceline.heartbeat import END_PHASES, Heartbeat
 from paceline.launch.activity import HANG_AFTER_S, LONG_PHASE, SCRIPT_HANG_AFTER_S, HeartbeatActivity, LogActivity
 from paceline.launch.cluster import Cluster
-from paceline.launch.failure import uncaught_error
+from paceline.launch.failure import Failure, uncaught_error
 from paceline.launch.stacks import (
     CANNOT_RUN,
     GONE,
@@ -66,6 +67,12 @@ class Hang:
     in_collectives: bool = False  # all ranks wait in collectives, and not all in the same one
     error: str | None = None  # that ended the rank's program, while a thread or an exit handler keeps its process
     places: tuple[str, ...] = ()  # where the ranks to blame are, if the stacks of all of them show it
+
+    def failure(self, host: str | None) -> Failure:
+        """Returns the failure of the rank to blame: the exception that ended its program, or that it hung and was killed."""
+        if self.error:
+            return Failure(self.rank, 1, None, self.error, time.time(), consequence=False, host=host)
+        return Failure(self.rank, None, "SIGKILL", self.text, time.time(), consequence=False, host=host, cause=HANG)
 
 
 @dataclass(frozen=True)

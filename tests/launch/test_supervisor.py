@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.explain.run_folder import explain_run
 from paceline.launch.supervisor import ONE_CTRL_C_S, StopSignals, moved_run, run_attempt
 from paceline.rundir import RunDir
 
@@ -148,10 +149,15 @@ def test_a_peer_in_a_script_has_as_long_to_save_as_under_torchrun(launch):
         ready.touch()
         time.sleep(600)
     """
-    ended = launch(script, prefix=("env", "RANKS_ARE=script")).end()
+    ended = launch(script, prefix=("env", "RANKS_ARE=script"))
+    ended.wait_for(lambda: "note" in ended.events())
+    ended.signal(signal.SIGINT)
+    ended.end()
     assert [failure["rank"] for failure in ended.outcome["failures"]] == [0]
     assert (ended.run.path.parent / "saved").exists()
     assert ended.event("note")["text"] == "a rank has failed: the others have 30 s to save and end"
+    explanation = explain_run(ended.run)  # the stop came behind the failure
+    assert (explanation.cause, explanation.rank) == ("user-code-exception", 0)
 
 
 @pytest.mark.soak

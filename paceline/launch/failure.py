@@ -265,7 +265,8 @@ def retry_class(explanation: Explanation, root: Failure, *, rollback: bool) -> R
     if root.fix is not None:
         return "never"  # the rank reported a mistake and its fix
     cause = load_catalogue().causes.get(explanation.cause)
-    return "never" if cause is None else cause.retry  # type: ignore[return-value]  # test_policy.py compares the two sets
+    text = "\n".join(item.text for item in explanation.evidence)
+    return "never" if cause is None else cause.choose_retry(text)  # type: ignore[return-value]  # test_policy.py compares the sets
 
 
 def explain_hang(

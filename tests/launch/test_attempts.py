@@ -111,6 +111,19 @@ def test_a_mistake_is_not_retried(tmp_path):
     assert job.lines == ["no further attempt: another attempt would fail the same way"]
 
 
+@pytest.mark.parametrize("error, action", [
+    ("ValueError: dataset shard 12 has a wrong magic number", "stop"), ("OSError: failed to download the dataset", "retry"),
+])  # fmt: skip
+def test_data_that_is_damaged_does_not_come_back_by_itself(error, action, tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.launch.policy.UNAVAILABLE_WAIT_S", 0.0)
+    job = FakeJob(tmp_path, failure(message=error), "interrupted")
+    traceback = f'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n{error}\n'
+    job.on_attempt = lambda number: job.run.rank_log(number, 0).write_text(traceback)
+    run_attempts(job, Recovery())
+    decision = job.events("decision")[0]
+    assert (decision["cause"], decision["action"]) == ("dataset-download", action)
+
+
 def test_an_error_with_its_own_fix_is_a_mistake(tmp_path):
     job = FakeJob(tmp_path, failure(message="the plan is for 2 ranks", fix="start it through paceline train"), None)
     assert run_attempts(job, Recovery()).attempt == 1

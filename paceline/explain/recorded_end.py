@@ -17,7 +17,15 @@ from typing import Any
 
 from paceline.config import CACHE_SPACE
 from paceline.explain.evidence import count_lines
-from paceline.explain.explanation import KERNEL_LOG, RECORDED, SUPERVISOR_CAUSES, Evidence, Explanation
+from paceline.explain.explanation import (
+    KERNEL_LOG,
+    RECORDED,
+    SUPERVISOR_CAUSES,
+    Evidence,
+    Explanation,
+    format_failures,
+    format_summary,
+)
 from paceline.explain.verdict import HEALTHY, UNKNOWN, explain_health
 from paceline.mounts import free_space
 from paceline.rundir import RunDir, is_locked, is_script_run, read_text, resume_command
@@ -160,7 +168,7 @@ def apply_recorded_end(
 def note_recoveries(
     explanation: Explanation, run: RunDir, all_events: Sequence[Mapping[str, Any]], attempt: int
 ) -> Explanation:
-    """Adds checkpoints whose files had changed, and to a healthy attempt why those before it failed.
+    """Adds checkpoints whose files had changed, and to an attempt that is healthy or was stopped why those before it failed.
 
     Of a script: that its progress is not that of the whole run.
     """
@@ -169,6 +177,8 @@ def note_recoveries(
     verdicts = [
         event for event in all_events if event.get("event") == "verdict" and event.get("attempt", attempt) < attempt
     ]
+    if explanation.cause in (PREEMPTED, STOPPED, HANGUP, SUPERVISOR_LOST):
+        notes += earlier_failures(verdicts)
     if explanation.cause != HEALTHY:
         return replace(explanation, notes=tuple(notes))
     if attempt > 1 and is_script_run(run):
@@ -177,6 +187,12 @@ def note_recoveries(
         causes = ", ".join(str(event.get("cause")) for event in verdicts)
         notes.append(f"earlier attempts failed and the run recovered: {causes}; paceline runs show {run.quoted}")
     return replace(explanation, notes=tuple(notes))
+
+
+def earlier_failures(events: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns why attempts of a run failed, as its events have it."""
+    verdicts = (event for event in events if event.get("event") == "verdict")
+    return format_failures((int(v["attempt"]), str(v.get("cause")), format_summary(v)) for v in verdicts)
 
 
 def note_good_end(explanation: Explanation, run: RunDir, events: Sequence[Mapping[str, Any]]) -> Explanation:

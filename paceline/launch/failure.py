@@ -37,7 +37,7 @@ from paceline.heartbeat import END_PHASES, read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
 from paceline.launch.ssh import disk_fix
 from paceline.plan.host import memory_limit, physical_memory_bytes
-from paceline.rundir import RunDir, read_json_lines
+from paceline.rundir import RunDir, is_script_run, read_json_lines
 from paceline.units import format_bytes, signal_name
 
 FAILED_EXIT_CODE = TrainingFailed.exit_code
@@ -218,12 +218,9 @@ def explain_end(
     if root.cause in OF_HOSTS:
         explanation = explain_host(explanation, root)
     elif root.exit_code == 0:
-        fix = (
-            f"look at its last output in logs/*/{root.rank}.log of the run;"
-            " usually the script or a library called exit, or SIGTERM came before the first step"
+        explanation = explain_early_exit(
+            explanation, root, run.rank_log(attempt, root.rank or 0), is_script=is_script_run(run)
         )
-        summary = f"rank {root.rank} ended with {root.message}"
-        explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
     elif hang is not None:
         explanation = explain_hang(explanation, hang, run, recorder_logs=flight_recorder_logs(run, attempt, events))
     elif was_killed(root) or (memory_ran_out and lost_worker(explanation)):
@@ -244,9 +241,10 @@ def explain_end(
     milestones = [event["event"] for event in all_events if event.get("event") in ("attempt", "checkpoint")]
     is_outside = root.signal in OUTSIDE_SIGNALS and root.traceback is None
     has_own_error = not (is_outside or root.consequence or explanation.cause in (KILLED, HANG, *OF_HOSTS))
+    is_own_exit = explanation.cause == EXITED and is_script_run(run)  # the same batches end it at the same step
     end = AttemptEnd(
         cause=explanation.cause,
-        retry=retry_class(explanation, root, rollback=error.rollback),
+        retry="never" if is_own_exit else retry_class(explanation, root, rollback=error.rollback),
         rank=root.rank if explanation.rank is None else explanation.rank,
         step=explanation.step if error.step is None else error.step,
         new_checkpoint=milestones[-1:] == ["checkpoint"],
@@ -267,6 +265,18 @@ def retry_class(explanation: Explanation, root: Failure, *, rollback: bool) -> R
     cause = load_catalogue().causes.get(explanation.cause)
     text = "\n".join(item.text for item in explanation.evidence)
     return "never" if cause is None else cause.choose_retry(text)  # type: ignore[return-value]  # test_policy.py compares the sets
+
+
+def explain_early_exit(explanation: Explanation, root: Failure, log: Path, *, is_script: bool) -> Explanation:
+    """Explains a rank that ended with exit code 0 while others still worked."""
+    fix = f"read the end of {log}: usually the script or a library called exit, or SIGTERM came before the first step"
+    if is_script:
+        fix = (
+            "if it had fewer batches than the others, give all ranks as many (DistributedSampler, drop_last=True), and let none of"
+            f" them `continue` or `break` alone; else {fix}"
+        )
+    summary = f"rank {root.rank} ended with {root.message}"
+    return replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
 
 
 def explain_hang(

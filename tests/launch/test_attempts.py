@@ -223,6 +223,15 @@ def test_a_rank_that_exits_with_0_too_early_is_retried_once(tmp_path):
     assert job.lines[-1] == "no further attempt: the same error as in an earlier attempt: it is not transient"
 
 
+def test_a_rank_of_a_script_that_exits_with_0_too_early_would_do_so_again_with_as_few_batches(tmp_path):
+    left = replace(failure(1, message="exit code 0 while other ranks still exchanged data with it"), exit_code=0)
+    job = FakeJob(tmp_path, left, None)
+    job.run.config_toml.write_text('command = ["train.py"]\n')
+    fix = run_attempts(job, Recovery()).explanation.fix
+    assert "fewer batches" in fix and f"read the end of {job.run.rank_log(1, 1)}" in fix
+    assert job.lines == ["no further attempt: another attempt would fail the same way"]
+
+
 def test_an_end_without_output_on_a_full_disk_is_blamed_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.explain.recorded_end.FULL_DISK_BYTES", 1 << 62)
     job = FakeJob(tmp_path, failure(message="exit code 120, no output"), None)

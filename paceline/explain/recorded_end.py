@@ -376,7 +376,7 @@ def explain_own_exit(
     quoted = next((item.source for item in explanation.evidence), None) or ""
     if (
         code is None
-        or explanation.cause not in (UNKNOWN, PEER_DIED)
+        or explanation.cause not in (UNKNOWN, PEER_DIED, STOPPED)  # nobody asked this run to stop
         or quoted not in (RECORDED, str(run.launch_log(attempt)))
     ):
         return explanation

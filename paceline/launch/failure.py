@@ -63,7 +63,6 @@ NO_PRIMITIVE = re.compile(r"could not (create|execute) a primitive( descriptor)?
 # sent from outside, whatever the program was doing
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP", "SIGUSR1"}
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of a traceback once there is a process group
-BEHIND_BAR = re.compile(r"(?<=\])(?=Traceback \(most recent call last\):)")  # a progress bar has no newline
 ERROR_START = ("Traceback (most recent call last):", "Fatal Python error: ")
 
 # causes that no log shows
@@ -187,7 +186,7 @@ def read_log_tail(path: Path) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    return [TORCH_PREFIX.sub("", line) for line in BEHIND_BAR.sub("\n", text).splitlines()]
+    return [TORCH_PREFIX.sub("", line) for line in text.splitlines()]
 
 
 def exception_line(traceback: str) -> str:

@@ -81,11 +81,6 @@ def test_the_prefix_that_torch_puts_before_a_traceback_is_taken_off(run):
     assert find_failures(run, 1, [ended(3, 1)])[0].traceback == BOOM.rstrip()
 
 
-def test_a_traceback_begins_behind_a_progress_bar_on_its_line(run):
-    run.rank_log(1, 0).write_text("Epoch 1:  50%|###   | 50/100 [00:01<00:01, 44.2it/s]" + BOOM)
-    assert find_failures(run, 1, [ended(0, 1)])[0].message == "ValueError: boom"
-
-
 def test_a_rank_that_ends_with_0_has_left_too_early_unless_its_mark_says_that_it_is_done(run):
     for rank, phase in enumerate(("backward", "done", "stopped", "start")):
         HeartbeatWriter(run, rank).beat(rank, phase)

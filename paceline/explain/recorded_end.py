@@ -44,6 +44,10 @@ AFTERMATH = {PREEMPTED, PEER_DIED, HANGUP}
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE", "SIGXCPU"}
 CURVE_CAUSES = ("loss-nan", "loss-diverged", "loss-stands-still")
 LINES_BEHIND = 40  # a failure
+EVEN_BATCHES = (
+    "if it had fewer batches than the others, give all ranks as many (DistributedSampler, drop_last=True), and let none of them"
+    " `continue` or `break` alone"
+)
 FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any output
 DAMAGE_FIX = (
     "check the disk (smartctl -a DEVICE, dmesg), and the copy if the run was copied: files do not change by themselves"

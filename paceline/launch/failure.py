@@ -22,6 +22,7 @@ from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
 from paceline.explain.log import Log
 from paceline.explain.recorded_end import (
     DISK_FULL,
+    EVEN_BATCHES,
     HANG,
     KILLED,
     PEER_DIED,
@@ -37,7 +38,7 @@ from paceline.heartbeat import END_PHASES, read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
 from paceline.launch.ssh import disk_fix
 from paceline.plan.host import memory_limit, physical_memory_bytes
-from paceline.rundir import RunDir, is_script_run, read_json_lines
+from paceline.rundir import RunDir, read_json_lines
 from paceline.units import format_bytes, signal_name
 
 FAILED_EXIT_CODE = TrainingFailed.exit_code
@@ -73,6 +74,7 @@ LINK_LOST = "link-lost"  # the host answers again
 BLOCKED = ("hosts-unconnected", "hosts-path-mtu")
 OF_HOSTS = (HOST_LOST, LINK_LOST, *BLOCKED)
 EXITED = "exited-early"  # with exit code 0, which no log tells from success
+SCRIPT_EXIT = "exit code 0 while other ranks still exchanged data with it"
 FULL_DISK = os.strerror(errno.ENOSPC)  # in what another host reports
 
 REJOINS = "; it joins the run again when it "  # in the fix of a lost host, while the run goes on
@@ -128,9 +130,8 @@ def find_script_exits(ranks: list[dict[str, Any]], failures: Sequence[Failure]) 
     """Returns a script's ranks that exited with 0, where all that the others report is that they lost a peer."""
     if not failures or not all(failure.consequence for failure in failures):
         return []
-    message = "exit code 0 while other ranks still exchanged data with it"
     return [
-        Failure(end["rank"], 0, None, message, end["time"], consequence=False, host=end.get("host"))
+        Failure(end["rank"], 0, None, SCRIPT_EXIT, end["time"], consequence=False, host=end.get("host"))
         for end in ranks
         if end["exit_code"] == 0 and not end["ended_by_us"]
     ]
@@ -218,9 +219,11 @@ def explain_end(
     if root.cause in OF_HOSTS:
         explanation = explain_host(explanation, root)
     elif root.exit_code == 0:
-        explanation = explain_early_exit(
-            explanation, root, run.rank_log(attempt, root.rank or 0), is_script=is_script_run(run)
-        )
+        log = run.rank_log(attempt, root.rank or 0)
+        fix = f"read the end of {log}: usually the script or a library called exit, or SIGTERM came before step 1"
+        fix = f"{EVEN_BATCHES}; else {fix}" if root.message == SCRIPT_EXIT else fix
+        summary = f"rank {root.rank} ended with {root.message}"
+        explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
     elif hang is not None:
         explanation = explain_hang(explanation, hang, run, recorder_logs=flight_recorder_logs(run, attempt, events))
     elif was_killed(root) or (memory_ran_out and lost_worker(explanation)):
@@ -241,10 +244,9 @@ def explain_end(
     milestones = [event["event"] for event in all_events if event.get("event") in ("attempt", "checkpoint")]
     is_outside = root.signal in OUTSIDE_SIGNALS and root.traceback is None
     has_own_error = not (is_outside or root.consequence or explanation.cause in (KILLED, HANG, *OF_HOSTS))
-    is_own_exit = explanation.cause == EXITED and is_script_run(run)  # the same batches end it at the same step
     end = AttemptEnd(
         cause=explanation.cause,
-        retry="never" if is_own_exit else retry_class(explanation, root, rollback=error.rollback),
+        retry=retry_class(explanation, root, rollback=error.rollback),
         rank=root.rank if explanation.rank is None else explanation.rank,
         step=explanation.step if error.step is None else error.step,
         new_checkpoint=milestones[-1:] == ["checkpoint"],
@@ -256,6 +258,8 @@ def explain_end(
 
 def retry_class(explanation: Explanation, root: Failure, *, rollback: bool) -> Retry:
     """Returns whether a retry can help. rollback: the rank to blame asks for one."""
+    if root.message == SCRIPT_EXIT:
+        return "never"  # the same batches end it at the same step
     if explanation.cause in (KILLED, HANG, EXITED, *OF_HOSTS) or rollback:
         return "same"
     if OUT_OF_MEMORY.search(root.message) or NO_PRIMITIVE.search(root.message):
@@ -265,18 +269,6 @@ def retry_class(explanation: Explanation, root: Failure, *, rollback: bool) -> R
     cause = load_catalogue().causes.get(explanation.cause)
     text = "\n".join(item.text for item in explanation.evidence)
     return "never" if cause is None else cause.choose_retry(text)  # type: ignore[return-value]  # test_policy.py compares the sets
-
-
-def explain_early_exit(explanation: Explanation, root: Failure, log: Path, *, is_script: bool) -> Explanation:
-    """Explains a rank that ended with exit code 0 while others still worked."""
-    fix = f"read the end of {log}: usually the script or a library called exit, or SIGTERM came before the first step"
-    if is_script:
-        fix = (
-            "if it had fewer batches than the others, give all ranks as many (DistributedSampler, drop_last=True), and let none of"
-            f" them `continue` or `break` alone; else {fix}"
-        )
-    summary = f"rank {root.rank} ended with {root.message}"
-    return replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
 
 
 def explain_hang(

@@ -12,7 +12,7 @@ import pytest
 from paceline.explain.explanation import Explanation
 from paceline.explain.run_folder import explain_run
 from paceline.launch.attempts import format_explained, run_attempts
-from paceline.launch.failure import Failure, explain_end
+from paceline.launch.failure import SCRIPT_EXIT, Failure, explain_end
 from paceline.launch.policy import Abilities
 from paceline.launch.supervisor import Outcome
 from paceline.options import LaunchOptions, Recovery
@@ -224,9 +224,8 @@ def test_a_rank_that_exits_with_0_too_early_is_retried_once(tmp_path):
 
 
 def test_a_rank_of_a_script_that_exits_with_0_too_early_would_do_so_again_with_as_few_batches(tmp_path):
-    left = replace(failure(1, message="exit code 0 while other ranks still exchanged data with it"), exit_code=0)
+    left = replace(failure(1, message=SCRIPT_EXIT), exit_code=0)
     job = FakeJob(tmp_path, left, None)
-    job.run.config_toml.write_text('command = ["train.py"]\n')
     fix = run_attempts(job, Recovery()).explanation.fix
     assert "fewer batches" in fix and f"read the end of {job.run.rank_log(1, 1)}" in fix
     assert job.lines == ["no further attempt: another attempt would fail the same way"]

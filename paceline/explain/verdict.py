@@ -99,7 +99,8 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
     blamed = rank_blamed_by_launcher(logs)
     if all(event.from_launcher and event.record.kind in ("exit", "signal") for event in candidates):
-        errors = [record for log in logs if not log.progress.finished for record in last_errors(log)]
+        open_logs = [log for log in logs if not log.progress.finished]
+        errors = [record for log in open_logs for record in last_errors(log, has_failed=bool(unexplained))]
         errors = [error for error in errors if error.rank in (blamed, None)] or errors
         trouble = [] if progress.finished else [Record("line", text, line) for line, text in trouble_at_end(logs)]
         known = {id(event.record) for event in fatal}  # and survived

@@ -495,7 +495,15 @@ def test_the_last_error_of_a_rank_that_ended_itself_decides_whether_or_not_the_l
     failed = f"E1129 16:56:47.145000 20 {torch}:1002] failed (exitcode: 1) local_rank: 1 (pid: 42) of binary: python\n"
     banner = "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 41)  (SIGTERM)\n"
     root = "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 42)\n"
-    parts = [STEPS, f"ERROR: {message}\n", stopped * peer_lives, failed, banner * peer_lives, root]
+    parts = [
+        STEPS,
+        f"ERROR: {message}\n",
+        "step 21 loss 3.9\n" * peer_lives,
+        stopped * peer_lives,
+        failed,
+        banner * peer_lives,
+        root,
+    ]
     explanation = verdict("".join(parts))
     assert (explanation.cause, explanation.rank) == (cause, 1)
     assert explanation.evidence[0].text == f"ERROR: {message}"

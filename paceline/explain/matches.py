@@ -260,25 +260,23 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True  # what fails in the end says so
     if FATAL.search(record.text) and last_line - record.line <= BUFFERED_LINES:
         return False  # the process ends; the steps behind it are other processes' or were in a buffer
-    if record.kind == "signal":
-        behind = log.records_between(record.line + 1, record.line + WENT_ON - 1)
-        if any(DIED.search(other.text) for other in behind):
-            return False
+    near = log.records_between(record.line + 1, record.line + WENT_ON - 1) if record.kind == "signal" else ()
+    if any(DIED.search(other.text) for other in near):
+        return False
     if record.line in continuation.done:
         return True
     # another program wrote what follows the end of one that had done nothing
     did_nothing = USAGE.search(record.text) is not None or failed_at_import(record)
     if last_line > record.line + BUFFERED_LINES and (did_nothing or is_handled(record, log)):
         return True
+    behind = (other for other in log.records if other.line > record.line and other.frames)
     if CANNOT_START.search(record.text):
-        behind = (other for other in log.records if other.line > record.line and other.frames)
         return any(other.kind != "banner" for other in behind)  # of another program
     if last_line > record.line + WENT_ON and (is_serving(log) or is_warned_of(record, log)):
         return True
     if TYPED.match(record.text) and log.progress.done_line and log.progress.done_line < record.line:
         return True
     if NOT_FOUND.search(record.text):
-        behind = (other for other in log.records if other.line > record.line and other.frames)
         return last_line > record.line + WENT_ON or any(CODE_ERROR.match(other.text) for other in behind)
     if is_of_item(record) and shape_of(record.text) in continuation.repeated:
         return True

@@ -129,6 +129,9 @@ class Engine(LocalElasticAgent):
             if failed:
                 report("rank_failed", ranks=failed)
             self._ended_by_us.update(running)
+            ended: set[int] = set()
+            self._pcontext._capture_process_failures(ended)  # torch's log blames the rank that it has noted first
+            self._pcontext._running_local_ranks -= ended
             self._pcontext.close(signal.SIGTERM, timeout=int(self._peer_grace_s))  # then SIGKILL
         result: RunResult = super()._monitor_workers(worker_group)
         rendezvous = worker_group.spec.rdzv_handler

@@ -26,6 +26,7 @@ from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
 from paceline.explain.log import Log
 from paceline.explain.recorded_end import (
     DISK_FULL,
+    EVEN_BATCHES,
     HANG,
     KILLED,
     PEER_DIED,
@@ -82,6 +83,7 @@ LINK_LOST = "link-lost"  # the host answers again
 BLOCKED = ("hosts-unconnected", "hosts-path-mtu")
 OF_HOSTS = (HOST_LOST, LINK_LOST, *BLOCKED)
 EXITED = "exited-early"  # with exit code 0, which no log tells from success
+SCRIPT_EXIT = "exit code 0 while other ranks still exchanged data with it"
 FULL_DISK = os.strerror(errno.ENOSPC)  # in what another host reports
 
 REJOINS = "; it joins the run again when it "  # in the fix of a lost host, while the run goes on
@@ -141,9 +143,8 @@ def find_script_exits(ranks: list[dict[str, Any]], failures: Sequence[Failure]) 
     """Returns a script's ranks that exited with 0, where all that the others report is that they lost a peer."""
     if not failures or not all(failure.consequence for failure in failures):
         return []
-    message = "exit code 0 while other ranks still exchanged data with it"
     return [
-        Failure(end["rank"], 0, None, message, end["time"], consequence=False, host=end.get("host"))
+        Failure(end["rank"], 0, None, SCRIPT_EXIT, end["time"], consequence=False, host=end.get("host"))
         for end in ranks
         if end["exit_code"] == 0 and not end["ended_by_us"]
     ]
@@ -248,10 +249,9 @@ def explain_end(
     if root.cause in OF_HOSTS:
         explanation = explain_host(explanation, root)
     elif root.exit_code == 0:
-        fix = (
-            f"look at its last output in logs/*/{root.rank}.log of the run;"
-            " usually the script or a library called exit, or SIGTERM came before the first step"
-        )
+        log = run.rank_log(attempt, root.rank or 0)
+        fix = f"read the end of {log}: usually the script or a library called exit, or SIGTERM came before step 1"
+        fix = f"{EVEN_BATCHES}; else {fix}" if root.message == SCRIPT_EXIT else fix
         summary = f"rank {root.rank} ended with {root.message}"
         explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
     elif hang is not None:
@@ -298,6 +298,8 @@ def comparable_error(explanation: Explanation, root: Failure, hang: Mapping[str,
 
 def retry_class(explanation: Explanation, root: Failure, *, rollback: bool) -> Retry:
     """Returns whether a retry can help. rollback: the rank to blame asks for one."""
+    if root.message == SCRIPT_EXIT:
+        return "never"  # the same batches end it at the same step
     is_own_port = explanation.cause == PORT_IN_USE and own_port(root)
     if explanation.cause in (KILLED, HANG, EXITED, *OF_HOSTS) or rollback or is_own_port:
         return "same"
@@ -306,7 +308,8 @@ def retry_class(explanation: Explanation, root: Failure, *, rollback: bool) -> R
     if root.fix is not None:
         return "never"  # the rank reported a mistake and its fix
     cause = load_catalogue().causes.get(explanation.cause)
-    return "never" if cause is None else cause.retry  # type: ignore[return-value]  # test_policy.py compares the two sets
+    text = "\n".join(item.text for item in explanation.evidence)
+    return "never" if cause is None else cause.choose_retry(text)  # type: ignore[return-value]  # test_policy.py compares the sets
 
 
 def explain_hang(

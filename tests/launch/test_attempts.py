@@ -12,7 +12,7 @@ import pytest
 from paceline.explain.explanation import Explanation
 from paceline.explain.run_folder import explain_run
 from paceline.launch.attempts import format_explained, run_attempts
-from paceline.launch.failure import Failure, explain_end
+from paceline.launch.failure import SCRIPT_EXIT, Failure, explain_end
 from paceline.launch.policy import Abilities
 from paceline.launch.supervisor import Outcome
 from paceline.options import LaunchOptions, Recovery
@@ -109,6 +109,19 @@ def test_a_mistake_is_not_retried(tmp_path):
     outcome = run_attempts(job, Recovery())
     assert (outcome.attempt, outcome.explanation.cause) == (1, "import-error")
     assert job.lines == ["no further attempt: another attempt would fail the same way"]
+
+
+@pytest.mark.parametrize("error, action", [
+    ("ValueError: dataset shard 12 has a wrong magic number", "stop"), ("OSError: failed to download the dataset", "retry"),
+])  # fmt: skip
+def test_data_that_is_damaged_does_not_come_back_by_itself(error, action, tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.launch.policy.UNAVAILABLE_WAIT_S", 0.0)
+    job = FakeJob(tmp_path, failure(message=error), "interrupted")
+    traceback = f'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n{error}\n'
+    job.on_attempt = lambda number: job.run.rank_log(number, 0).write_text(traceback)
+    run_attempts(job, Recovery())
+    decision = job.events("decision")[0]
+    assert (decision["cause"], decision["action"]) == ("dataset-download", action)
 
 
 def test_an_error_with_its_own_fix_is_a_mistake(tmp_path):
@@ -208,6 +221,14 @@ def test_a_rank_that_exits_with_0_too_early_is_retried_once(tmp_path):
     assert [event["cause"] for event in job.events("verdict")] == ["exited-early"] * 2
     assert (outcome.attempt, outcome.explanation.summary) == (2, f"rank 1 ended with {left.message}")
     assert job.lines[-1] == "no further attempt: the same error as in an earlier attempt: it is not transient"
+
+
+def test_a_rank_of_a_script_that_exits_with_0_too_early_would_do_so_again_with_as_few_batches(tmp_path):
+    left = replace(failure(1, message=SCRIPT_EXIT), exit_code=0)
+    job = FakeJob(tmp_path, left, None)
+    fix = run_attempts(job, Recovery()).explanation.fix
+    assert "fewer batches" in fix and f"read the end of {job.run.rank_log(1, 1)}" in fix
+    assert job.lines == ["no further attempt: another attempt would fail the same way"]
 
 
 def test_an_end_without_output_on_a_full_disk_is_blamed_on_the_disk(tmp_path, monkeypatch):

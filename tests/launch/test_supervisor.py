@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.explain.run_folder import explain_run
+from paceline.explain.run_folder import explain, explain_run
 from paceline.launch.supervisor import ONE_CTRL_C_S, StopSignals, moved_run, run_attempt
 from paceline.rundir import RunDir
 
@@ -107,6 +107,19 @@ def test_the_traceback_shown_is_that_of_the_rank_that_raised(launch):
     assert ended.output.startswith("rank 1 failed: ValueError: boom\nrank 0 ended after it: ")
     assert '    raise ValueError("boom")\n' in ended.output
     assert "Connection closed" not in ended.output.partition("Traceback")[2].partition("log: ")[0]
+
+
+def test_the_log_of_the_launch_blames_the_rank_that_failed_and_none_that_was_ended_for_it(launch):
+    script = """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            time.sleep(600)
+        sys.exit("ERROR: dataset shard 12 has a wrong magic number")
+    """
+    run = launch(script).end().run
+    assert "failed (exitcode: 1) local_rank: 1" in run.launch_log(1).read_text()
+    for explanation in (explain_run(run), explain(run.logs(1))):
+        assert (explanation.cause, explanation.rank) == ("dataset-download", 1)
 
 
 @pytest.mark.soak

@@ -19,6 +19,7 @@ from paceline.explain.matches import (
     MAX_ADVICE,
     NOT_FOUND,
     NOT_SET_UP,
+    STEPS_AFTER,
     WARNING_LINE,
     WENT_ON,
     matches_of_message,
@@ -123,8 +124,11 @@ ERROR_PREFIX = re.compile(
 )
 
 
-def last_errors(log: Log) -> list[Record]:
-    """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived twice."""
+def last_errors(log: Log, *, has_failed: bool) -> list[Record]:
+    """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived twice.
+
+    has_failed: a process did, and others may have made few steps until they were ended.
+    """
     if ends_in(SUCCESS, log) or ends_in(SUMMARY, log) or log.is_serving:
         return []
     last_line, above = log.last_progress_line, announcing(log)
@@ -136,7 +140,8 @@ def last_errors(log: Log) -> list[Record]:
     return [
         record
         for record in records
-        if record.line > last_line and survived[shape_of(record.text)] < 2 and not is_harmless(record.text)
+        if record.line > last_line or (has_failed and len(log.steps_after(record)) < STEPS_AFTER)
+        if survived[shape_of(record.text)] < 2 and not is_harmless(record.text)
     ]
 
 

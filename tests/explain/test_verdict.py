@@ -483,6 +483,32 @@ def test_a_function_of_the_users_own_that_lacks_an_argument_is_no_mismatch_of_ve
     assert verdict(private.format("/env/lib/python3.11/site-packages/a/b.py", "step")).cause == "version-mismatch"
 
 
+@pytest.mark.parametrize("peer_lives", [False, True])
+@pytest.mark.parametrize("message, cause", [
+    ("dataset shard 12 has a wrong magic number", "dataset-download"), ("the widget stands askew", "unknown"),
+])  # fmt: skip
+def test_the_last_error_of_a_rank_that_ended_itself_decides_whether_or_not_the_launcher_ended_others(
+    message, cause, peer_lives
+):
+    torch = "torch/distributed/elastic/multiprocessing/api.py"
+    stopped = f"W1129 16:56:47.133000 20 {torch}:1028] Sending process 41 closing signal SIGTERM\n"
+    failed = f"E1129 16:56:47.145000 20 {torch}:1002] failed (exitcode: 1) local_rank: 1 (pid: 42) of binary: python\n"
+    banner = "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 41)  (SIGTERM)\n"
+    root = "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 42)\n"
+    parts = [
+        STEPS,
+        f"ERROR: {message}\n",
+        "step 21 loss 3.9\n" * peer_lives,
+        stopped * peer_lives,
+        failed,
+        banner * peer_lives,
+        root,
+    ]
+    explanation = verdict("".join(parts))
+    assert (explanation.cause, explanation.rank) == (cause, 1)
+    assert explanation.evidence[0].text == f"ERROR: {message}"
+
+
 @pytest.mark.parametrize("end", [
     "    assert rows\n           ^^^^\nNoRows",  # the end of a traceback without its start
     "W0908 17:08:01.837000 3889 torch/distributed/elastic/multiprocessing/api.py:900] Sending process 41 closing signal SIGTERM",

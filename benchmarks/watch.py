@@ -257,7 +257,7 @@ def metric_line(step: int, steps: int) -> str:
 
 
 def log_line(step: int, steps: int) -> str:
-    return f"step {step}/{2 * steps} | loss 3.1234 | 1,290 ms | 406,000 tok/s | mfu 41.2 % | 28.1 GiB | eta 24m17s\n"
+    return f"step {step}/{2 * steps} | loss 3.1234 | 1,290 ms | 406,000 tok/s | mfu 41.2% | 28.1 GiB | eta 24m17s\n"
 
 
 def health_line(number: int) -> str:

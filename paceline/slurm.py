@@ -277,7 +277,8 @@ def ask(*command: str, timeout_s: float = ANSWER_S) -> str:
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         words = "; ".join(dict.fromkeys(re.sub(r"^\w+: (?:error|fatal): ", "", line) for line in lines[-3:]))
-        raise SlurmError(f"Slurm: {words or f'exit code {done.returncode}'}", fix=shown)
+        fix = "run it on a login node, or set SLURM_CONF" if "configuration source" in words else shown
+        raise SlurmError(f"Slurm: {words or f'exit code {done.returncode}'}", fix=fix)
     return done.stdout
 
 

@@ -87,6 +87,11 @@ def format_percent(share: float | None, *, digits: int = 0) -> str:
     return "n/a" if share is None else f"{100 * share:.{digits}f} %"
 
 
+def format_mfu(mfu: float | None) -> str:
+    """Returns '41.2%', as a step's line has it."""
+    return "n/a" if mfu is None else f"{100 * mfu:.1f}%"
+
+
 def format_list(items: Iterable[object], *, limit: int | None = None) -> str:
     """(0, 1, 2) -> '0, 1 and 2'; past `limit` items it counts the others: '0, 1 and 6 more'."""
     texts = [str(item) for item in items]

@@ -96,6 +96,7 @@ class Fix:
     why: str  # it helps
     case: str = ""  # in words, for docs/causes.md
     when: str = ""  # a regular expression, searched in the records that show the cause
+    retry: str = ""  # overrides the cause's
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
@@ -128,6 +129,10 @@ class Cause:
             if match := fix.regex.search(text):
                 return fix.fix, {name: value for name, value in match.groupdict().items() if value}
         return self.fix, {}
+
+    def choose_retry(self, text: str) -> str:
+        """Whether a retry can help in the case that the text shows."""
+        return next((fix.retry for fix in self.fixes if fix.regex.search(text)), "") or self.retry
 
 
 @dataclass(frozen=True)
@@ -304,13 +309,17 @@ def format_title(cause: Cause) -> str:
     return cause.title + (" (a warning: it never ends a run by itself)" if cause.severity == "warning" else "")
 
 
+def retry_note(fix: Fix) -> str:
+    return f"; a retry {RETRIES[fix.retry]}" if fix.retry else ""
+
+
 def facts_of(cause: Cause) -> list[tuple[str, str]]:
     """What users read about a cause, as labels and texts."""
     facts = [
         ("Message", cause.summary),
         ("Fix", cause.fix),
         ("Why", cause.why),
-        *((f"Fix if {fix.case}", f"{fix.fix} ({fix.why})") for fix in cause.fixes),
+        *((f"Fix if {fix.case}", f"{fix.fix} ({fix.why}{retry_note(fix)})") for fix in cause.fixes),
         ("Fixed by", FIXERS[cause.fixed_by]),
         ("A retry", RETRIES[cause.retry]),
         ("Can follow from", "any other cause" if cause.follows is True else ", ".join(cause.follows or ())),

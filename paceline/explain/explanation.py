@@ -8,12 +8,12 @@ It is printed as text, as Markdown or as JSON.
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from paceline.terminal import STEERING
-from paceline.units import format_bytes, format_percent, format_ranks
+from paceline.units import format_bytes, format_list, format_percent, format_ranks
 
 RecordKind = Literal["exception", "line", "signal", "exit", "banner"]
 
@@ -205,13 +205,26 @@ def with_commands(fix: str) -> str:
     return "".join(f"`{text}`" if number % 2 else MARKDOWN.sub(r"\\\1", text) for number, text in enumerate(texts))
 
 
-def format_summary(explanation: Explanation) -> str:
+def format_summary(explanation: Explanation | Mapping[str, Any]) -> str:
     """The summary, with the rank, the step and the host that it does not mention itself."""
-    rank, step, host, summary = explanation.rank, explanation.step, explanation.host, explanation.summary
+    fields = explanation if isinstance(explanation, Mapping) else vars(explanation)
+    rank, step, host, summary = (fields.get(name) for name in ("rank", "step", "host", "summary"))
+    summary = str(summary or "")
     parts = [f"rank {rank}"] if rank is not None and f"rank {rank}" not in summary else []
     parts += [f"step {step:,}"] if step is not None and f"step {step}" not in summary else []
     parts += [f"host {host}"] if host is not None and host not in summary else []
     return summary + (f" ({', '.join(parts)})" if parts else "")
+
+
+def format_failures(failures: Iterable[tuple[int, str, str]]) -> list[str]:
+    """One line for each cause: the attempts that failed of it, and the last one's summary. failures: attempt, cause, summary."""
+    by_cause: dict[str, tuple[list[int], str]] = {}
+    for attempt, cause, summary in failures:
+        by_cause[cause] = ([*by_cause.get(cause, ([], ""))[0], attempt], summary)
+    return [
+        f"attempt{'s' * (len(numbers) > 1)} {format_list(numbers)} failed: {cause}: {summary}"
+        for cause, (numbers, summary) in by_cause.items()
+    ]
 
 
 def format_evidence(evidence: Sequence[Evidence]) -> list[str]:

@@ -77,6 +77,10 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         r"|write_text|write_bytes)\b|\blogging[/\\]__init__\.py\", line \d+, in _open\b",
     ),
     ("user-code-exception", 0.5, r"FileNotFoundError: .*\n.*\bopen\(", ""),  # likewise, by the statement
+    (  # the user's own call of a module, whose forward raised nothing itself
+        "user-code-exception", 0.76, r"TypeError: (?:\w+\.)?forward\(\) got an unexpected keyword argument",
+        r"^(?:(?!(?:site|dist)-packages).)*\n(?:.*nn[/\\]modules[/\\]module\.py\", line \d+, in \w*call_impl$\n?){1,2}\Z",
+    ),
     (
         "config-error", 0.85, r"TypeError: .*__init__\(\) got an unexpected keyword argument '(?P<argument>(?!render_mode)\w+)'",
         r"gym(?:nasium)?[/\\]envs[/\\]registration\.py\", line \d+, in make\b",
@@ -128,7 +132,7 @@ def match_frames(record: Record) -> tuple[str, float, dict[str, str]] | None:
         return "import-error", HIDDEN_WEIGHT, {"name": missing["name"], "own_file": hiding}
     frames = "\n".join(record.frames[-8:])
     for cause, weight, message, frame in BY_FRAME if frames else ():
-        if (match := re.match(message, record.text)) and re.search(frame, frames):
+        if (match := re.match(message, record.text)) and re.search(frame, frames, re.MULTILINE):
             return cause, weight, match.groupdict()
     return None
 

@@ -120,6 +120,7 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|Failed to create change watch for|Module cannot be loaded due to a conflict|Load of requirement \S+ failed"
     # of W&B: behind every cell of a notebook, in its own log without an NVIDIA GPU, and for images that it shows scaled
     r"|Error in callback <bound method _WandbInit\.|\bgpu\.py:is_available\(\):\d+\] Error initializing NVML:|\bgit repo not found"
+    r"|Failed to (?:sample|serialize) metric:"
     r"|^Images sizes do not match\. This will cause"
     r"|_cgroup_procs_check: |Cannot write to cgroup\.procs|TensorDispatcher: dlopen failed|\bexits with return code = [1-9]"
     r"|^\w[\w. -]{2,40} {3,}not (?:built correctly|found|available)\b"  # a row of a table of the environment

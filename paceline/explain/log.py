@@ -1,5 +1,6 @@
 """What is known of a log when it has been read: its records and its progress, run by run."""
 
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -14,6 +15,7 @@ from paceline.explain.run_bounds import RunBounds
 FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a run with more errors
 SEVERAL_PROCESSES = re.compile(r"(?i)\brank(?:\b|_?\d)|torchrun|torch\.distributed|srun|mpirun|deepspeed|world[_ ]size")
 PROMPT = re.compile(r"(?:\(Pdb\+*\)|\bipdb>) *$")  # of a debugger, which waits for input
+SERVED, MIN_SERVED = re.compile(r'HTTP/\d(?:\.\d)?" 20\d\b|\bAvg generation throughput: (?!0\.0\b)\d'), 3
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -49,6 +51,15 @@ class Log:
         return max((line for line, _, _ in self.last_progress), default=0)
 
     @property
+    def last_line(self) -> int:
+        return self.last_lines[-1][0] if self.last_lines else 0
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it ends with requests that a server has answered."""
+        return sum(SERVED.search(text) is not None for _, text in self.last_lines) >= MIN_SERVED
+
+    @property
     def has_one_process(self) -> bool:
         """Whether no line tells of several processes."""
         texts = [*(record.text for record in self.records), *(text for _, text in self.last_lines)]
@@ -64,12 +75,12 @@ class Log:
         records, lines = self._by_line
         return records[bisect_left(lines, first) : bisect_right(lines, last)]
 
-    def steps_after(self, record: Record) -> set[int]:
-        """The steps that the same rank reports after a record; a line without a step counts as one of its own."""
+    def steps_after(self, record: Record, *, before: float = math.inf) -> set[int]:
+        """The steps that the same rank reports between a record and a line; a line without a step counts as one of its own."""
         return {
             -line if step is None else step
             for line, rank, step in self.last_progress
-            if line > record.line and (record.rank is None or rank in (None, record.rank))
+            if record.line < line < before and (record.rank is None or rank in (None, record.rank))
         }
 
 

@@ -5,6 +5,7 @@ An event is a record with one cause that the catalogue finds in it. Its score is
 forwards it, or if the run continued after it, as it did twice after what began alike.
 """
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,6 @@ NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
 TYPED_KEYS = re.compile(r"(?:\^C)+")  # as a terminal shows them
 # a request that was answered, in a log's last lines, or vLLM's report of such
-SERVED, MIN_SERVED = re.compile(r'HTTP/\d(?:\.\d)?" 20\d\b|\bAvg generation throughput: (?!0\.0\b)\d'), 3
 WENT_ON, BEFORE_DONE, MIN_REPEATS = 40, 8, 5  # lines; such about an item that was left out
 RETRIES = re.compile(r"(?i)\bretry(?:ing)? \(?(?:attempt )?\d+ ?(?:/|of) ?\d")
 HANDLED = re.compile(r"(?i)\bfail\w*, (?:re)?(?:trying|installing|falling back)\b")
@@ -77,11 +77,11 @@ GOES_ON = re.compile(
     r"|^\W*(?:from [\w.]+ import \w|import [\w.]+$)|│ +(?:❱ +)?\d+ │|│ │ "  # source: below a warning, in the boxes of rich
 )
 MESSAGE_TYPES = ("Error", "RuntimeError", "ValueError", "KeyError", "OSError", "AssertionError")
-PYTHON_MESSAGE = re.compile(  # what Python itself says about a mistake in code, without its type
+PYTHON_MESSAGE = re.compile(  # what Python and NumPy say about a mistake in code, without its type
     r"(?:\w+ index|\w+) out of range$|(?:float |integer )?(?:division|modulo)\b.* by zero|'\w+' object (?:is not|has no|cannot)"
     r"|unsupported operand|(?:name|local variable|cannot access local variable) '\w+' |'[\w.-]+'$|module '[\w.]+' has no attribute"
     r"|(?:not enough|too many) values to unpack|invalid literal for|could not convert string|[Tt]he truth value of an? "
-    r"|\S+\(\) (?:got|takes|missing)\b"
+    r"|\S+\(\) (?:got|takes|missing)\b|zero-size array to reduction"
 )
 PROGRAM_ENDED = re.compile(
     r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"
@@ -128,6 +128,7 @@ class Continuation:
 
     done: range  # the lines that "done" vouches for
     repeated: frozenset[str]  # shapes of lines that come often, far apart, before others: about items that are left out
+    stop: float  # the line with which Slurm reports the end; what follows was in a buffer
 
 
 def find_events(log: Log, *, number: int) -> list[Event]:
@@ -182,8 +183,8 @@ def matches_of(record: Record, log: Log) -> list[tuple[Cause, float, dict[str, s
     causes = load_catalogue().causes
     by_frame = match_frames(record)
     matches = [(causes[by_frame[0]], *by_frame[1:])] if by_frame else load_catalogue().match(record.text, record.kind)
-    is_of_package = any(map(PACKAGE.search, record.frames[-3:]))
-    if record.text.startswith("FileExistsError") and not is_of_package and log.has_one_process:  # an earlier run's
+    is_own_file = record.text.startswith("FileExistsError") and not any(map(PACKAGE.search, record.frames[-3:]))
+    if is_own_file and log.has_one_process:  # an earlier run's
         matches = [(causes[FALLBACK], GUESS, {})]
     if any(number == record.line and CUT_BAR.search(text) for number, text in log.last_lines):
         matches = [(causes["killed-from-outside"], KILL_WEIGHT, {})]
@@ -251,7 +252,7 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
 
     A shell script goes on without a program that it does not find, and what fails for that reason says so itself.
     """
-    last_line = log.last_lines[-1][0] if log.last_lines else 0
+    last_line = log.last_line
     if NOT_SET_UP.search(record.text):
         return last_line - record.line > MAX_ADVICE
     if TYPED_KEYS.match(record.text) and not log.progress.steps and last_line - record.line > BUFFERED_LINES:
@@ -260,34 +261,28 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True  # what fails in the end says so
     if FATAL.search(record.text) and last_line - record.line <= BUFFERED_LINES:
         return False  # the process ends; the steps behind it are other processes' or were in a buffer
-    if record.kind == "signal":
-        behind = log.records_between(record.line + 1, record.line + WENT_ON - 1)
-        if any(DIED.search(other.text) for other in behind):
-            return False
+    near = log.records_between(record.line + 1, record.line + WENT_ON - 1) if record.kind == "signal" else []
+    if any(DIED.search(other.text) for other in near):
+        return False
     if record.line in continuation.done:
         return True
     # another program wrote what follows the end of one that had done nothing
     did_nothing = USAGE.search(record.text) is not None or failed_at_import(record)
     if last_line > record.line + BUFFERED_LINES and (did_nothing or is_handled(record, log)):
         return True
+    behind = (other for other in log.records if other.line > record.line and other.frames)
     if CANNOT_START.search(record.text):
-        behind = (other for other in log.records if other.line > record.line and other.frames)
         return any(other.kind != "banner" for other in behind)  # of another program
-    if last_line > record.line + WENT_ON and (is_serving(log) or is_warned_of(record, log)):
+    if last_line > record.line + WENT_ON and (log.is_serving or is_warned_of(record, log)):
         return True
     if TYPED.match(record.text) and log.progress.done_line and log.progress.done_line < record.line:
         return True
     if NOT_FOUND.search(record.text):
-        behind = (other for other in log.records if other.line > record.line and other.frames)
         return last_line > record.line + WENT_ON or any(CODE_ERROR.match(other.text) for other in behind)
     if is_of_item(record) and shape_of(record.text) in continuation.repeated:
         return True
-    return len(log.steps_after(record)) >= STEPS_AFTER
-
-
-def is_serving(log: Log) -> bool:
-    """Whether a log ends with requests that a server has answered."""
-    return sum(SERVED.search(text) is not None for _, text in log.last_lines) >= MIN_SERVED
+    stop = continuation.stop if ended_program(record) else math.inf
+    return len(log.steps_after(record, before=stop)) >= STEPS_AFTER
 
 
 def is_warned_of(record: Record, log: Log) -> bool:
@@ -309,13 +304,16 @@ def continuation_of(log: Log) -> Continuation:
     lines: dict[str, list[int]] = defaultdict(list)
     for record in filter(is_of_item, log.records):
         lines[shape_of(record.text)].append(record.line)
-    last_line = log.last_lines[-1][0] if log.last_lines else 0
+    last_line = log.last_line
     repeated = {
         shape
         for shape, alike in lines.items()
         if len(alike) >= MIN_REPEATS and alike[-1] - alike[0] > BUFFERED_LINES and last_line - alike[-1] >= LAST_LINES
     }
-    return Continuation(done=lines_before_done(log), repeated=frozenset(repeated))
+    stop = next((record.line for record in log.records if CANCELLED_STEP.search(record.text)), math.inf)
+    if log.last_progress_line - stop > BUFFERED_LINES:  # another step of the job
+        stop = math.inf
+    return Continuation(lines_before_done(log), frozenset(repeated), stop)
 
 
 def is_of_item(record: Record) -> bool:

@@ -63,14 +63,14 @@ SIGNAL = re.compile(
 )
 EXIT = re.compile(
     r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)|exit ?code|non-zero exit|\(exit \d|return code|Exited with"
-    r"|^wandb: .*\(failed \d+\)",
+    r"|^wandb: .*\(failed \d+\)|^make(?:\[\d+\])?: \*\*\* \[[^\]]+\] Error \d+$",
     re.IGNORECASE,
 )
 FORWARDED = re.compile(  # by a launcher to the other ranks
     r"Sending process \d+ closing signal|ended after it: |Sending signal .* to process"
 )
-AFTER_BAR = re.compile(  # the shell's message about a process, behind a progress bar without a newline
-    rf"[\d\]%)s](?P<word>(?:{SHELL_WORD}|Segmentation fault)(?: \(core dumped\))?|fish: Job \d+, .*)$"
+AFTER_BAR = re.compile(  # the shell's message about a process, or an error, behind progress without a newline
+    rf"[\d\]%)s](?P<word>(?:{SHELL_WORD}|Segmentation fault)(?: \(core dumped\))?|fish: Job \d+, .*|(?<=\d)\[ERROR\] .*)$"
 )
 BANNER_RANK = re.compile(r"^\s*rank\s+: (?P<rank>\d+) \(local_rank: \d+\)")
 BANNER_HOST = re.compile(r"^\s*host\s+: (?P<host>\S+)")

@@ -17,7 +17,15 @@ from typing import Any
 
 from paceline.config import CACHE_SPACE
 from paceline.explain.evidence import count_lines
-from paceline.explain.explanation import KERNEL_LOG, RECORDED, SUPERVISOR_CAUSES, Evidence, Explanation
+from paceline.explain.explanation import (
+    KERNEL_LOG,
+    RECORDED,
+    SUPERVISOR_CAUSES,
+    Evidence,
+    Explanation,
+    format_failures,
+    format_summary,
+)
 from paceline.explain.verdict import HEALTHY, UNKNOWN, explain_health
 from paceline.mounts import free_space
 from paceline.rundir import RunDir, is_locked, is_script_run, read_text, resume_command
@@ -36,6 +44,10 @@ AFTERMATH = {PREEMPTED, PEER_DIED, HANGUP}
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE", "SIGXCPU"}
 CURVE_CAUSES = ("loss-nan", "loss-diverged", "loss-stands-still")
 LINES_BEHIND = 40  # a failure
+EVEN_BATCHES = (
+    "if it had fewer batches than the others, give all ranks as many (DistributedSampler, drop_last=True), and let none of them"
+    " `continue` or `break` alone"
+)
 FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any output
 DAMAGE_FIX = (
     "check the disk (smartctl -a DEVICE, dmesg), and the copy if the run was copied: files do not change by themselves"
@@ -160,7 +172,7 @@ def apply_recorded_end(
 def note_recoveries(
     explanation: Explanation, run: RunDir, all_events: Sequence[Mapping[str, Any]], attempt: int
 ) -> Explanation:
-    """Adds checkpoints whose files had changed, and to a healthy attempt why those before it failed.
+    """Adds checkpoints whose files had changed, and to an attempt that is healthy or was stopped why those before it failed.
 
     Of a script: that its progress is not that of the whole run.
     """
@@ -169,6 +181,8 @@ def note_recoveries(
     verdicts = [
         event for event in all_events if event.get("event") == "verdict" and event.get("attempt", attempt) < attempt
     ]
+    if explanation.cause in (PREEMPTED, STOPPED, HANGUP, SUPERVISOR_LOST):
+        notes += earlier_failures(verdicts)
     if explanation.cause != HEALTHY:
         return replace(explanation, notes=tuple(notes))
     if attempt > 1 and is_script_run(run):
@@ -177,6 +191,12 @@ def note_recoveries(
         causes = ", ".join(str(event.get("cause")) for event in verdicts)
         notes.append(f"earlier attempts failed and the run recovered: {causes}; paceline runs show {run.quoted}")
     return replace(explanation, notes=tuple(notes))
+
+
+def earlier_failures(events: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns why attempts of a run failed, as its events have it."""
+    verdicts = (event for event in events if event.get("event") == "verdict")
+    return format_failures((int(v["attempt"]), str(v.get("cause")), format_summary(v)) for v in verdicts)
 
 
 def note_good_end(explanation: Explanation, run: RunDir, events: Sequence[Mapping[str, Any]]) -> Explanation:
@@ -360,7 +380,7 @@ def explain_own_exit(
     quoted = next((item.source for item in explanation.evidence), None) or ""
     if (
         code is None
-        or explanation.cause not in (UNKNOWN, PEER_DIED)
+        or explanation.cause not in (UNKNOWN, PEER_DIED, STOPPED)  # nobody asked this run to stop
         or quoted not in (RECORDED, str(run.launch_log(attempt)))
     ):
         return explanation

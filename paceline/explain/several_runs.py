@@ -24,6 +24,7 @@ from paceline.units import format_number_of
 
 # that an earlier program of a script may not have written
 MISSING_FILES = {"checkpoint-missing-or-perm", "dataset-missing"}
+FEW_LINES = 4
 MAX_TOLD = 3  # causes of other runs in one sentence
 JOB_NAME = re.compile(  # with the number of a job: slurm-100.out, train-100.err, train.o100, 100.out, 100_0_log.out
     r"(?:slurm-(?P<slurm>\d+)"
@@ -45,7 +46,8 @@ class Run:
         progress = self.explanation.progress
         if self.explanation.shows_failure:
             return "failed"
-        is_restart = self.log.is_restart and ends_well(self.log)  # not of what cleans up behind a program
+        # not of what cleans up behind a program, nor a few lines of it that were in a buffer
+        is_restart = self.log.is_restart and ends_well(self.log) and self.num_lines > FEW_LINES
         # a job's script also says "done" behind commands that failed
         lacks_command = any(NOT_FOUND.search(record.text) for record in self.log.records)
         is_done = progress.finished and (progress.steps > 0 or not lacks_command)
@@ -53,10 +55,13 @@ class Run:
         return "worked" if self.explanation.cause == HEALTHY and shows_work else "silent"
 
     @property
+    def num_lines(self) -> int:
+        return max(0, self.log.last_line - self.log.first_line + 1)
+
+    @property
     def counts(self) -> bool:
         """Whether it did any work, failed, or printed more than what a program leaves behind that another one has ended."""
-        last_line = self.log.last_lines[-1][0] if self.log.last_lines else 0
-        return self.state != "silent" or last_line - self.log.first_line > BUFFERED_LINES
+        return self.state != "silent" or self.num_lines > BUFFERED_LINES
 
 
 @dataclass(frozen=True)

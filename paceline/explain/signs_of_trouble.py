@@ -4,6 +4,7 @@ Lines that tell of trouble although no cause of the catalogue is in them, and li
 They decide between healthy and unknown where a log shows no failure that is known.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -18,9 +19,9 @@ from paceline.explain.matches import (
     MAX_ADVICE,
     NOT_FOUND,
     NOT_SET_UP,
+    STEPS_AFTER,
     WARNING_LINE,
     WENT_ON,
-    is_serving,
     matches_of_message,
 )
 from paceline.explain.run_bounds import failed_at_import, shape_of
@@ -37,6 +38,7 @@ NAME = re.compile(  # of an argument or a test, with such a word in it
 )
 WEAK, MAX_WEAK = re.compile(r"(?i)cannot|can't|unable"), 80  # where a sentence begins so; further on it is prose
 MIN_REPEATED = 3  # suspicious lines that are alike, far from the end: the program went on each time
+MIN_ITEMS, ITEMS_SHARE = 10, 0.8  # errors that come with so many of the lines of progress
 NOT_DONE = r"(?!.*(?:\b(?:not|never|no)\b|n't\b|\b0 (?:files|results)))"
 PREPARED = r"(?!.*\b(?:load|captur|compil|prepar|initiali|warm))"  # before the work
 LOGGER = (  # what it writes before a message
@@ -122,9 +124,12 @@ ERROR_PREFIX = re.compile(
 )
 
 
-def last_errors(log: Log) -> list[Record]:
-    """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived twice."""
-    if ends_in(SUCCESS, log) or ends_in(SUMMARY, log) or is_serving(log):
+def last_errors(log: Log, *, has_failed: bool) -> list[Record]:
+    """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived twice.
+
+    has_failed: a process did, and others may have made few steps until they were ended.
+    """
+    if ends_in(SUCCESS, log) or ends_in(SUMMARY, log) or log.is_serving:
         return []
     last_line, above = log.last_progress_line, announcing(log)
     if ends_well(log):
@@ -135,13 +140,24 @@ def last_errors(log: Log) -> list[Record]:
     return [
         record
         for record in records
-        if record.line > last_line and survived[shape_of(record.text)] < 2 and not is_harmless(record.text)
+        if record.line > last_line or (has_failed and len(log.steps_after(record)) < STEPS_AFTER)
+        if survived[shape_of(record.text)] < 2 and not is_harmless(record.text)
     ]
+
+
+def errors_of_every_item(log: Log) -> list[Record]:
+    """The error at the end that came with nearly every line of progress: the program went on, and did no work."""
+    errors = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
+    counts = Counter(shape_of(record.text) for record in errors)
+    often = max(MIN_ITEMS, ITEMS_SHARE * log.progress.steps)
+    end = log.last_lines[0][0] if log.last_lines and log.progress.steps >= MIN_ITEMS else math.inf
+    last = {shape_of(record.text): record for record in errors if record.line >= end and not is_harmless(record.text)}
+    return [record for shape, record in last.items() if counts[shape] >= often]
 
 
 def announcing(log: Log) -> set[int]:
     """The lines right above exceptions that ended no program, as the log goes on."""
-    last_line = log.last_lines[-1][0] if log.last_lines else 0
+    last_line = log.last_line
     records = (record for record in log.records if record.line + WENT_ON < last_line)
     return {record.line - 1 for record in records if left_program_running(record, log)}
 
@@ -182,7 +198,7 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
         for log in logs
         if not ends_in(SUMMARY, log)
         for passed in [passed_shapes(log)]
-        for last_line in [log.last_lines[-1][0] if log.last_lines else 0]
+        for last_line in [log.last_line]
         for above in [announcing(log)]
         for record in log.records
         if record.line not in above
@@ -228,4 +244,4 @@ def is_result(text: str, log: Log) -> bool:
 
 def ends_well(log: Log) -> bool:
     """Whether the end tells that work is done or requests are answered, or cells of a notebook worked after those that failed."""
-    return bool(log.note) or any(is_result(text, log) for text in last_texts(log)) or is_serving(log)
+    return bool(log.note) or any(is_result(text, log) for text in last_texts(log)) or log.is_serving

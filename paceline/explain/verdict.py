@@ -33,6 +33,7 @@ from paceline.explain.signs_of_trouble import (
     ERROR_PREFIX,
     LAST_CHECKED,
     ends_well,
+    errors_of_every_item,
     last_errors,
     trouble_anywhere,
     trouble_at_end,
@@ -50,6 +51,7 @@ MIN_LINES = 8  # of a log without progress: ordinary output to its end
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_TEXT, MAX_QUOTE = 600, 200
+FIRST_KINDS = {"exception": 0, "line": 1}  # of the records of a failure: what it says itself before how it ended
 CHECK_END = (
     "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
 )
@@ -94,22 +96,29 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         candidates = fatal  # a bar that stays at 0 does not show that anything was survived
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
-    if not candidates:
-        if progress.nan_line is not None:
-            return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
-        errors = [record for log in logs if not log.progress.finished for record in last_errors(log)]
+    if not candidates and progress.nan_line is not None:
+        return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
+    blamed = rank_blamed_by_launcher(logs)
+    if all(event.from_launcher and event.record.kind in ("exit", "signal") for event in candidates):
+        open_logs = [log for log in logs if not log.progress.finished]
+        errors = [record for log in open_logs for record in last_errors(log, has_failed=bool(unexplained))]
+        errors = [error for error in errors if error.rank in (blamed, None)] or errors
+        errors += [record for log in logs for record in errors_of_every_item(log)]
         trouble = [] if progress.finished else [Record("line", text, line) for line, text in trouble_at_end(logs)]
         known = {id(event.record) for event in fatal}  # and survived
-        candidates = guess_events([*unexplained, *(error for error in errors if id(error) not in known), *trouble])
-        unexplained = unexplained or errors
+        guesses = guess_events([*unexplained, *(error for error in errors if id(error) not in known)])
+        candidates = [*(guesses or guess_events(trouble)), *candidates]
+        if all(record.kind != "exception" for record in unexplained):  # how it ended says less than its last words
+            unexplained = [*(replace(error, rank=blamed) for error in errors), *unexplained]
     if not candidates:
         return explain_unknown(logs, unexplained, progress) if unexplained else explain_quiet(logs, progress, values)
     if exit_record := silent_exit(candidates, unexplained):
-        return explain_unknown(logs, [exit_record], progress, consequences=candidates)
+        errors = [record for record in unexplained if record.kind == "line"]
+        return explain_unknown(logs, [*errors, exit_record], progress, consequences=candidates)
     hang = find_hang(candidates, logs, has_steps=progress.steps > 0)
     candidates = apply_hang(candidates, hang)
     roots = without_consequences(find_roots(candidates, hang), logs)
-    culprit = choose_culprit(roots, rank_blamed_by_launcher(logs))
+    culprit = choose_culprit(roots, blamed)
     if culprit.cause.id == DIVERGED and culprit.record.kind == "line" and progress.nan_line is not None:
         return explain_divergence(culprit.cause, progress.nan_line, progress, values)
     return explain_event(culprit, roots, candidates, logs, progress, values, hang=hang)
@@ -269,7 +278,7 @@ def is_late_step(progress: LogProgress) -> bool:
 def hardly_began(log: Log) -> bool:
     """Whether a log's last run printed little and no step, although runs before it reported steps."""
     has_steps = any(run.progress.steps >= MIN_STEPS for run in log.earlier)
-    last_line = log.last_lines[-1][0] if log.last_lines else 0
+    last_line = log.last_line
     return log.is_restart and has_steps and last_line - log.first_line <= BUFFERED_LINES and not ends_well(log)
 
 
@@ -347,7 +356,7 @@ def explain_unknown(
     logs: Sequence[Log], unexplained: Sequence[Record], progress: LogProgress, *, consequences: Sequence[Event] = ()
 ) -> Explanation:
     """For a failure that is not in the catalogue: its records, and what to collect for a better answer."""
-    first = min(unexplained, key=lambda record: (record.kind != "exception", record.line))
+    first = min(unexplained, key=lambda record: (FIRST_KINDS.get(record.kind, 2), record.line))
     evidence = make_evidence([first, *unexplained], MAX_EVIDENCE)
     if len(unexplained) < 2 and not consequences:
         evidence += tuple(Evidence(number, shorten(text)) for log in logs for number, text in log.last_lines[-3:])

@@ -30,7 +30,6 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
 LINK_LOST_GRACE_S = 17.0  # without a supervisor: enough for a save
 ENGINE_MARGIN_S = 3.0  # how much later than its own deadline the engine may end before it is killed
-FAILED_GRACE_S = 3.0  # the engine gives the peers of a failed rank this long
 KILL_DEADLINE_S = 10.0
 LEFT_RUNNING_S, MAX_COMMAND = 1.0, 120  # what helps a process ends soon behind it; characters
 CONNECT_S = 8.0  # four packets of TCP, if the first are lost
@@ -59,6 +58,7 @@ class Agent:
     def __init__(self, job: dict[str, Any], commands: Lines):
         self.run_id: str = job["run_id"]
         self.stop_grace_s: float = job["stop_grace_s"]
+        self.peer_grace_s: float = job["peer_grace_s"]  # of the peers of a failed rank
         self.index: int = job["rendezvous"]["index"] if job["rendezvous"] else 0
         self.logs_dir = Path(job["logs_dir"])
         self.commands = commands
@@ -105,7 +105,7 @@ class Agent:
             if line["event"] == "started":
                 self.pids = {rank["rank"]: rank["pid"] for rank in line["ranks"]}
             elif line["event"] == "rank_failed":
-                self.kill_after(FAILED_GRACE_S + ENGINE_MARGIN_S)
+                self.kill_after(self.peer_grace_s + ENGINE_MARGIN_S)
 
     def obey(self, lines: list[dict[str, Any]]) -> None:
         """Carries out the orders in these lines."""
@@ -115,14 +115,15 @@ class Agent:
             elif line["do"] == "kill":
                 self.kill_after(0.0)
             elif line["do"] == "end":  # a rank of another host has failed
-                self.kill_after(FAILED_GRACE_S)
+                self.engine.send_signal(signal.SIGUSR2)
+                self.kill_after(self.peer_grace_s + ENGINE_MARGIN_S)
             elif line["do"] == "kill_rank":
                 pid = self.pids.get(line["rank"])
                 # a rank that has ended has none there, and its pid may belong to another process
                 if pid in processes_of(self.run_id, index=self.index):
                     with suppress(OSError):
                         os.killpg(pid, signal.SIGKILL)  # with its data loaders; the engine then ends the other ranks
-                self.kill_after(FAILED_GRACE_S + ENGINE_MARGIN_S)
+                self.kill_after(self.peer_grace_s + ENGINE_MARGIN_S)
 
     def stop(self, grace_s: float) -> None:
         """Stops the engine, which gives its workers grace_s; an engine that still imports torch just ends."""
@@ -138,7 +139,7 @@ def start_engine(job: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Starts launch/elastic.py with the workers' environment."""
     logs_dir = Path(job["logs_dir"])
     logs_dir.mkdir(parents=True, exist_ok=True)
-    names = ("command", "nproc", "logs_dir", "run_id", "stop_grace_s", "libuv", "rendezvous")
+    names = ("command", "nproc", "logs_dir", "run_id", "stop_grace_s", "peer_grace_s", "libuv", "rendezvous")
     engine_job = {key: job[key] for key in names}
     # the run stays locked until engine and workers have ended too
     fds = () if job["lock_fd"] is None else (job["lock_fd"],)

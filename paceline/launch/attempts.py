@@ -16,7 +16,7 @@ from functools import partial
 from paceline.errors import INTERRUPTED, PacelineError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_explanation, format_summary
-from paceline.explain.recorded_end import HANG, SUPERVISOR_LOST, lost_supervisor_texts, next_command
+from paceline.explain.recorded_end import HANG, SUPERVISOR_LOST, earlier_failures, lost_supervisor_texts, next_command
 from paceline.explain.run_folder import explain_run
 from paceline.launch.failure import REJOINS, explain_end, read_log_tail
 from paceline.launch.notify import run_services
@@ -85,6 +85,10 @@ class Job:
         """Prints lines of paceline's own. exit_code: of the run, for its closing lines."""
         raise NotImplementedError
 
+    def shown_failure(self, outcome: Outcome) -> Explanation | None:
+        """Returns what the output shows of a failure although all ranks ended with exit code 0."""
+        return None
+
     def exit_code(self, outcome: Outcome) -> int:
         """Returns the exit code of the command."""
         return outcome.exit_code
@@ -124,6 +128,9 @@ def finish_job(job: Job, services: Services, signals: StopSignals) -> tuple[int,
                 append_event(job.run, "failed", rank=outcome.failures[0].rank, exit_code=exit_code)
             elif outcome.between_attempts or not job.workers_record_end:
                 append_event(job.run, outcome.state)
+            if outcome.state == "finished" and (explanation := job.shown_failure(outcome)):
+                outcome = replace(outcome, explanation=explanation)
+                record_verdict(job, outcome.attempt, explanation)
             if job.resumes_itself:
                 reason, notes = decide_requeue(job.run, outcome, signals)
         finally:
@@ -133,6 +140,8 @@ def finish_job(job: Job, services: Services, signals: StopSignals) -> tuple[int,
             lines = ["", time_line, "", format_explained(outcome, job.run)]
         else:
             lines = job.closing_lines(outcome, seconds=time.monotonic() - started, time_line=time_line)
+            if outcome.state == "interrupted":
+                lines[1:1] = [f"note    {text}" for text in earlier_failures(read_json_lines(job.run.events))]
         job.show([*lines, *notes], exit_code=exit_code)
         if isinstance(sys.stdout, TolerantStream) and sys.stdout.problem:
             lost = f"a part of the output could not be written ({sys.stdout.problem})"
@@ -300,17 +309,21 @@ def format_failure(outcome: Outcome, run: RunDir) -> str:
     """Returns which rank failed, its output and its log. A mistake that the user can fix takes two lines and no traceback."""
     root, *others = outcome.failures
     log = run.launch_log(outcome.attempt)
+    what = f"failed: {root.message}"
     if root.cause == HANG:
-        return f"{root.subject} hung: {root.message}\nstacks: {run.hang(outcome.attempt)}"
+        what = "hung" if outcome.explanation else f"hung: {root.message}"  # the explanation has the sentence
+        if root.rank is None:
+            return f"{root.subject} {what}\nstacks: {run.hang(outcome.attempt)}"
     if root.rank is not None:
         log = run.rank_log(outcome.attempt, root.rank)
     elif root.host and run.launch_log(outcome.attempt, root.host).exists():
         log = run.launch_log(outcome.attempt, root.host)
     if root.fix is not None:
         return f"{root.subject} failed, log: {log}\nerror: {root.message}\n  fix: {root.fix}"
-    lines = [f"{root.subject} failed: {root.message}"]
+    lines = [f"{root.subject} {what}"]
     for failure in others:
         verb = "ended after it" if failure.consequence else "failed too"
         lines.append(f"{failure.subject} {verb}: {one_line(failure.message, MESSAGE_CHARS)}")
     output = root.traceback.splitlines()[-TRACEBACK_LINES:] if root.traceback else read_log_tail(log)[-LOG_LINES:]
+    output = [line for line in output if not line.startswith("Extension modules: ")]  # faulthandler's, of any length
     return "\n".join([*lines, *(["", *output, ""] if output else []), f"log: {log}"])

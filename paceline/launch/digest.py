@@ -24,7 +24,7 @@ from paceline.errors import Finding
 from paceline.noise import seconds_per_step
 from paceline.rundir import RunDir, open_file, utc_now
 from paceline.terminal import COLOUR, SEQUENCE, STEERING, is_terminal, own_stream
-from paceline.units import format_bytes, format_count, format_duration, format_ms, format_percent, parse_time
+from paceline.units import format_bytes, format_count, format_duration, format_mfu, format_ms, parse_time
 from paceline.watch.events import event_line, step_label
 from paceline.watch.growing_file import GrowingFile, JsonRecord, parse_lines
 
@@ -211,7 +211,7 @@ def format_numbers(record: JsonRecord, *, eta_s: float | None) -> list[str]:
         f"loss {record['loss']:.4f}",
         "n/a ms" if step_ms is None else format_ms(step_ms),
         "n/a tok/s" if tok_per_sec is None else f"{tok_per_sec:,.0f} tok/s",
-        f"mfu {format_percent(record.get('mfu'), digits=1)}",
+        f"mfu {format_mfu(record.get('mfu'))}",
         "n/a GiB" if peak_bytes is None else format_bytes(peak_bytes),
         f"eta {format_duration(eta_s)}",
     ]

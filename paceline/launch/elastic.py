@@ -6,7 +6,7 @@ launch/agent.py starts it and reads the JSON lines that it prints: `started` wit
 never restarts a rank: a restart would reuse the store of the attempt before, and the supervisor decides about attempts. The
 differences to torchrun:
 
-- the peers of a failed rank are ended after 3 s, not 30 s;
+- the peers of a failed rank have `peer_grace_s` after SIGTERM: 30 s in a script, as with torchrun, and 3 s in the trainer;
 - SIGTERM lets every worker save and exit at its own pace, up to `stop_grace_s`;
 - the rendezvous on one host needs no host name and no port chosen in advance;
 - it works with a torch that was built without libuv.
@@ -37,7 +37,7 @@ gc.freeze()  # what torch made stays to the end: no later collection needs to vi
 gc.enable()
 
 MONITOR_INTERVAL_S = 0.1
-PEER_GRACE_S = 3.0  # a peer may print its traceback or finish a file; a peer in a collective never returns
+KILL_S = 3  # for the processes to be gone
 LOOPBACK = "127.0.0.1"
 STORE_TIMEOUT_S = 60
 
@@ -65,7 +65,8 @@ def main(job_path: str) -> int:
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
     )
-    engine = Engine(spec, logs_specs=RankLogs(job["logs_dir"]), stop_grace_s=job["stop_grace_s"])
+    graces = {name: job[name] for name in ("stop_grace_s", "peer_grace_s")}
+    engine = Engine(spec, logs_specs=RankLogs(job["logs_dir"]), **graces)
     engine.run()
     report("ended", ranks=engine.ranks(), joined=engine.joined)
     return 0
@@ -79,10 +80,10 @@ def report(event: str, **fields: Any) -> None:
 class Engine(LocalElasticAgent):
     """torch's agent with reports on stdout, a short grace for the peers of a failed rank and a long one for a stop."""
 
-    def __init__(self, spec: WorkerSpec, *, logs_specs: LogsSpecs, stop_grace_s: float):
+    def __init__(self, spec: WorkerSpec, *, logs_specs: LogsSpecs, stop_grace_s: float, peer_grace_s: float):
         super().__init__(spec, logs_specs)
-        self._stop_grace_s = stop_grace_s
-        self._stop_requested = False
+        self._stop_grace_s, self._peer_grace_s = stop_grace_s, peer_grace_s
+        self._stop_requested = self._peer_failed = False
         self._stop_deadline = math.inf  # of the workers, once they have received SIGTERM
         self._end_times: dict[int, float] = {}  # rank -> Unix time at which its end was noticed
         self._ended_by_us: set[int] = set()
@@ -96,11 +97,15 @@ class Engine(LocalElasticAgent):
         # torch has just installed handlers that would end this process at once
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(signum, self._request_stop)
+        signal.signal(signal.SIGUSR2, self._note_peer)
         report("started", ranks=self.ranks())
         return pids
 
     def _request_stop(self, signum: int, frame: FrameType | None) -> None:
         self._stop_requested = True
+
+    def _note_peer(self, signum: int, frame: FrameType | None) -> None:
+        self._peer_failed = True  # a rank of another host
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Called by torch every MONITOR_INTERVAL_S: reports ends, carries out a stop, and ends the peers of a failed rank."""
@@ -119,11 +124,15 @@ class Engine(LocalElasticAgent):
             if running and time.monotonic() < self._stop_deadline:
                 # torch would end them all at the first exit code other than 0
                 return RunResult(state=WorkerState.HEALTHY)
-            self._pcontext.close(signal.SIGKILL, timeout=int(PEER_GRACE_S))
-        elif failed:
-            report("rank_failed", ranks=failed)
+            self._pcontext.close(signal.SIGKILL, timeout=KILL_S)
+        elif failed or self._peer_failed:
+            if failed:
+                report("rank_failed", ranks=failed)
             self._ended_by_us.update(running)
-            self._pcontext.close(signal.SIGTERM, timeout=int(PEER_GRACE_S))  # then SIGKILL
+            ended: set[int] = set()
+            self._pcontext._capture_process_failures(ended)  # torch's log blames the rank that it has noted first
+            self._pcontext._running_local_ranks -= ended
+            self._pcontext.close(signal.SIGTERM, timeout=int(self._peer_grace_s))  # then SIGKILL
         result: RunResult = super()._monitor_workers(worker_group)
         rendezvous = worker_group.spec.rdzv_handler
         # on several hosts the other agents write to the store as well

@@ -10,10 +10,14 @@ the kernel because the host ran out of memory (its counter of such kills has gro
 import errno
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from paceline.errors import TrainingFailed
 from paceline.explain.catalogue import load_catalogue
@@ -22,6 +26,7 @@ from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
 from paceline.explain.log import Log
 from paceline.explain.recorded_end import (
     DISK_FULL,
+    EVEN_BATCHES,
     HANG,
     KILLED,
     PEER_DIED,
@@ -36,7 +41,9 @@ from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import END_PHASES, read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
 from paceline.launch.ssh import disk_fix
+from paceline.launch.stacks import STATES, Frame, call_site
 from paceline.plan.host import memory_limit, physical_memory_bytes
+from paceline.redaction import redact_text
 from paceline.rundir import RunDir, read_json_lines
 from paceline.units import format_bytes, signal_name
 
@@ -63,6 +70,9 @@ NO_PRIMITIVE = re.compile(r"could not (create|execute) a primitive( descriptor)?
 # sent from outside, whatever the program was doing
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP", "SIGUSR1"}
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of a traceback once there is a process group
+BEHIND_A_BAR = re.compile(
+    r"(?<=[^\s\"'`])(?=Traceback \(most recent call last\):$)", re.MULTILINE
+)  # a bar has no newline
 ERROR_START = ("Traceback (most recent call last):", "Fatal Python error: ")
 
 # causes that no log shows
@@ -73,9 +83,14 @@ LINK_LOST = "link-lost"  # the host answers again
 BLOCKED = ("hosts-unconnected", "hosts-path-mtu")
 OF_HOSTS = (HOST_LOST, LINK_LOST, *BLOCKED)
 EXITED = "exited-early"  # with exit code 0, which no log tells from success
+SCRIPT_EXIT = "exit code 0 while other ranks still exchanged data with it"
 FULL_DISK = os.strerror(errno.ENOSPC)  # in what another host reports
 
 REJOINS = "; it joins the run again when it "  # in the fix of a lost host, while the run goes on
+
+PORT_IN_USE = "port-in-use"
+FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+MAX_COMMAND = 80  # characters
 
 NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")  # pids, addresses and sizes differ where the error is the same
 
@@ -94,7 +109,7 @@ class Failure:
     exit_with: int = FAILED_EXIT_CODE  # the command's exit code when this is the root cause
     traceback: str | None = None
     host: str | None = None  # where there are several
-    cause: str | None = None  # of OF_HOSTS, where the host failed and not a rank; HANG, where no rank is to blame
+    cause: str | None = None  # of OF_HOSTS, where the host failed and not a rank; HANG
 
     @property
     def subject(self) -> str:
@@ -128,9 +143,8 @@ def find_script_exits(ranks: list[dict[str, Any]], failures: Sequence[Failure]) 
     """Returns a script's ranks that exited with 0, where all that the others report is that they lost a peer."""
     if not failures or not all(failure.consequence for failure in failures):
         return []
-    message = "exit code 0 while other ranks still exchanged data with it"
     return [
-        Failure(end["rank"], 0, None, message, end["time"], consequence=False, host=end.get("host"))
+        Failure(end["rank"], 0, None, SCRIPT_EXIT, end["time"], consequence=False, host=end.get("host"))
         for end in ranks
         if end["exit_code"] == 0 and not end["ended_by_us"]
     ]
@@ -158,8 +172,10 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
     message = message or (exception_line(traceback) if traceback else None)
     consequence = bool(PEER_LOST.search(message or "")) or (end["ended_by_us"] and not error)
     if not message and end_signal:
-        sender = ": sent by somebody, or by the kernel when memory ran out" if end_signal == "SIGKILL" else ""
-        message = f"ended by {end_signal}{sender}"
+        sender = "sent by somebody, or by the kernel when memory ran out"
+        if end["ended_by_us"]:
+            sender = "sent by the launcher, as it had not ended in time after SIGTERM"
+        message = f"ended by {end_signal}" + (f": {sender}" if end_signal == "SIGKILL" else "")
     elif not message:
         last = next((line.strip() for line in reversed(lines) if line.strip()), None)
         message = f"exit code {exit_code}, " + (f"last line: {last}" if last else "no output")
@@ -186,7 +202,7 @@ def read_log_tail(path: Path) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    return [TORCH_PREFIX.sub("", line) for line in text.splitlines()]
+    return [TORCH_PREFIX.sub("", line) for line in BEHIND_A_BAR.sub("\n", text).splitlines()]
 
 
 def exception_line(traceback: str) -> str:
@@ -195,6 +211,21 @@ def exception_line(traceback: str) -> str:
     if not first.lstrip().startswith(ERROR_START[0]):
         return first
     return next((line for line in lines if line.strip() and not line.startswith(" ")), first)
+
+
+def uncaught_error(log: Path, *, has_ended: bool | None) -> str | None:
+    """Returns 'ValueError: boom', which ended a program, or a thread for which it waits, and not its process.
+
+    has_ended: whether its stacks show that the program has ended; None: unknown, so the log must end with the traceback.
+    """
+    lines = read_log_tail(log)
+    start = next((i for i in reversed(range(len(lines))) if lines[i].startswith(ERROR_START[0])), None)
+    if start is None:
+        return None
+    error = exception_line("\n".join(lines[start:]))
+    is_thread = start > 0 and lines[start - 1].startswith("Exception in thread ")
+    is_uncaught = has_ended or (lines[-1] == error and (is_thread or has_ended is None))
+    return error if is_uncaught and not PEER_LOST.search(error) else None
 
 
 def explain_end(
@@ -218,16 +249,17 @@ def explain_end(
     if root.cause in OF_HOSTS:
         explanation = explain_host(explanation, root)
     elif root.exit_code == 0:
-        fix = (
-            f"look at its last output in logs/*/{root.rank}.log of the run;"
-            " usually the script or a library called exit, or SIGTERM came before the first step"
-        )
+        log = run.rank_log(attempt, root.rank or 0)
+        fix = f"read the end of {log}: usually the script or a library called exit, or SIGTERM came before step 1"
+        fix = f"{EVEN_BATCHES}; else {fix}" if root.message == SCRIPT_EXIT else fix
         summary = f"rank {root.rank} ended with {root.message}"
         explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
     elif hang is not None:
         explanation = explain_hang(explanation, hang, run, recorder_logs=flight_recorder_logs(run, attempt, events))
     elif was_killed(root) or (memory_ran_out and lost_worker(explanation)):
         explanation = explain_kill(explanation, root, run, memory_ran_out=memory_ran_out)
+    elif explanation.cause == PORT_IN_USE and (place := own_port(root)):
+        explanation = explain_port(explanation, root, place)
     if explanation.cause in (UNKNOWN, HEALTHY):
         explanation = explain_full_disk(explanation, run, events, free_bytes.get(root.host or ""), host=root.host)
     if explanation.cause == HEALTHY:  # its logs show no failure, and it failed
@@ -242,43 +274,85 @@ def explain_end(
     hosts = next((event.get("hosts") for event in events if event.get("event") == "attempt"), None)
     explanation = name_host(explanation, hosts or {})
     milestones = [event["event"] for event in all_events if event.get("event") in ("attempt", "checkpoint")]
-    is_outside = root.signal in OUTSIDE_SIGNALS and root.traceback is None
-    has_own_error = not (is_outside or root.consequence or explanation.cause in (KILLED, HANG, *OF_HOSTS))
     end = AttemptEnd(
         cause=explanation.cause,
         retry=retry_class(explanation, root, rollback=error.rollback),
         rank=root.rank if explanation.rank is None else explanation.rank,
         step=explanation.step if error.step is None else error.step,
         new_checkpoint=milestones[-1:] == ["checkpoint"],
-        error=NUMBERS.sub("N", "".join(root.message.splitlines()[:1])) if has_own_error else "",
+        error=comparable_error(explanation, root, hang or {}),
         rolled_back=error.rollback,
     )
     return end, explanation
 
 
+def comparable_error(explanation: Explanation, root: Failure, hang: Mapping[str, Any]) -> str:
+    """Returns what a repetition would have in common: the program's own message, or where it hung; empty where it had none."""
+    if explanation.cause == HANG:
+        return "; ".join(hang.get("places", ()))
+    is_outside = root.signal in OUTSIDE_SIGNALS and root.traceback is None
+    if is_outside or root.consequence or explanation.cause in (KILLED, *OF_HOSTS):
+        return ""
+    return NUMBERS.sub("N", "".join(root.message.splitlines()[:1]))
+
+
 def retry_class(explanation: Explanation, root: Failure, *, rollback: bool) -> Retry:
     """Returns whether a retry can help. rollback: the rank to blame asks for one."""
-    if explanation.cause in (KILLED, HANG, EXITED, *OF_HOSTS) or rollback:
+    if root.message == SCRIPT_EXIT:
+        return "never"  # the same batches end it at the same step
+    is_own_port = explanation.cause == PORT_IN_USE and own_port(root)
+    if explanation.cause in (KILLED, HANG, EXITED, *OF_HOSTS) or rollback or is_own_port:
         return "same"
     if OUT_OF_MEMORY.search(root.message) or NO_PRIMITIVE.search(root.message):
         return "smaller"
     if root.fix is not None:
         return "never"  # the rank reported a mistake and its fix
     cause = load_catalogue().causes.get(explanation.cause)
-    return "never" if cause is None else cause.retry  # type: ignore[return-value]  # test_policy.py compares the two sets
+    text = "\n".join(item.text for item in explanation.evidence)
+    return "never" if cause is None else cause.choose_retry(text)  # type: ignore[return-value]  # test_policy.py compares the sets
 
 
 def explain_hang(
     explanation: Explanation, hang: dict[str, Any], run: RunDir, *, recorder_logs: Sequence[Log]
 ) -> Explanation:
     """Explains a hang. recorder_logs: what the flight recorders show of the rank that is late."""
+    if hang.get("error") and explanation.cause in load_catalogue().causes and explanation.rank in (None, hang["rank"]):
+        alive = f"its process did not end: see the threads in {run.hang(hang['attempt'])}/{hang['rank']}.txt"
+        return replace(explanation, rank=hang["rank"], summary=f"{explanation.summary}; {alive}")
     late_rank = recorder_logs[0].records[0].rank if recorder_logs else None
     rank = late_rank if hang.get("rank") is None else hang["rank"]
     subject = "a rank" if rank is None else f"rank {rank}"
     summary = hang.get("text") or f"{subject} made no step for {hang.get('silent_s', 0):.0f} s"
     fix = f"{hang_fix(run, hang)}; --hang-after SECONDS allows a longer silence"
-    step = hang.get("step", explanation.step)
+    if STATES["T"] in summary:
+        fix = f"find what stopped the process: SIGSTOP, Ctrl-Z, a debugger or a frozen container; {fix}"
+    step = explanation.step if hang.get("step") is None else hang["step"]  # a script's ranks report none
     return replace(explanation, cause=HANG, rank=rank, step=step, summary=summary, fix=fix, confidence=1.0)
+
+
+def explain_port(explanation: Explanation, root: Failure, place: str) -> Explanation:
+    """Explains a port in use that no other attempt would change. place: of the script, where it opens the port."""
+    holder = port_holder(root.traceback or "") if root.host is None else None
+    held = f"; {holder} holds it" if holder else ""
+    summary = f"{explanation.summary}, which the script itself opens ({place}): paceline cannot change it{held}"
+    return replace(explanation, summary=summary)
+
+
+def own_port(root: Failure) -> str | None:
+    """Returns where the script opens a port: 'serve at code/train.py:4'; None where torch opens MASTER_PORT, or it is unknown."""
+    frames = [Frame(name, file, int(line)) for file, line, name in reversed(FRAME.findall(root.traceback or ""))]
+    return None if any("/torch/distributed/" in frame.file for frame in frames) else call_site(frames)
+
+
+def port_holder(traceback: str) -> str | None:
+    """Returns 'process 4711 (python serve.py)', which listens on a port whose number the traceback shows; None if none is seen."""
+    numbers = set(re.findall(r"\b\d{2,5}\b", FRAME.sub("", traceback)))
+    with suppress(psutil.Error, OSError):  # other users' processes, or it has just ended
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.pid and str(connection.laddr.port) in numbers:
+                command = shlex.join(psutil.Process(connection.pid).cmdline())
+                return f"process {connection.pid} ({redact_text(command)[:MAX_COMMAND]})"
+    return None
 
 
 def explain_host(explanation: Explanation, root: Failure) -> Explanation:

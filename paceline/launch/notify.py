@@ -280,6 +280,8 @@ def make_message(notice: Notice, news: RunNews) -> dict[str, Any]:
         case "finished":
             bpb = f", val_bpb {latest['val_bpb']:.4f}" if "val_bpb" in latest else ""
             text = f"{step}{after}{bpb}"
+            if verdict.get("attempt", 0) == news.attempt:
+                text += f"; its output shows a failure: {verdict.get('summary')}"
         case "recovered":
             text = f"{step}attempt {news.attempt}; before it: {verdict.get('summary')}"
         case "failed" if news.end == "failed":

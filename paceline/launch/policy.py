@@ -27,7 +27,7 @@ CRASHES = frozenset({
 })  # fmt: skip
 # In a script these are the author's to fix. The trainer runs no code of the user's, so there they count as crashes.
 TRAINER_CRASHES = CRASHES | {"unknown", "user-code-exception", "cuda-driver-broken", "collective-bad-tensor"}
-HOST_MEMORY = "host-oom-killed"
+HOST_MEMORY, HANG = "host-oom-killed", "hang"
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,13 @@ class Situation:
 
     @property
     def is_repeated_error(self) -> bool:
-        """Whether an earlier attempt had the same error at the same step. Only for errors that are not transient by nature."""
+        """Whether an earlier attempt had the same error, or hung in the same place, at the same step.
+
+        Only for errors that are not transient by nature. Of a hang in a script that shows no steps: without progress before it.
+        """
         if not self.last.error or self.retry not in ("same", "other-checkpoint"):
+            return False
+        if self.last.cause == HANG and self.last.step is None and self.last.new_checkpoint:
             return False
         return any((end.error, end.step) == (self.last.error, self.last.step) for end in self.history[:-1])
 
@@ -196,10 +201,11 @@ RULES = (
     ),
     Rule(
         "same-error",
-        "the program ended with the same message at the same step as in an earlier attempt, and the cause is none that passes by"
-        " itself: a port in use, or a service, a disk or a network that is unavailable",
+        "the program ended with the same message, or hung in the same place, at the same step as in an earlier attempt, and the"
+        " cause is none that passes by itself: a port in use, or a service, a disk or a network that is unavailable",
         lambda state: state.is_repeated_error, "stop",
-        lambda state: "the same error" + ("" if state.last.step is None else f" at step {state.last.step:,}")
+        lambda state: "the same " + ("hang" if state.last.cause == HANG else "error")
+        + ("" if state.last.step is None else f" at step {state.last.step:,}")
         + " as in an earlier attempt: it is not transient",
     ),
     Rule(

@@ -26,7 +26,7 @@ from paceline.config import Config, cache_dir, check_config, check_utf8
 from paceline.config_file import checked_value, format_toml_value
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.explanation import format_summary
+from paceline.explain.explanation import Explanation, format_summary
 from paceline.explain.recorded_end import went_on
 from paceline.explain.run_folder import explain_run
 from paceline.explain.verdict import HEALTHY, UNKNOWN
@@ -112,7 +112,7 @@ def resume_script(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry
         raise UsageError(f"{unused[0]} is not for the run of a script", fix=f"options of its own in a new run: {own}")
     if end_state(read_json_lines(run.events)) == "finished":
         fix = f"paceline run {shlex.quote(str(run.config_toml))} runs it again in a new folder"
-        raise PacelineError(f"{run.name} has finished: its script ended without an error", fix=fix)
+        raise PacelineError(f"{run.name} has finished: its script ended with exit code 0", fix=fix)
     shared = {item.name: getattr(options, item.name) for item in fields(LaunchOptions)}
     return run_script(ScriptOptions(**shared, command=(str(run.config_toml),), keys=options.keys), nodes, run=run)
 
@@ -273,25 +273,26 @@ class ScriptJob(Job):
         if outcome.state == "interrupted":
             next_line = f"next    {resume_command(self.run)}"
             return ["", f"interrupted after {format_duration(seconds)}", time_line, logs, next_line]
-        notes = self.doubts(outcome.attempt)
+        notes = []
+        if shown := outcome.explanation:
+            notes.append(f"note    exit code 0, and yet {format_summary(shown)}: paceline explain {self.run.quoted}")
         if outcome.joined is False and self.script.nproc > 1:
             notes.append(f"note    no rank joined a process group: each of the {self.script.nproc} ranks worked alone")
         return ["", *notes, f"done    in {format_duration(seconds)}", time_line, logs]
 
-    def doubts(self, attempt: int) -> list[str]:
-        """Returns what the output shows of a failure that the exit code 0 does not; nothing of output too long to be read here."""
+    def shown_failure(self, outcome: Outcome) -> Explanation | None:
+        """Returns the failure that the output shows; None where it is too long to be read here, or the script went on."""
         try:
-            logs = self.run.logs(attempt).glob("*.log")
+            logs = self.run.logs(outcome.attempt).glob("*.log")
             if sum(path.stat().st_size for path in logs) > DOUBTED_BYTES:
-                return []
-            explanation = explain_run(self.run, attempt=attempt)
+                return None
+            explanation = explain_run(self.run, attempt=outcome.attempt)
         except KeyboardInterrupt:  # the run itself is over
-            return []
+            return None
         except Exception as error:  # whatever stands in the folder, the script has ended well
-            return [f"note    its output could not be explained ({type(error).__name__}: {error})"]
-        if explanation.cause in (HEALTHY, UNKNOWN) or went_on(explanation):
-            return []
-        return [f"note    exit code 0, and yet {format_summary(explanation)}: paceline explain {self.run.quoted}"]
+            self.show([f"note    its output could not be explained ({type(error).__name__}: {error})"])
+            return None
+        return None if explanation.cause in (HEALTHY, UNKNOWN) or went_on(explanation) else explanation
 
 
 def script_facts(entries: Sequence[HostEntry], config: Config, run: RunDir) -> Future[HostFacts]:

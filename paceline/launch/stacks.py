@@ -66,6 +66,7 @@ PIPE, DUMP = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"  # ste
 OLDER_DUMP = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 PIPE_STEM = "collectives_"
 RECORDING_S = 1.2
+PROGRAM = ("<module>", "_run_module_as_main")  # the outermost frame of a program that runs
 GONE = ("Z", None)  # states of a process that runs no more; nobody may have asked how it ended
 
 
@@ -204,6 +205,11 @@ def main_frames(text: str) -> list[Frame]:
             name, file, number = (match[key] or match[f"{key}2"] for key in ("name", "file", "line"))
             threads[-1].append(Frame(name, file, int(number)))
     return named or (threads[-1] if threads else [])
+
+
+def has_ended(frames: Sequence[Frame]) -> bool | None:
+    """Whether the program has ended and a thread or an exit handler keeps its process; None without frames of the main thread."""
+    return frames[-1].name not in PROGRAM if frames else None
 
 
 def in_collective(frames: Sequence[Frame]) -> bool:

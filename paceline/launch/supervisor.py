@@ -37,6 +37,8 @@ TICK_S = 0.2
 ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` repeat the signal that the terminal has already sent
 # after a rank has exited too early: its peers may save and report it, but a peer that waits for it to join would wait forever
 EARLY_EXIT_GRACE_S = 3.0
+# of the peers of a failed rank between SIGTERM and SIGKILL: in a collective they never return; a script has as long as in torchrun
+PEER_GRACE_S, SCRIPT_PEER_GRACE_S = 3.0, 30.0
 AGENT_MARGIN_S = 12.0  # within this the agent kills what does not end by itself, and then exits
 
 # a batch system sends SIGUSR1 when the time limit is near
@@ -90,11 +92,12 @@ def run_attempt(
     cluster: the hosts that the workers run on, nproc together; else this one. settings: what of `env` other hosts get too.
     """
     cluster = cluster or Cluster.here(nproc)
+    record = AttemptRecord(run, attempt, cluster, script=script)
     job = {
         "command": command, "env": env, "lock_fd": lock_fd, "stop_grace_s": stop_grace_s, "libuv": libuv,
+        "peer_grace_s": record.peer_grace_s,
         "cwd": None if cwd is None else str(cwd), "health_every_s": health_every_s,
     }  # fmt: skip
-    record = AttemptRecord(run, attempt, cluster, script=script)
     watch = partial(Watchdog, attempt=attempt, nproc=nproc, hang_after_s=hang_after_s, script=script, cluster=cluster)
     watchdog = watch(run)
     with catch_signals(signals or StopSignals()) as signals, start_agents(cluster, run, attempt, job, settings or {}):
@@ -108,10 +111,8 @@ def run_attempt(
                 append_event(record.run, "silence", attempt=attempt, **asdict(silence))
             record.give_orders(signals, stop_grace_s=stop_grace_s)
             on_tick()
-            if not record.stopping and (hang := watchdog.poll()):
-                record.hang = hang
-                append_event(record.run, "hang", attempt=attempt, **asdict(hang))
-                cluster.order("kill" if hang.rank is None else "kill_rank", rank=hang.rank, give_up_s=AGENT_MARGIN_S)
+            if not record.stopping and not record.failed_first and (hang := watchdog.poll()):
+                record.end_hang(hang)
         if record.is_network_suspect:
             find_blocked(cluster)
         settle_losses(cluster, is_quick=signals.first is not None)
@@ -138,6 +139,7 @@ class AttemptRecord:
         self.run, self.attempt, self.cluster, self.script = run, attempt, cluster, script
         self.members = cluster.begin()
         self.nproc = sum(member.nproc for member in self.members)
+        self.peer_grace_s = SCRIPT_PEER_GRACE_S if script else PEER_GRACE_S
         self.stopping = self.killing = self.ending = self.regrouping = False
         self.dead_agents: list[Member] = []  # whose agent ended first, by itself
         self.failed_first = False  # a rank had failed before anyone asked to stop
@@ -146,6 +148,7 @@ class AttemptRecord:
         self.joined: bool | None = None
         self.hang: Hang | None = None
         self.early_exit_at = math.inf  # when a rank was seen to have exited with 0 before its work was done
+        self.failed_at = math.inf
         self.is_written = False
 
     @property
@@ -184,7 +187,9 @@ class AttemptRecord:
             self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
         if signals.first and (not self.stopping or self.regrouping):
             self.stopping, self.regrouping = True, False
-            append_event(self.run, "stopping", attempt=self.attempt, **signals.facts())
+            late = {"text": "a rank had failed before: its peers may still save; Ctrl-C again to end now"}
+            kind, facts = ("note", late) if self.failed_first else ("stopping", signals.facts())
+            append_event(self.run, kind, attempt=self.attempt, **facts)
             self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
         # the peers of a rank that exited too early have had their grace period
         is_overdue = not self.stopping and time.monotonic() - self.early_exit_at > EARLY_EXIT_GRACE_S
@@ -195,12 +200,24 @@ class AttemptRecord:
                     self.run, "note", text="the time of the notice is over: ending without the rest of the save"
                 )
             self.cluster.order("kill", give_up_s=AGENT_MARGIN_S)
+        if self.script and time.monotonic() - self.failed_at > PEER_GRACE_S:
+            self.failed_at = math.inf
+            text = f"a rank has failed: the others have {self.peer_grace_s:.0f} s to save and end"
+            append_event(self.run, "note", text=text)
         if self.broken and not self.ending:
             self.ending = True
             self.dead_agents = [m for m in self.members if m.agent_ended and m.exit_code and not m.fault]
-            # the peers of a failed rank may print why they end; of a lost host they know nothing
-            is_lost = any(member.fault for member in self.members)
-            self.cluster.order("kill" if is_lost else "end", give_up_s=AGENT_MARGIN_S)
+            # the peers of a failed rank may print why they end; of a lost host they know nothing, but a script may save
+            is_lost = any(member.fault for member in self.members) and not self.script
+            do, grace_s = ("kill", 0.0) if is_lost else ("end", self.peer_grace_s)
+            self.cluster.order(do, give_up_s=grace_s + AGENT_MARGIN_S)
+
+    def end_hang(self, hang: Hang) -> None:
+        """Ends a hung attempt by its rank to blame, or all ranks at once."""
+        self.hang = hang
+        append_event(self.run, "hang", attempt=self.attempt, **asdict(hang))
+        do, grace_s = ("kill", 0.0) if hang.rank is None else ("kill_rank", self.peer_grace_s)
+        self.cluster.order(do, rank=hang.rank, give_up_s=grace_s + AGENT_MARGIN_S)
 
     def add(self, member: Member, line: dict[str, Any]) -> None:
         """Takes a line from an agent."""
@@ -214,6 +231,7 @@ class AttemptRecord:
             self.write_attempt()
         elif line["event"] == "rank_failed":
             self.failed_first = not self.stopping
+            self.failed_at = time.monotonic()
         elif line["event"] == "rank_ended" and find_early_exits(self.run, self.ranks):
             self.early_exit_at = min(self.early_exit_at, time.monotonic())
         elif line["event"] == "ended":
@@ -253,7 +271,7 @@ class AttemptRecord:
         if state == "failed":
             root = failures[0]
             exit_code = root.exit_with
-            if self.script and root.rank is not None:
+            if self.script and root.rank is not None and root.cause != HANG:
                 exit_code = root.exit_code or (128 + signal_number(root.signal) if root.signal else root.exit_with)
             for failure in failures:
                 names = ("rank", "exit_code", "signal", "message", "consequence", *(["host"] if failure.host else []))
@@ -274,19 +292,7 @@ class AttemptRecord:
             roots = roots or (find_script_exits(self.ranks, failures) if self.script else [])
         if not roots and self.hang:
             host = next((rank.get("host") for rank in self.ranks if rank["rank"] == self.hang.rank), None)
-            cause = HANG if self.hang.rank is None else None
-            roots = [
-                Failure(
-                    self.hang.rank,
-                    None,
-                    "SIGKILL",
-                    self.hang.text,
-                    time.time(),
-                    consequence=False,
-                    host=host,
-                    cause=cause,
-                )
-            ]
+            roots = [self.hang.failure(host)]
             failures = [failure for failure in failures if failure.rank != self.hang.rank]
         if roots:  # the errors of its peers follow from its kill
             return [*roots, *(replace(failure, consequence=True) for failure in failures)]

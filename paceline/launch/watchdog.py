@@ -9,8 +9,9 @@ RUN/hangs/<attempt>/, and launch/supervisor.py kills the rank that is to blame.
 Time in which poll() was not called does not count: a suspended laptop, a stopped container or a paused supervisor is no hang, and
 neither is a jump of the clock. A rank under a debugger is left alone.
 
-The first of these criteria that separates some ranks from the others decides on the culprit: a process that cannot run; a heartbeat
-behind the others; a stack outside any collective while others wait in one; a process that uses its cores while others idle.
+The first of these criteria that separates some ranks from the others decides on the culprit: an exception that ended its program
+and not its process; a process that cannot run; a heartbeat behind the others; a stack outside any collective while others wait in
+one; a process that uses its cores while others idle.
 """
 
 import json
@@ -19,9 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
+from paceline.explain.recorded_end import HANG
 from paceline.heartbeat import END_PHASES, Heartbeat
 from paceline.launch.activity import HANG_AFTER_S, LONG_PHASE, SCRIPT_HANG_AFTER_S, HeartbeatActivity, LogActivity
 from paceline.launch.cluster import Cluster
+from paceline.launch.failure import Failure, uncaught_error
 from paceline.launch.stacks import (
     CANNOT_RUN,
     GONE,
@@ -32,6 +35,7 @@ from paceline.launch.stacks import (
     busy_worker,
     call_site,
     describe_host,
+    has_ended,
     in_collective,
     inspect_ranks,
     loads_batch,
@@ -61,6 +65,14 @@ class Hang:
     evidence: tuple[str, ...] = ()  # files, relative to the run folder
     is_seen: bool = True  # False: the silence alone suggests it, no rank is seen waiting for another
     in_collectives: bool = False  # all ranks wait in collectives, and not all in the same one
+    error: str | None = None  # that ended the rank's program, while a thread or an exit handler keeps its process
+    places: tuple[str, ...] = ()  # where the ranks to blame are, if the stacks of all of them show it
+
+    def failure(self, host: str | None) -> Failure:
+        """Returns the failure of the rank to blame: the exception that ended its program, or that it hung and was killed."""
+        if self.error:
+            return Failure(self.rank, 1, None, self.error, time.time(), consequence=False, host=host)
+        return Failure(self.rank, None, "SIGKILL", self.text, time.time(), consequence=False, host=host, cause=HANG)
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,7 @@ class RankState:
     cores: float = 0.0  # used during the silence, with its children
     host: str | None = None  # where there are several
     worker: str | None = None  # of its data loader: 'worker 4711 is in __getitem__ at data.py:17'
+    error: str | None = None  # the exception that ended its program
 
     @property
     def idles(self) -> bool:
@@ -198,7 +211,9 @@ class Watchdog:
             heartbeat, frames = self.activity.heartbeats.get(rank), tuple(main_frames(stacks))
             pid, state = (process.pid, process.state) if process else (None, None)
             worker = busy_worker(stacks) if loads_batch(frames) else None
-            ranks.append(RankState(rank, pid, state, heartbeat, frames, cores.get(rank, 0.0), names.get(rank), worker))
+            error = uncaught_error(self.run.rank_log(self.attempt, rank), has_ended=has_ended(frames))
+            host, used = names.get(rank), cores.get(rank, 0.0)
+            ranks.append(RankState(rank, pid, state, heartbeat, frames, used, host, worker, error))
         return record_hang(self.run, self.attempt, ranks, texts, silent_s=silent_s, missing=missing), ranks
 
 
@@ -253,8 +268,9 @@ def record_hang(
 ) -> Hang:
     """Returns the hang; writes a file for each rank and hang.json, as far as they can be. observed: as inspect_ranks returns it."""
     culprits = find_culprits(ranks)
-    is_certain = len(culprits) < len(ranks) or len(ranks) == 1
+    is_certain = len(culprits) < len(ranks) or len(ranks) == 1 or culprits[0].error is not None
     heartbeat = culprits[0].heartbeat
+    places = [f"rank {rank.rank}: {call_site(rank.frames)}" for rank in culprits if rank.frames]
     hang = Hang(
         rank=culprits[0].rank if is_certain else None,
         silent_s=round(silent_s, 1),
@@ -264,6 +280,8 @@ def record_hang(
         in_collectives=not is_certain
         and all(waits_for_others(rank.frames) for rank in ranks)
         and len({call_site(rank.frames) for rank in ranks}) > 1,
+        error=culprits[0].error,
+        places=tuple(places) if len(places) == len(culprits) else (),
     )
     texts = {f"{rank.rank}.txt": describe_rank(rank, **observed.get(rank.rank, {})) for rank in ranks}
     facts = {name: value for name, value in asdict(hang).items() if name != "evidence"}
@@ -298,6 +316,7 @@ def find_culprits(ranks: Sequence[RankState]) -> list[RankState]:
     furthest = max(rank.place for rank in ranks)
     some_wait = any(waits_for_others(rank.frames) for rank in ranks)
     criteria: tuple[Callable[[RankState], bool], ...] = (
+        lambda rank: rank.error is not None,
         lambda rank: rank.state in CANNOT_RUN and not (rank.heartbeat and rank.heartbeat.phase in END_PHASES),
         lambda rank: rank.place < furthest,
         lambda rank: some_wait and bool(rank.frames) and not waits_for_others(rank.frames),
@@ -363,7 +382,8 @@ def describe_activity(rank: RankState) -> str:
     """Returns 'waiting (state S) in load of step 3', as far as it is known."""
     if rank.state in ("S", "R") and rank.cores >= WORKING:
         return f"working ({rank.cores:.1f} cores){describe_place(rank)}"
-    return STATES.get(rank.state or "", "gone") + describe_place(rank)
+    after = f" after {rank.error}" if rank.error else ""
+    return STATES.get(rank.state or "", "gone") + describe_place(rank) + after
 
 
 def describe_place(rank: RankState) -> str:

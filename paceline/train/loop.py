@@ -31,7 +31,7 @@ from paceline.train.optim import ShardedOptimizer
 from paceline.train.process import BusyClock, StopRequest, all_reduce_sum, peak_bytes
 from paceline.train.trouble import LossGuard, LossTrouble, find_trouble
 from paceline.train.updates import lr_mult, momentum_of_step, weight_decay_mult
-from paceline.units import format_bytes, format_duration, format_percent
+from paceline.units import format_bytes, format_duration, format_mfu
 
 # B device_batch_size, the rows of a micro-batch; T tokens in a row
 
@@ -374,7 +374,7 @@ class Loop:
         val = f" | val_bpb {bpb:.4f}" if bpb is not None else ""
         log.info(
             f"step {done:0{width}d}/{plan.num_steps} | loss {values['loss']:.4f}{val} | {step_ms:,.0f} ms | {speed:,.0f} tok/s"
-            f" | mfu {format_percent(utilization, digits=1)} | {format_bytes(peak)} | eta {eta}"
+            f" | mfu {format_mfu(utilization)} | {format_bytes(peak)} | eta {eta}"
         )
 
 

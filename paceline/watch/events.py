@@ -8,13 +8,15 @@ view and reports, `event_line` for what `paceline train` prints.
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from paceline.errors import INTERRUPTED
+from paceline.explain.explanation import format_failures, format_summary
 from paceline.explain.lines import strip_escapes
 from paceline.heartbeat import Heartbeat
 from paceline.units import format_bytes, format_list, format_ms, format_number_of, unix_time
 from paceline.watch.growing_file import JsonRecord
-from paceline.watch.snapshot import AttemptView, EventView, Level, State
+from paceline.watch.snapshot import LIVE, AttemptView, EventView, Level, State
 
 TEXT_CHARS = 300
 SAMPLE_CHARS = 160  # of a sample; the whole is in samples/
@@ -52,7 +54,6 @@ TEXTS = {  # of events whose fields stand in a sentence as they are; event_text 
     "hang": "hang: {text}",
     "silence": "before the stop {text}",
     "damaged": "{message}",
-    "verdict": "{cause}: {summary}",
     "finding": "{what}: {why}",
     "failed": "the run failed",
     "interrupted": "the run was interrupted",
@@ -177,6 +178,8 @@ def sentence_of(kind: str, event: JsonRecord, *, labelled: bool) -> str | None:
         case "plan_changed":
             batch = f"device_batch_size {event['device_batch_size']}, {event['grad_accum_steps']} micro-steps"
             return f"plan changed: {format_number_of(event['world_size'], 'rank')}, {batch}"
+        case "verdict":
+            return f"{event['cause']}: {format_summary(event)}"
         case "stopping":
             reason = event.get("signal") or event.get("reason")
             left = f", {event['seconds_left']} s left" if "seconds_left" in event else ""
@@ -191,6 +194,24 @@ def one_line(text: str, max_chars: int | None) -> str:
     return line if max_chars is None or len(line) <= max_chars else line[: max_chars - 1] + "…"
 
 
+def run_notes(state: State, events: Sequence[JsonRecord]) -> Iterator[str]:
+    """Yields what a list of runs says below them: of a checkpoint without room, of a failure that a good end hides."""
+    if state in LIVE:
+        yield from unsaved_texts(events)
+    elif state == "finished":
+        yield from end_notes(state, attempt_views(events))
+
+
+def end_notes(state: State, attempts: Sequence[AttemptView]) -> Iterator[str]:
+    """Yields what went wrong in the attempts of a run that has ended without a failure."""
+    if state == "finished" and attempts and attempts[-1].state == "finished" and attempts[-1].summary:
+        yield f"its output shows a failure: {attempts[-1].summary}"
+    elif state == "stopped":
+        failed = (attempt for attempt in attempts if attempt.state in ("failed", None) and attempt.cause)
+        yield from format_failures((attempt.attempt, str(attempt.cause), attempt.summary or "") for attempt in failed)
+    yield from (attempt.damage for attempt in attempts if attempt.damage)
+
+
 def attempt_views(events: Sequence[JsonRecord]) -> list[AttemptView]:
     """Returns the attempts of a run, each with how it ended and what was decided then."""
     attempts: dict[int, JsonRecord] = {}
@@ -202,6 +223,8 @@ def attempt_views(events: Sequence[JsonRecord]) -> list[AttemptView]:
             attempts[max(attempts)] |= {"damage": event.get("message")}
         elif number in attempts:
             attempts[number] |= {name: event.get(name) for name in ATTEMPT_FIELDS.get(kind, ())}
+            with suppress(TypeError, ValueError):  # a damaged step
+                attempts[number] |= {"summary": format_summary(event)} if kind == "verdict" else {}
     return [AttemptView(number, **values) for number, values in attempts.items()]
 
 

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.explain.explanation import with_commands
+from paceline.explain.explanation import format_summary, with_commands
 from paceline.redaction import redact
 from paceline.run_options import ReportOptions
 from paceline.rundir import RunDir
@@ -135,7 +135,7 @@ def explanation(snapshot: Snapshot) -> list[str]:
     if not snapshot.explanation:
         return []
     why = why_panel(snapshot.explanation)
-    lines = [f"**{why['cause']}**: {escape(str(why['summary']))}"]
+    lines = [f"**{why['cause']}**: {escape(format_summary(snapshot.explanation))}"]
     if fix := why["fix"] and str(why["fix"]):
         lines += ["", f"**Fix:** {with_commands(fix)}"]
     evidence = [f"{line['place']}  {line['text']}" for block in why["blocks"][:1] for line in block["lines"]]

@@ -141,10 +141,12 @@ class RunReader:
 
     def _shared_fields(self, spent: Goodput) -> JsonRecord:
         """Returns the fields that a training run and a script's run have in common."""
-        now, updated, state = time.time(), self._updated(), self._state()
+        now, updated, state, attempts = time.time(), self._updated(), self._state(), attempt_views(self.events)
         job = self._job.read(self._job_id()) if state in LIVE else None
         if state == "queued" and job and job.is_over:
             state = "stopped"
+        is_failure = state in ("failed", "broken", "recovering")
+        is_failure = is_failure or (state == "finished" and any(attempt.summary for attempt in attempts[-1:]))
         started = unix_time(self.events[0]["time"]) if self.events else None
         until = now if self.running else updated or now
         steps, times = self.metrics.column("step"), self.metrics.column("time")
@@ -169,12 +171,12 @@ class RunReader:
             "hosts": self._hosts(),
             **device_curves,
             "events": self.event_views[-MAX_EVENTS:],
-            "attempts": attempt_views(self.events),
+            "attempts": attempts,
             "logs": self.logs,
             "goodput": spent,
             "findings": self._content(self.run.findings, json.loads, []),
             "slurm": format_job(job),
-            "explanation": self._explanation(state) if state in ("failed", "broken", "recovering") else None,
+            "explanation": self._explanation(state) if is_failure else None,
         }
 
     def _training_snapshot(self, fields: JsonRecord) -> Snapshot:

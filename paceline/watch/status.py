@@ -25,7 +25,7 @@ from paceline.terminal import cells, cut, pad, without_middle
 from paceline.typed_fields import damaged_files, hints_of, well_typed
 from paceline.units import format_count
 from paceline.watch.about import check_links, config_in, csv_lines, link_out_of, read_about, read_notes
-from paceline.watch.events import end_state, is_complete, last_event_time, live_state, unsaved_texts
+from paceline.watch.events import end_state, is_complete, last_event_time, live_state, run_notes
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines, read_part, search
 from paceline.watch.measures import format_bpb, format_figure, format_step, format_time
 from paceline.watch.snapshot import LIVE, Snapshot, State
@@ -104,7 +104,7 @@ def run_status(run: RunDir) -> RunStatus:
         name=run.name, path=str(run.path), state=state, num_steps=num_steps, attempts=attempts,
         time=max((time for time in times if isinstance(time, str)), default=None),
         command=command, tags=tags, note=note, **values,
-        notes=[*damaged_files(run), *(unsaved_texts(events) if state in LIVE else ())],
+        notes=[*damaged_files(run), *run_notes(state, events)],
     )  # fmt: skip
     return well_typed(status, RunStatus)  # type: ignore[no-any-return]
 

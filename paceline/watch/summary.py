@@ -25,7 +25,7 @@ from paceline.units import (
     format_ranks,
     unix_time,
 )
-from paceline.watch.events import unsaved_texts
+from paceline.watch.events import end_notes, unsaved_texts
 from paceline.watch.measures import (
     FORMATS,
     POWER_LIMIT,
@@ -133,7 +133,7 @@ def finished_text(snapshot: Snapshot) -> str:
     if snapshot.kind == "training" or snapshot.step == snapshot.num_steps is not None:
         return "All steps are done"
     place = f" at step {snapshot.step:,} of {snapshot.num_steps:,}" if snapshot.step and snapshot.num_steps else ""
-    return f"The {'script' if snapshot.kind == 'script' else 'training'} ended without an error{place}"
+    return f"The {'script ended with exit code 0' if snapshot.kind == 'script' else 'training ended without an error'}{place}"
 
 
 def start_summary(snapshot: Snapshot, *, now: float) -> Summary:
@@ -175,6 +175,7 @@ def format_recoveries(snapshot: Snapshot) -> str:
 
 def troubles(snapshot: Snapshot) -> Iterator[str]:
     """Yields what went wrong in a run that has ended, and what slowed it down over its whole time."""
+    yield from end_notes(snapshot.state, snapshot.attempts)
     if snapshot.loss is not None and (fell_to_zero(snapshot) or not math.isfinite(snapshot.loss)):
         yield f"the last loss is {'NaN or infinite' if snapshot.loss else '0'}"
     yield from turns_up(snapshot)
@@ -198,7 +199,6 @@ def troubles(snapshot: Snapshot) -> Iterator[str]:
         yield f"a step took {format_percent(over - 1)} longer than planned"
     elif slower := slowdown(times):
         yield f"a step took {format_ms(slower[0])} at the end and {format_ms(slower[1])} at its best"
-    yield from (attempt.damage for attempt in snapshot.attempts if attempt.damage)
     if (spent := snapshot.goodput) and spent.busy_s and (lost := spent.seconds["lost"] / spent.busy_s) >= MIN_SHARE:
         yield f"{format_percent(lost)} of the time was lost work"
 

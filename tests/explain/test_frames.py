@@ -134,3 +134,12 @@ def test_what_ends_a_command_of_a_tracker_is_its_end():
     log = traceback(error, *frames).replace('  File "train.py", line 9, in <module>\n    main()\n', "")
     assert verdict(log).cause == "wandb-login"
     assert verdict(log.replace("/cli/cli.py", "/sdk/internal/sender.py")).cause != "wandb-login"
+
+
+def test_an_argument_that_the_forward_of_the_user_s_own_module_lacks_is_a_mistake_in_the_script():
+    error = "TypeError: forward() got an unexpected keyword argument 'input_ids'"
+    module = f"{PACKAGE}/torch/nn/modules/module.py"
+    called = ((module, "_wrapped_call_impl"), (module, "_call_impl"))
+    assert verdict(traceback(error, ("train.py", "main"), *called)).cause == "user-code-exception"
+    of_package = (f"{PACKAGE}/peft/peft_model.py", "forward")
+    assert verdict(traceback(error, ("train.py", "main"), *called, of_package, *called)).cause == "version-mismatch"

@@ -252,6 +252,25 @@ def test_the_warning_of_a_batch_system_is_no_failure_and_says_whether_the_job_co
     assert summary in explanation.summary and fix in explanation.fix
 
 
+def test_the_exit_code_of_an_interrupt_is_none_where_nobody_has_asked_for_a_stop(run):
+    append_event(run, "rank_failed", attempt=1, rank=1, exit_code=130, signal=None, message="no output")
+    append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=130)
+    explanation = explain_run(run)
+    assert explanation.cause == "unknown" and "rank 1 ended itself with exit code 130" in explanation.summary
+
+
+def test_a_stop_does_not_hide_why_the_attempts_before_it_failed(run):
+    for attempt in (1, 2):
+        append_event(run, "verdict", attempt=attempt, cause="hang", rank=1, step=7, summary="rank 1 hung")
+    append_event(run, "attempt", attempt=3)
+    append_event(run, "stopping", attempt=3, signal="SIGINT")
+    append_event(run, "attempt_ended", attempt=3, state="interrupted", exit_code=130)
+    run.logs(3).mkdir()
+    explanation = explain_run(run)
+    assert explanation.cause == "keyboard-interrupt"
+    assert explanation.notes == ("attempts 1 and 2 failed: hang: rank 1 hung (step 7)",)
+
+
 def test_a_run_whose_terminal_was_closed_has_not_failed(run):
     append_event(run, "stopping", attempt=1, signal="SIGHUP")
     append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)

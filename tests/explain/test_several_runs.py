@@ -355,3 +355,16 @@ def test_a_rendezvous_that_another_node_has_shut_down_ended_no_run_and_a_noteboo
         "RuntimeError: TorchDistributor failed during training.View stdout logs for detailed error message."
     )
     assert verdict(uncaught("ModuleNotFoundError: No module named 'training'") + launcher).cause == "import-error"
+
+
+def test_what_tasks_had_in_their_buffers_when_srun_ended_them_is_no_other_run():
+    ended = "slurmstepd: error: *** STEP 522.0 ON n7 CANCELLED AT 2026-04-29T23:36:37 ***\n"
+    error = uncaught("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert verdict(error + ended + STEPS).cause == "cuda-oom"
+    assert verdict(error + ended + STEPS * 20).cause == "healthy"  # another step of the job
+
+
+def test_a_few_lines_like_the_first_behind_an_error_were_in_a_buffer():
+    done = "Saved successfully\n"
+    assert verdict(START + uncaught(BUG) + START + done).cause == "user-code-exception"
+    assert verdict(START + uncaught(BUG) + START + "reading\n" * 3 + done).cause == "healthy"

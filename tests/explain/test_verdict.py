@@ -483,6 +483,32 @@ def test_a_function_of_the_users_own_that_lacks_an_argument_is_no_mismatch_of_ve
     assert verdict(private.format("/env/lib/python3.11/site-packages/a/b.py", "step")).cause == "version-mismatch"
 
 
+@pytest.mark.parametrize("peer_lives", [False, True])
+@pytest.mark.parametrize("message, cause", [
+    ("dataset shard 12 has a wrong magic number", "dataset-download"), ("the widget stands askew", "unknown"),
+])  # fmt: skip
+def test_the_last_error_of_a_rank_that_ended_itself_decides_whether_or_not_the_launcher_ended_others(
+    message, cause, peer_lives
+):
+    torch = "torch/distributed/elastic/multiprocessing/api.py"
+    stopped = f"W1129 16:56:47.133000 20 {torch}:1028] Sending process 41 closing signal SIGTERM\n"
+    failed = f"E1129 16:56:47.145000 20 {torch}:1002] failed (exitcode: 1) local_rank: 1 (pid: 42) of binary: python\n"
+    banner = "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 41)  (SIGTERM)\n"
+    root = "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 42)\n"
+    parts = [
+        STEPS,
+        f"ERROR: {message}\n",
+        "step 21 loss 3.9\n" * peer_lives,
+        stopped * peer_lives,
+        failed,
+        banner * peer_lives,
+        root,
+    ]
+    explanation = verdict("".join(parts))
+    assert (explanation.cause, explanation.rank) == (cause, 1)
+    assert explanation.evidence[0].text == f"ERROR: {message}"
+
+
 @pytest.mark.parametrize("end", [
     "    assert rows\n           ^^^^\nNoRows",  # the end of a traceback without its start
     "W0908 17:08:01.837000 3889 torch/distributed/elastic/multiprocessing/api.py:900] Sending process 41 closing signal SIGTERM",
@@ -1682,3 +1708,18 @@ def test_a_connection_that_fails_in_the_hub_s_library_is_the_hub_s():
 def test_an_error_on_rank_0_is_no_count_of_errors():
     output = "".join(f"sample {n} was written\n" for n in range(60))
     assert verdict(f"{output}error on rank 0\n").cause == verdict(f"{output}failed rank: 0\n").cause == "unknown"
+
+
+def test_an_error_with_nearly_every_item_up_to_the_end_is_no_good_end():
+    refused = "[ERROR] HTTPConnectionPool(host='localhost', port=8080): Max retries exceeded with url: /v1 (Caused by"
+    refused += " NewConnectionError('Failed to establish a new connection: [Errno 111] Connection refused'))\n"
+    items = [f"Epoch 1/1 | Sample {at}/20" for at in range(20)]
+    done = "Training complete!\n"
+    assert verdict("".join(item + refused for item in items) + done + refused).cause == "service-unreachable"
+    assert verdict("".join(f"{item}\n" for item in items) + refused * 3 + done).cause == "healthy"
+
+
+def test_make_that_ends_with_an_error_is_no_good_end():
+    passed = "7 of 9 checks\nall tests passed\n"
+    assert verdict(f"{passed}make: *** [Makefile:96: test] Error 2\n").cause == "unknown"
+    assert verdict(f"{passed}make: [Makefile:96: clean] Error 1 (ignored)\nall tests passed\n").cause == "healthy"

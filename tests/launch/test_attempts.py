@@ -12,7 +12,7 @@ import pytest
 from paceline.explain.explanation import Explanation
 from paceline.explain.run_folder import explain_run
 from paceline.launch.attempts import format_explained, run_attempts
-from paceline.launch.failure import Failure, explain_end
+from paceline.launch.failure import SCRIPT_EXIT, Failure, explain_end
 from paceline.launch.policy import Abilities
 from paceline.launch.supervisor import Outcome
 from paceline.options import LaunchOptions, Recovery
@@ -109,6 +109,19 @@ def test_a_mistake_is_not_retried(tmp_path):
     outcome = run_attempts(job, Recovery())
     assert (outcome.attempt, outcome.explanation.cause) == (1, "import-error")
     assert job.lines == ["no further attempt: another attempt would fail the same way"]
+
+
+@pytest.mark.parametrize("error, action", [
+    ("ValueError: dataset shard 12 has a wrong magic number", "stop"), ("OSError: failed to download the dataset", "retry"),
+])  # fmt: skip
+def test_data_that_is_damaged_does_not_come_back_by_itself(error, action, tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.launch.policy.UNAVAILABLE_WAIT_S", 0.0)
+    job = FakeJob(tmp_path, failure(message=error), "interrupted")
+    traceback = f'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n{error}\n'
+    job.on_attempt = lambda number: job.run.rank_log(number, 0).write_text(traceback)
+    run_attempts(job, Recovery())
+    decision = job.events("decision")[0]
+    assert (decision["cause"], decision["action"]) == ("dataset-download", action)
 
 
 def test_an_error_with_its_own_fix_is_a_mistake(tmp_path):
@@ -210,6 +223,14 @@ def test_a_rank_that_exits_with_0_too_early_is_retried_once(tmp_path):
     assert job.lines[-1] == "no further attempt: the same error as in an earlier attempt: it is not transient"
 
 
+def test_a_rank_of_a_script_that_exits_with_0_too_early_would_do_so_again_with_as_few_batches(tmp_path):
+    left = replace(failure(1, message=SCRIPT_EXIT), exit_code=0)
+    job = FakeJob(tmp_path, left, None)
+    fix = run_attempts(job, Recovery()).explanation.fix
+    assert "fewer batches" in fix and f"read the end of {job.run.rank_log(1, 1)}" in fix
+    assert job.lines == ["no further attempt: another attempt would fail the same way"]
+
+
 def test_an_end_without_output_on_a_full_disk_is_blamed_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.explain.recorded_end.FULL_DISK_BYTES", 1 << 62)
     job = FakeJob(tmp_path, failure(message="exit code 120, no output"), None)
@@ -218,6 +239,30 @@ def test_an_end_without_output_on_a_full_disk_is_blamed_on_the_disk(tmp_path, mo
     assert (verdict["cause"], verdict["summary"]) == (
         "disk-full", "the disk of the run folder is full: nothing could be written",
     )  # fmt: skip
+
+
+def test_a_hang_is_told_once_and_an_exception_that_ended_its_program_is_its_cause(tmp_path):
+    where = {
+        "rank": 1,
+        "silent_s": 61.0,
+        "step": None,
+        "text": "rank 1 is stopped (state T)",
+        "places": ["rank 1: f at x.py:1"],
+    }
+    append_event(RunDir(tmp_path), "hang", attempt=1, **where)
+    root = replace(failure(1, signal="SIGKILL", message="rank 1 is stopped (state T)"), cause="hang")
+    job = FakeJob(tmp_path, root)
+    outcome = run_attempts(job, Recovery(recover=False))
+    assert outcome.explanation.cause == "hang" and job.events("decision")[0]["rank"] == 1
+    assert format_explained(outcome, job.run).count("rank 1 is stopped") == 1
+    assert "  fix: find what stopped the process: SIGSTOP, Ctrl-Z, " in format_explained(outcome, job.run)
+
+    append_event(job.run, "hang", attempt=2, **where, error="ValueError: boom")
+    shown = Explanation("user-code-exception", rank=1, summary="ValueError: boom")
+    end, explanation = explain_end(job.run, 2, failure(1), shown, memory_ran_out=None)
+    assert (end.cause, end.retry) == ("user-code-exception", "never")
+    alive = f"its process did not end: see the threads in {job.run.hang(2)}/1.txt"
+    assert explanation.summary == f"ValueError: boom; {alive}"
 
 
 def test_a_failure_that_no_log_shows_is_never_healthy(tmp_path):

@@ -1,10 +1,13 @@
 """Which rank holds up the others, from what is known about each rank."""
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.heartbeat import Heartbeat
 from paceline.launch.stacks import Frame
-from paceline.launch.watchdog import RankState, describe_hang, find_culprits, shows_wait
+from paceline.launch.watchdog import RankState, describe_hang, find_culprits, record_hang, shows_wait
+from paceline.rundir import RunDir
 
 IN_ALL_REDUCE = (
     Frame("all_reduce", "/v/site-packages/torch/distributed/distributed_c10d.py", 3252),
@@ -29,6 +32,13 @@ def rank(number, phase="reduce", *, step=11, state="S", frames=(), cores=0.0):
 def test_a_process_that_cannot_run_is_named_wherever_it_is(state):
     ranks = [rank(0, "reduce", step=10), rank(1, state=state)]
     assert find_culprits(ranks) == [ranks[1]]
+
+
+def test_a_rank_whose_program_ended_with_an_exception_is_named_with_it(tmp_path):
+    ranks = [rank(0, None, state="T"), replace(rank(1, None, frames=IN_LOADER), error="ValueError: boom")]
+    hang = record_hang(RunDir(tmp_path), 1, ranks, {}, silent_s=60, missing="made progress")
+    assert (hang.rank, hang.error, hang.places) == (1, "ValueError: boom", ("rank 1: tokenize at me/data.py:12",))
+    assert "rank 1 is waiting (state S) in tokenize at me/data.py:12 after ValueError: boom; rank 0 waits" in hang.text
 
 
 def test_a_rank_that_has_finished_may_be_gone():

@@ -45,7 +45,7 @@ def digest(run, stream):
 
 def test_a_step_is_one_line_with_units():
     assert format_step(STEP, num_steps=2500, eta_s=1457) == (
-        "step 00120/02500 | loss 4.1203 | 612 ms | 856,679 tok/s | mfu 41.2 % | 38.1 GiB | eta 24m17s"
+        "step 00120/02500 | loss 4.1203 | 612 ms | 856,679 tok/s | mfu 41.2% | 38.1 GiB | eta 24m17s"
     )
 
 

@@ -1,11 +1,21 @@
 """Which rank failed first, from what the ranks left behind."""
 
 import json
+import os
+import socket
 
 import pytest
 
+from paceline.explain.explanation import Explanation
 from paceline.heartbeat import HeartbeatWriter
-from paceline.launch.failure import find_early_exits, find_failures, find_script_exits
+from paceline.launch.failure import (
+    Failure,
+    explain_end,
+    find_early_exits,
+    find_failures,
+    find_script_exits,
+    uncaught_error,
+)
 from paceline.rundir import RunDir
 
 BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\nValueError: boom\n'
@@ -50,6 +60,55 @@ def test_a_killed_rank_is_the_root_and_what_it_had_survived_before_is_not_shown(
     assert (failures[0].rank, failures[0].signal, failures[0].traceback) == (1, "SIGKILL", None)
 
 
+def test_a_peer_that_outlives_its_sigterm_is_killed_by_the_launcher_and_by_nobody_else(run):
+    run.rank_log(1, 1).write_text(BOOM)
+    ranks = [ended(0, -9, ended_by_us=True), ended(1, 1)]
+    peer = find_failures(run, 1, ranks)[1]
+    assert peer.message == "ended by SIGKILL: sent by the launcher, as it had not ended in time after SIGTERM"
+
+
+IN_THREAD = "Exception in thread Thread-1 (prefetch):\n" + BOOM
+
+
+@pytest.mark.parametrize(
+    ("log", "has_ended", "error"),
+    [
+        (BOOM, True, "ValueError: boom"),
+        (BOOM + "of two lines\n", True, "ValueError: boom"),
+        (BOOM, None, "ValueError: boom"),
+        (BOOM + "trying again\n", None, None),
+        (BOOM, False, None),  # caught
+        (IN_THREAD, False, "ValueError: boom"),
+        (IN_THREAD + "step 7\n", False, None),
+        (PEER, True, None),
+        ("step 7\n", True, None),
+    ],
+)
+def test_an_exception_that_ended_a_program_and_not_its_process_is_told_from_one_that_was_caught(
+    run, log, has_ended, error
+):
+    run.rank_log(1, 0).write_text("step 6\n" + log)
+    assert uncaught_error(run.rank_log(1, 0), has_ended=has_ended) == error
+
+
+@pytest.mark.parametrize(
+    ("file", "retry"), [("serve.py", "same"), ("site-packages/torch/distributed/rendezvous.py", "other-port")]
+)
+def test_a_port_that_the_script_opens_itself_is_told_from_the_ranks_own_with_the_process_that_holds_it(
+    run, file, retry
+):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        call = f"    listen({server.getsockname()[1]})"
+        traceback = f'Traceback (most recent call last):\n  File "/code/{file}", line 4, in serve\n{call}\nOSError: x\n'
+        root = Failure(0, 1, None, "OSError: x", 1.0, consequence=False, traceback=traceback)
+        end, explanation = explain_end(run, 1, root, Explanation("port-in-use", summary="taken"), memory_ran_out=None)
+    holder = f"; process {os.getpid()} ("
+    assert (end.retry, holder in explanation.summary) == (retry, retry == "same")
+    if retry == "same":
+        own = "taken, which the script itself opens (serve at code/serve.py:4): paceline cannot change it; process "
+        assert explanation.summary.startswith(own)
+
+
 def test_the_earlier_of_two_own_errors_is_the_root(run):
     for rank, second in ((0, 5), (1, 4)):
         error = {"time": f"2026-01-01T00:00:0{second}.000Z", "type": "ValueError", "message": "boom", "traceback": BOOM}
@@ -79,6 +138,12 @@ def test_an_error_with_a_fix_keeps_its_exit_code(run, error_type, exit_code):
 def test_the_prefix_that_torch_puts_before_a_traceback_is_taken_off(run):
     run.rank_log(1, 3).write_text("".join(f"[rank3]: {line}\n" for line in BOOM.splitlines()))
     assert find_failures(run, 1, [ended(3, 1)])[0].traceback == BOOM.rstrip()
+
+
+def test_a_traceback_that_begins_behind_a_progress_bar_is_read(run):
+    run.rank_log(1, 0).write_text("\rEpoch 1:  50%|#####     | 50/100 [00:01<00:01, loss=2.5]" + BOOM)
+    failure = find_failures(run, 1, [ended(0, 1)])[0]
+    assert (failure.message, failure.traceback) == ("ValueError: boom", BOOM.rstrip())
 
 
 def test_a_rank_that_ends_with_0_has_left_too_early_unless_its_mark_says_that_it_is_done(run):

@@ -244,7 +244,7 @@ def test_a_silent_idle_script_is_ended_and_its_stopped_rank_named(watched):
     hang = wait_for_hang(launch)
     assert hang["silent_s"] >= 5
     assert (hang["rank"], hang["phase"]) == (0, None)
-    assert is_over(launch, exit_code=128 + signal.SIGKILL)
+    assert is_over(launch)
 
 
 @pytest.mark.soak
@@ -259,6 +259,21 @@ def test_a_script_whose_ranks_all_wait_is_ended_without_naming_one(watched):
     assert hang["rank"] is None
     assert "nothing distinguishes the ranks" in hang["text"]
     assert is_over(launch)
+
+
+def test_an_exception_whose_process_lives_on_in_a_thread_is_the_failure_and_no_hang(watched):
+    more = """
+        if step == 1 and rank == 1:
+            import threading
+            threading.Thread(target=time.sleep, args=(1000,)).start()
+            raise ValueError("boom")
+    """
+    launch = watched(SCRIPT, kind="script", hang_after_s=3, more=more)
+    launch.wait_until_running()
+    assert wait_for_hang(launch)["error"] == "ValueError: boom"
+    assert is_over(launch, exit_code=1)
+    root = next(failure for failure in failures(launch) if not failure["consequence"])
+    assert (root["rank"], root["exit_code"], root["message"]) == (1, 1, "ValueError: boom")
 
 
 @pytest.mark.soak

@@ -230,6 +230,16 @@ def test_what_is_told_at_the_end(run, events, messages):
     assert list(news.read(ended=True)) == messages
 
 
+def test_a_good_end_tells_what_failure_the_output_shows(run):
+    news = RunNews(run)
+    append_event(run, "attempt", attempt=1)
+    append_event(run, "finished")
+    append_event(run, "verdict", attempt=1, cause="disk-full", summary="rank 0 could not write")
+    [notice] = news.read(ended=True)
+    text = make_message(notice, news)["text"]
+    assert notice == "finished" and text.endswith("; its output shows a failure: rank 0 could not write")
+
+
 def test_a_requeued_run_is_not_to_be_resumed(run):
     run.plan_json.write_text("{}")
     news = RunNews(run)

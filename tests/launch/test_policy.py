@@ -137,6 +137,22 @@ def test_the_same_message_at_another_step_is_another_error():
     assert after(CRASHED, replace(CRASHED, step=9)).action == "retry"
 
 
+def test_a_hang_in_the_same_place_at_the_same_step_is_not_transient():
+    hang = replace(KILLED, cause="hang", error="rank 1: barrier, called at w/ddp.py:79")
+    assert after(hang, hang, abilities=SCRIPT).why == (
+        "the same hang at step 7 as in an earlier attempt: it is not transient"
+    )
+    assert after(hang, replace(hang, error="rank 1: forward at w/ddp.py:12"), abilities=SCRIPT).action == "retry"
+    assert after(hang, replace(hang, step=9), abilities=SCRIPT).action == "retry"
+    assert after(replace(hang, error=""), replace(hang, error=""), abilities=SCRIPT).action == "retry"
+
+
+def test_hangs_in_the_same_place_of_a_script_that_shows_no_steps_are_the_same_only_without_progress():
+    hang = replace(KILLED, cause="hang", step=None, error="rank 1: barrier, called at w/ddp.py:79")
+    assert after(hang, hang, abilities=SCRIPT).action == "stop"
+    assert after(hang, replace(hang, new_checkpoint=True), abilities=SCRIPT).action == "retry"
+
+
 def test_a_port_in_use_twice_is_not_a_repeated_error():
     taken = replace(KILLED, cause="port-in-use", retry="other-port", error="EADDRINUSE")
     assert after(taken, taken, abilities=SCRIPT).action == "other-port"

@@ -25,7 +25,8 @@ from paceline.explain.run_folder import explain_run
 from paceline.launch.script import Script, format_config, make_script, read_request, run_script
 from paceline.options import ScriptOptions
 from paceline.plan.machine import Machine
-from paceline.rundir import RunDir, read_json_lines
+from paceline.rundir import RunDir, append_event, read_json_lines
+from paceline.watch.report import markdown_report
 from paceline.watch.snapshot import LIVE
 from paceline.watch.status import run_status
 
@@ -196,8 +197,12 @@ def test_resume_starts_a_script_again_in_its_folder_and_a_good_end_does_not_hide
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "step 20 attempt 2")
     assert "note    exit code 0, and yet a rank requested more memory than its GPU had: 2.00 GiB" in done.stderr
     assert any("ended with exit code 0" in note for note in explain_run(RunDir(Path("runs/r"))).notes)
+    shown = "its output shows a failure: a rank requested more memory than its GPU had: 2.00 GiB"
+    assert any(shown in note for note in run_status(bench.run_dir).notes)
+    report = markdown_report(bench.run_dir.path, now=time.time())
+    assert "# r: finished" in report and shown in report and "**cuda-oom**" in report
     for args, message in (
-        ([], "r has finished: its script ended without an error"),
+        ([], "r has finished: its script ended with exit code 0"),
         (["--num-steps", "4"], "--num-steps is not for the run of a script"),
     ):
         assert run_command(["resume", "r", *args]) != 0
@@ -305,12 +310,13 @@ def test_lines_come_while_the_script_runs_and_ctrl_c_lets_it_end(bench):
     """)
     process = bench.start("--nproc", 2, "--", "train.py")
     assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
+    append_event(bench.run_dir, "verdict", attempt=0, cause="hang", rank=1, step=7, summary="no rank made progress")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
+    assert "\nnote    attempt 0 failed: hang: no rank made progress (rank 1, step 7)\ninterrupted after " in err
     assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
     assert "stopping: the script has 60 s to end; Ctrl-C again to end now\n" in err
-    assert "\ninterrupted after " in err
     assert (bench.events()[-2:], run_status(bench.run_dir).state) == (["attempt_ended", "interrupted"], "stopped")
 
 

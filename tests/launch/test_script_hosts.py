@@ -55,6 +55,20 @@ WAIT = """
     print("saved")
     sys.exit(0)
 """
+SAVE = """
+    import os, signal, sys, time
+    import torch, torch.distributed as dist
+
+    def save(signum, frame):
+        time.sleep(5)
+        open(os.environ["PACELINE_RUN"] + "/saved." + os.environ["RANK"], "w").close()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, save)
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    sys.exit(7) if dist.get_rank() == 1 else time.sleep(600)
+"""
 TWICE = """
     import os, signal, time
     print("the same code" if os.environ["PACELINE_ATTEMPT"] == "2" else "ready", flush=True)
@@ -207,6 +221,13 @@ def test_a_failing_rank_of_another_host_is_named_and_only_what_has_changed_is_se
     failed = [event for event in read_json_lines(desk.run.events) if event["event"] == "rank_failed"]
     assert (failed[0]["rank"], failed[0]["host"], failed[0]["consequence"]) == (1, "h2", False)
     assert desk.left() == []
+
+
+@pytest.mark.soak
+def test_the_ranks_of_other_hosts_have_time_to_save_when_a_rank_fails(desk):
+    desk.write("save.py", SAVE)
+    assert desk("--", "save.py") == 7, desk.text
+    assert (desk.run.path / "saved.0").exists() and desk.left() == []
 
 
 @pytest.mark.soak

@@ -822,3 +822,8 @@ def test_the_fix_for_a_question_that_slurm_refuses_can_be_pasted(tmp_path, monke
     with pytest.raises(SlurmError) as error:
         read_partitions()
     assert error.value.fix == "sinfo --noheader '--format=%R %D %T %G'"
+    words = "sinfo: fatal: Could not establish a configuration source"
+    (tmp_path / "sinfo").write_text(f"#!/bin/sh\necho '{words}' >&2\nexit 1\n")
+    with pytest.raises(SlurmError) as error:
+        read_partitions()
+    assert error.value.fix == "run it on a login node, or set SLURM_CONF"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.explain.run_folder import explain, explain_run
 from paceline.launch.supervisor import ONE_CTRL_C_S, StopSignals, moved_run, run_attempt
 from paceline.rundir import RunDir
 
@@ -108,6 +109,19 @@ def test_the_traceback_shown_is_that_of_the_rank_that_raised(launch):
     assert "Connection closed" not in ended.output.partition("Traceback")[2].partition("log: ")[0]
 
 
+def test_the_log_of_the_launch_blames_the_rank_that_failed_and_none_that_was_ended_for_it(launch):
+    script = """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            time.sleep(600)
+        sys.exit("ERROR: dataset shard 12 has a wrong magic number")
+    """
+    run = launch(script).end().run
+    assert "failed (exitcode: 1) local_rank: 1" in run.launch_log(1).read_text()
+    for explanation in (explain_run(run), explain(run.logs(1))):
+        assert (explanation.cause, explanation.rank) == ("dataset-download", 1)
+
+
 @pytest.mark.soak
 def test_peers_that_take_no_signal_are_killed_long_before_torchs_own_thirty_seconds(launch):
     script = """
@@ -126,6 +140,37 @@ def test_peers_that_take_no_signal_are_killed_long_before_torchs_own_thirty_seco
     root, peer = ended.outcome["failures"]
     assert (root["rank"], peer["signal"], peer["consequence"]) == (0, "SIGKILL", True)
     assert peer["time"] - root["time"] < 30  # as the launcher saw it; its grace is 3 s
+    assert peer["message"].startswith("ended by SIGKILL: sent by the launcher")
+
+
+def test_a_peer_in_a_script_has_as_long_to_save_as_under_torchrun(launch):
+    script = """
+        import os, signal, time
+        from pathlib import Path
+        ready, saved = (Path(__file__).with_name(name) for name in ("ready", "saved"))
+
+        def save(signum, frame):
+            time.sleep(5)
+            saved.touch()
+            os._exit(0)
+
+        if os.environ["RANK"] == "0":
+            while not ready.exists():
+                time.sleep(0.02)
+            raise ValueError("boom")
+        signal.signal(signal.SIGTERM, save)
+        ready.touch()
+        time.sleep(600)
+    """
+    ended = launch(script, prefix=("env", "RANKS_ARE=script"))
+    ended.wait_for(lambda: "note" in ended.events())
+    ended.signal(signal.SIGINT)
+    ended.end()
+    assert [failure["rank"] for failure in ended.outcome["failures"]] == [0]
+    assert (ended.run.path.parent / "saved").exists()
+    assert ended.event("note")["text"] == "a rank has failed: the others have 30 s to save and end"
+    explanation = explain_run(ended.run)  # the stop came behind the failure
+    assert (explanation.cause, explanation.rank) == ("user-code-exception", 0)
 
 
 @pytest.mark.soak
@@ -136,9 +181,10 @@ def test_a_rank_without_output_is_reported_with_its_exit_code(launch):
 
 
 def test_a_crash_in_native_code_leaves_a_traceback(launch):
-    ended = launch("import ctypes\nctypes.string_at(0)", nproc=1).end()
+    ended = launch("import ctypes, numpy\nctypes.string_at(0)", nproc=1).end()
     root = ended.outcome["failures"][0]
     assert (root["signal"], root["message"]) == ("SIGSEGV", "Fatal Python error: Segmentation fault")
+    assert "Extension modules: " in ended.log(0) and "Extension modules: " not in ended.output.partition("\nlog: ")[0]
 
 
 @pytest.mark.soak

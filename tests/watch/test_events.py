@@ -34,6 +34,10 @@ TEXTS = [
     ),
     ({"event": "rank_failed", "rank": 1, "message": "boom", "consequence": True}, "rank 1 ended after it: boom"),
     ({"event": "rank_failed", "rank": 0, "message": "\x1b[31mboom\x1b[0m"}, "rank 0 failed: boom"),
+    (
+        {"event": "verdict", "cause": "hang", "rank": 1, "step": 7, "summary": "no progress"},
+        "hang: no progress (rank 1, step 7)",
+    ),
     ({"event": "stopping", "signal": "SIGTERM"}, "stopping on SIGTERM"),
     ({"event": "stopping", "reason": "the notice file x"}, "stopping on the notice file x"),
     (

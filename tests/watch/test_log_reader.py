@@ -43,7 +43,7 @@ LINES = {
     "iter 100: loss 3.4567, time 123.45ms, mfu 12.34%": (
         "nanoGPT", 100, None, {"loss": 3.4567, "step_ms": 123.45, "mfu": 0.1234},
     ),
-    "[0] step 00120/02500 | loss 4.1203 | val_bpb 1.2034 | 612 ms | 856,679 tok/s | mfu 41.2 % | 38.1 GiB | eta 24m17s": (
+    "[0] step 00120/02500 | loss 4.1203 | val_bpb 1.2034 | 612 ms | 856,679 tok/s | mfu 41.2% | 38.1 GiB | eta 24m17s": (
         "paceline", 120, 2500, {"loss": 4.1203, "val_bpb": 1.2034, "step_ms": 612.0, "tok_per_sec": 856679.0, "mfu": 0.412},
     ),
 }  # fmt: skip

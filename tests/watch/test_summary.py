@@ -83,8 +83,8 @@ def test_a_loss_that_was_small_before_may_end_at_0():
     ("kind", "step", "num_steps", "loss", "summary"),
     [
         ("script", 100, 100, 2.5, Summary("good", "All steps are done.")),
-        ("script", 5, 100, 2.5, Summary("good", "The script ended without an error at step 5 of 100.")),
-        ("script", None, None, None, Summary("good", "The script ended without an error.")),
+        ("script", 5, 100, 2.5, Summary("good", "The script ended with exit code 0 at step 5 of 100.")),
+        ("script", None, None, None, Summary("good", "The script ended with exit code 0.")),
         ("log", 7, None, 2.5, Summary("good", "The training ended without an error.")),
         ("script", 9, 9, math.nan, Summary("warning", "All steps are done; the last loss is NaN or infinite.")),
         ("script", 9, 9, 0.0, Summary("good", "All steps are done.")),  # printed as 0.000
@@ -94,6 +94,15 @@ def test_a_loss_that_was_small_before_may_end_at_0():
 def test_what_has_finished_claims_no_more_steps_than_it_shows(kind, step, num_steps, loss, summary):
     snapshot = Snapshot("a", "a", kind, "finished", step=step, num_steps=num_steps, loss=loss)
     assert summarize(snapshot, now=NOW) == summary
+
+
+def test_a_stop_says_why_attempts_had_failed():
+    failed, stopped = (
+        replace(attempt, cause="hang", summary="rank 1 hung") for attempt in attempts("failed", "failed")
+    )
+    snapshot = Snapshot("a", "a", "script", "stopped", attempts=[failed, stopped])
+    text = "Stopped on request, after 1 recovery (hang); attempts 1 and 2 failed: hang: rank 1 hung."
+    assert summarize(snapshot, now=NOW) == Summary("warning", text)
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ),
     ("user-code-exception", 0.5, r"FileNotFoundError: .*\n.*\bopen\(", ""),  # likewise, by the statement
     (  # the user's own call of a module, whose forward raised nothing itself
-        "user-code-exception", 0.76, r"TypeError: (?:\w+\.)?forward\(\) got an unexpected keyword argument",
-        r"^(?:(?!(?:site|dist)-packages).)*\n(?:.*nn[/\\]modules[/\\]module\.py\", line \d+, in \w*call_impl$\n?){1,2}\Z",
+        "user-code-exception", 0.76, rf"TypeError: (?:(?!(?:{CLASSES})\.)\w+\.)?forward\(\) got an unexpected keyword argument",
+        r"^(?:(?!(?:site|dist)-packages).)*\n(?:.*torch[/\\]nn[/\\](?:modules[/\\]module|parallel[/\\]\w+)\.py\", line .*\n?)+\Z",
     ),
     (
         "config-error", 0.85, r"TypeError: .*__init__\(\) got an unexpected keyword argument '(?P<argument>(?!render_mode)\w+)'",

@@ -40,9 +40,6 @@ STEP = re.compile(
     re.IGNORECASE,
 )
 SECTION = re.compile(r"['\"]: \{")  # in a dictionary
-YAML_SETTING = re.compile(
-    r" +[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+: (?!nan|inf)[^,|]*$"
-)  # of a configuration in capitals, such as Detectron2's
 LOSS_FIELD = re.compile(r"(?i)loss['\"]: ['\"]?(?:[-\d]|nan|inf)")
 # 2.5, '2.5', nan.0, tensor(nan, np.float64(nan)
 VALUE = (
@@ -219,8 +216,6 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     lowered = text.lower()
     if text[:1] == "{" and "batch_size" in lowered and SECTION.search(text) and not LOSS_FIELD.search(text):
         return None  # settings
-    if text[:1] == " " and YAML_SETTING.match(text):
-        return None
     step = STEP.search(text)
     loss_match = find_measure(LOSS, text, lowered.index("loss")) if "loss" in lowered else None
     if loss_match is None and has_word(lowered, ERROR_WORDS) and (step or OF_TRAINING.search(text)):

@@ -62,6 +62,7 @@ DONE = re.compile(
     r"|训练(?:已)?(?:完成|结束)|学習(?:が)?(?:完了|終了)|학습 ?(?:완료|종료)",
     re.IGNORECASE,
 )
+YAML_SETTING, SECTIONS = re.compile(r" +[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+: "), 3  # with a setting of one name
 SOME_FAILED = re.compile(r"(?i)\b[1-9]\d* (?:\w+ )?(?:failed|failures?)\b|\bfailed: [1-9]")  # 0 OK, 1 failed
 DONE_WORDS = (  # one is in every text that matches; the pattern alone takes a fourth of the time of a line
     "finish", "done", "complet", "runtime", "final", "reached", "passed", "training time", "own accord", "run_stop", "conclu",
@@ -143,6 +144,7 @@ class ProgressTracker:
         self.rewards: list[LossPoint] = []  # of a policy
         self.scores: list[LossPoint] = []  # accuracies of evaluations
         self._epoch, self._first_epoch = 0, sys.maxsize
+        self._settings: Counter[str] = Counter()  # names of lines that look like settings
         self._header = ""  # the last line that reports an epoch alone
         self._finite_lines: list[str] = []  # the first lines without NaN
         self._labels: Counter[str] = Counter()  # by the words before a value: how often it was finite on these
@@ -171,7 +173,7 @@ class ProgressTracker:
         if match is not None:
             self._begin_epoch(int(match["epoch"]))
             self._in_epoch = self._in_epoch or KERAS_EPOCH.fullmatch(text) is not None
-        progress = read_row(text, self._columns) or read_line(text, bar)
+        progress = None if self._is_setting(text) else read_row(text, self._columns) or read_line(text, bar)
         if progress is not None and progress.name == MEAN_LOSS:
             counts = not self._losses and (self._last_step or 0) >= MIN_MEAN
             progress = replace(progress, step=self._last_step) if counts else None
@@ -202,6 +204,13 @@ class ProgressTracker:
         if has_word(lowered, MEMORY_WORDS):
             self._add_memory(line)
         return progress is not None
+
+    def _is_setting(self, text: str) -> bool:
+        """Whether a line is one of a block of settings in capitals, such as Detectron2's; measures come often under one name."""
+        if text[:1] != " " or (match := YAML_SETTING.match(text)) is None:
+            return False
+        self._settings[match[0]] += 1
+        return self._settings[match[0]] <= SECTIONS
 
     def _keras_evaluation(self, text: str) -> float | None:
         """How far a bar of Keras' evaluate is, by a line with a loss: no epoch is above it, and its number of batches is another.

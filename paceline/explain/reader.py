@@ -63,7 +63,7 @@ SIGNAL = re.compile(
 )
 EXIT = re.compile(
     r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)|exit ?code|non-zero exit|\(exit \d|return code|Exited with"
-    r"|^wandb: .*\(failed \d+\)|^make(?:\[\d+\])?: \*\*\* \[[^\]]+\] Error \d+$",
+    r"|^wandb: .*\(failed \d+\)|^g?make(?:\[\d+\])?: \*\*\* \[[^\]]+\] Error \d+$",
     re.IGNORECASE,
 )
 FORWARDED = re.compile(  # by a launcher to the other ranks

@@ -93,8 +93,8 @@ class RunBounds:
             return False
         step, last_step = progress.step, self.end.step
         goes_back = last_step is None or (step is not None and 2 * step < last_step)
-        if "*** STEP " in self.end.text:  # srun passes on what its tasks had in their buffers
-            goes_back = goes_back and number - self.end.line > BUFFERED_LINES
+        if last_step is None and "*** STEP " in self.end.text:  # srun passes on what its tasks had in their buffers
+            goes_back = number - self.end.line > BUFFERED_LINES
         if self.epoch is not None and (match := EPOCH.search(text)) and int(match["epoch"]) > self.epoch:
             goes_back = number - self.end.line > BUFFERED_LINES  # nearer it is the next epoch, still in a buffer
         return goes_back and self._is_new(number, text, is_shared=self.is_shared)

@@ -24,7 +24,7 @@ from paceline.units import format_number_of
 
 # that an earlier program of a script may not have written
 MISSING_FILES = {"checkpoint-missing-or-perm", "dataset-missing"}
-FEW_LINES = 4
+FEW_LINES = 3  # like the log's first ones, behind an exception: what its program had in a buffer
 MAX_TOLD = 3  # causes of other runs in one sentence
 JOB_NAME = re.compile(  # with the number of a job: slurm-100.out, train-100.err, train.o100, 100.out, 100_0_log.out
     r"(?:slurm-(?P<slurm>\d+)"
@@ -47,7 +47,8 @@ class Run:
         if self.explanation.shows_failure:
             return "failed"
         # not of what cleans up behind a program, nor a few lines of it that were in a buffer
-        is_restart = self.log.is_restart and ends_well(self.log) and self.num_lines > FEW_LINES
+        is_new = self.log.is_later or self.log.by_command or self.num_lines > FEW_LINES
+        is_restart = self.log.is_restart and ends_well(self.log) and is_new
         # a job's script also says "done" behind commands that failed
         lacks_command = any(NOT_FOUND.search(record.text) for record in self.log.records)
         is_done = progress.finished and (progress.steps > 0 or not lacks_command)
@@ -61,7 +62,7 @@ class Run:
     @property
     def counts(self) -> bool:
         """Whether it did any work, failed, or printed more than what a program leaves behind that another one has ended."""
-        return self.state != "silent" or self.num_lines > BUFFERED_LINES
+        return self.state != "silent" or self.num_lines > BUFFERED_LINES + 1
 
 
 @dataclass(frozen=True)

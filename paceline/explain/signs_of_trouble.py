@@ -4,13 +4,13 @@ Lines that tell of trouble although no cause of the catalogue is in them, and li
 They decide between healthy and unknown where a log shows no failure that is known.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 
 from paceline.explain.explanation import Record
 from paceline.explain.frames import left_program_running
+from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.lines import IGNORABLE, split_prefix
 from paceline.explain.log import PROMPT, Log
@@ -146,12 +146,14 @@ def last_errors(log: Log, *, has_failed: bool) -> list[Record]:
 
 
 def errors_of_every_item(log: Log) -> list[Record]:
-    """The error at the end that came with nearly every line of progress: the program went on, and did no work."""
+    """The error at the end that came with nearly every line of progress: the program went on, and no measure shows any work."""
+    if log.losses or log.scores or log.rewards or log.progress.steps < MIN_ITEMS:
+        return []
     errors = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
     counts = Counter(shape_of(record.text) for record in errors)
-    often = max(MIN_ITEMS, ITEMS_SHARE * log.progress.steps)
-    end = log.last_lines[0][0] if log.last_lines and log.progress.steps >= MIN_ITEMS else math.inf
-    last = {shape_of(record.text): record for record in errors if record.line >= end and not is_harmless(record.text)}
+    often = max(MIN_ITEMS, ITEMS_SHARE * min(log.progress.steps, MAX_REPEATS))
+    at_end = (record for record in errors if record.line >= log.last_lines[0][0] and not is_harmless(record.text))
+    last = {shape_of(record.text): record for record in at_end}
     return [record for shape, record in last.items() if counts[shape] >= often]
 
 

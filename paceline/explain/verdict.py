@@ -102,7 +102,7 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
     if all(event.from_launcher and event.record.kind in ("exit", "signal") for event in candidates):
         open_logs = [log for log in logs if not log.progress.finished]
         errors = [record for log in open_logs for record in last_errors(log, has_failed=bool(unexplained))]
-        errors = [error for error in errors if error.rank in (blamed, None)] or errors
+        errors = [error for error in errors if blamed is None or error.rank in (blamed, None)]
         errors += [record for log in logs for record in errors_of_every_item(log)]
         trouble = [] if progress.finished else [Record("line", text, line) for line, text in trouble_at_end(logs)]
         known = {id(event.record) for event in fatal}  # and survived

@@ -141,5 +141,9 @@ def test_an_argument_that_the_forward_of_the_user_s_own_module_lacks_is_a_mistak
     module = f"{PACKAGE}/torch/nn/modules/module.py"
     called = ((module, "_wrapped_call_impl"), (module, "_call_impl"))
     assert verdict(traceback(error, ("train.py", "main"), *called)).cause == "user-code-exception"
+    parallel = ((f"{PACKAGE}/torch/nn/parallel/distributed.py", "forward"), (module, "_call_impl"))
+    assert verdict(traceback(error, ("train.py", "main"), *called, *parallel)).cause == "user-code-exception"
+    llama = error.replace("forward()", "LlamaForCausalLM.forward()")
+    assert verdict(traceback(llama, ("train.py", "main"), *called)).cause == "version-mismatch"
     of_package = (f"{PACKAGE}/peft/peft_model.py", "forward")
     assert verdict(traceback(error, ("train.py", "main"), *called, of_package, *called)).cause == "version-mismatch"

@@ -50,11 +50,18 @@ def test_the_time_at_which_lsf_ended_a_job_is_no_signal():
     assert verdict("reading the data\n" * 9 + report).cause == "healthy"
 
 
-@pytest.mark.parametrize(
-    "setting", ["SOLVER.IMS_PER_BATCH: 16", "FED_LOSS_NUM_CLASSES: 50", "  UPDATE_ITER: 1", "    L1_LOSS_BETA: 0.1"]
-)
+@pytest.mark.parametrize("setting", ["SOLVER.IMS_PER_BATCH: 16", "FED_LOSS_NUM_CLASSES: 50"])
 def test_settings_in_capitals_are_no_progress(setting):
-    assert verdict("MODEL:\n" + f"{setting}\n" * 3).progress.steps == 0
+    assert verdict(f"{setting}\n" * 3).progress.steps == 0
+
+
+def test_a_block_of_settings_in_capitals_is_no_progress_and_measures_in_capitals_are():
+    block = "SOLVER:\n  UPDATE_ITER: 1\n  BURN_UP_STEP: 60000\n    L1_LOSS_BETA: 0.1\n"
+    assert verdict(block).progress.steps == 0
+    measures = "Metrics:\n  GLOBAL_STEP: {}\n  TRAIN_LOSS: {}\n"
+    assert verdict("".join(measures.format(step, 3 - step / 9) for step in range(9))).progress.last_step == 8
+    lost = "".join(measures.format(step, 2.5 if step < 3 else "NaN") for step in range(9))
+    assert verdict(lost).cause == "loss-nan"
 
 
 def test_what_deepspeed_says_of_a_checkpoint_that_it_reads_is_no_trouble():

@@ -362,6 +362,7 @@ def test_what_tasks_had_in_their_buffers_when_srun_ended_them_is_no_other_run():
     error = uncaught("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
     assert verdict(error + ended + STEPS).cause == "cuda-oom"
     assert verdict(error + ended + STEPS * 20).cause == "healthy"  # another step of the job
+    assert verdict(STEPS * 2 + error + ended + STEPS + "Training complete!\n").cause == "healthy"
 
 
 def test_a_few_lines_like_the_first_behind_an_error_were_in_a_buffer():

@@ -1717,6 +1717,10 @@ def test_an_error_with_nearly_every_item_up_to_the_end_is_no_good_end():
     done = "Training complete!\n"
     assert verdict("".join(item + refused for item in items) + done + refused).cause == "service-unreachable"
     assert verdict("".join(f"{item}\n" for item in items) + refused * 3 + done).cause == "healthy"
+    steps = "".join(f"step {step} loss {3 - step / 20:.2f}\n{refused}" for step in range(20))
+    assert verdict(steps + done).cause == "healthy"
+    many = "".join(f"Epoch 1/1 | Sample {at}/400{refused}" for at in range(400))
+    assert verdict(many + done + refused).cause == "service-unreachable"
 
 
 def test_make_that_ends_with_an_error_is_no_good_end():

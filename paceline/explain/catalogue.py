@@ -272,7 +272,7 @@ def find_cause(id: str) -> Cause:
     causes = load_catalogue().causes
     if id not in causes:
         related = [name for name in causes if f"-{id.lower()}-" in f"-{name}-"]
-        near = nearest(id.lower(), related or causes)
+        near = related[0] if len(related) == 1 else nearest(id.lower(), causes)
         fix = f"--cause {near}" if near else "paceline explain --list shows all causes"
         fix = f"one of {', '.join(sorted(related))}" if len(related) > 1 else fix
         raise PacelineError(f"no cause {id}", fix=fix)

@@ -127,7 +127,7 @@ ERROR_PREFIX = re.compile(
 def last_errors(log: Log, *, has_failed: bool) -> list[Record]:
     """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived twice.
 
-    has_failed: a process did, and others may have made few steps until they were ended.
+    has_failed: a process did, and others may have made few steps until they were ended; without ranks, near the end alone.
     """
     if ends_in(SUCCESS, log) or ends_in(SUMMARY, log) or log.is_serving:
         return []
@@ -137,10 +137,17 @@ def last_errors(log: Log, *, has_failed: bool) -> list[Record]:
     lines = (record for record in log.records if record.kind == "line" and record.line not in above)
     records = [record for record in lines if ERROR_PREFIX.search(record.text)]
     survived = Counter(shape_of(record.text) for record in records if record.line <= last_line)
+
+    def is_last_word(record: Record) -> bool:
+        if record.rank is not None:
+            return not log.steps_after(record)
+        is_near = record.step is not None and log.last_line - record.line <= WENT_ON
+        return is_near and len(log.steps_after(record)) < STEPS_AFTER
+
     return [
         record
         for record in records
-        if record.line > last_line or (has_failed and len(log.steps_after(record)) < STEPS_AFTER)
+        if record.line > last_line or (has_failed and is_last_word(record))
         if survived[shape_of(record.text)] < 2 and not is_harmless(record.text)
     ]
 

@@ -1725,5 +1725,7 @@ def test_an_error_with_nearly_every_item_up_to_the_end_is_no_good_end():
 
 def test_make_that_ends_with_an_error_is_no_good_end():
     passed = "7 of 9 checks\nall tests passed\n"
+    other = "".join(f"compiling {name}.cu\n" for name in range(40))
+    assert verdict(f"make: *** [Makefile:96: apex] Error 2\n{other}{passed}").cause == "healthy"
     assert verdict(f"{passed}make: *** [Makefile:96: test] Error 2\n").cause == "unknown"
     assert verdict(f"{passed}make: [Makefile:96: clean] Error 1 (ignored)\nall tests passed\n").cause == "healthy"

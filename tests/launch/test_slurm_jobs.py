@@ -99,7 +99,7 @@ def test_what_slurm_would_refuse_or_never_start_is_refused_before_it_is_submitte
     sizes = [word for word in SIZES if word.partition("=")[0] not in arguments]
     done = cluster.paceline("train", *sizes, "--name", "refused", "--num-steps", "10", "--slurm", *arguments)
     assert done.returncode in (1, 2)
-    assert done.stderr.startswith("error: ") and what in done.stderr and "\n  fix: " in done.stderr
+    assert "\nerror: " in f"\n{done.stderr}" and what in done.stderr and "\n  fix: " in done.stderr
     assert not (cluster.runs / "refused").exists()
 
 

@@ -197,6 +197,12 @@ def test_nobody_is_sent_to_their_own_loopback_address():
     assert "nc -vz" not in explain_text(raised(1, f"torch.distributed.DistNetworkError: {error}")).fix
 
 
+@pytest.mark.parametrize("kind", ["IndexError", "RuntimeError"])
+def test_a_maximum_of_nothing_is_no_matter_of_shapes_or_lists(kind):
+    fix = explain_text(raised(0, f"{kind}: max(): Expected reduction dim 1 to have non-zero size.")).fix
+    assert "it has no element" in fix
+
+
 def test_a_loss_that_became_nan_is_explained_at_its_first_step():
     steps = [f"step {step:05d}/00100 | loss {'nan' if step > 9 else 3 - step / 50}\n" for step in range(40)]
     explanation = explain_text("".join(steps) + raised(None, "FloatingPointError: loss is nan, stopping"))

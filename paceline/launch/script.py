@@ -263,8 +263,9 @@ class ScriptJob(Job):
     def exit_code(self, outcome: Outcome) -> int:
         """Returns the script's exit code; 1 for a known mistake of its author, which argparse, for one, ends with 2."""
         cause = load_catalogue().causes.get(outcome.explanation.cause) if outcome.explanation else None
+        text = "\n".join(item.text for item in outcome.explanation.evidence) if outcome.explanation else ""
         is_rank = bool(outcome.failures) and outcome.failures[0].rank is not None
-        is_mistake = is_rank and cause is not None and cause.retry == "never" and cause.id not in CRASHES
+        is_mistake = is_rank and cause is not None and cause.choose_retry(text) == "never" and cause.id not in CRASHES
         return PacelineError.exit_code if is_mistake else outcome.exit_code
 
     def closing_lines(self, outcome: Outcome, *, seconds: float, time_line: str) -> list[str]:

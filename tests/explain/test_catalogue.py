@@ -144,6 +144,27 @@ def test_a_text_of_no_case_gives_the_general_fix():
     assert cause.choose_fix("a red door") == ("repair it", {})
 
 
+@pytest.mark.parametrize(
+    ("text", "retry"),
+    [
+        ("PIL.UnidentifiedImageError: cannot identify image file '/mnt/images/0001.jpg'", "never"),
+        ("PIL.UnidentifiedImageError: cannot identify image file <_io.BytesIO object at 0x7f2c1c0b5e40>", "later"),
+        ("ValueError: dataset shard 12 has a wrong magic number", "never"),
+        ("OSError: image file /data/a.png is truncated", "never"),
+        ("OSError: truncated file\nRead timed out while downloading from https://host", "later"),
+        ("OSError: file /cache/a.tar is truncated\nfailed to fetch https://host/a.tar", "later"),
+        ("OSError: dataset stream closed: invalid response from server s3.amazonaws.com", "later"),
+        ("ValueError: webdataset: unexpected end of shard s3://bucket/x.tar", "later"),
+        ("tarfile.ReadError: unexpected end of data", "later"),
+        ("requests.exceptions.JSONDecodeError: Expecting value: line 1 column 1 (char 0)", "later"),
+        ("datasets.exceptions.DatasetGenerationError: An error occurred while generating the dataset", "later"),
+        ("datasets.table.CastError: Couldn't cast array of type string to int64", "never"),
+    ],
+)
+def test_only_data_that_is_surely_damaged_where_it_lies_is_never_read_again(text, retry):
+    assert CATALOGUE.causes["dataset-download"].choose_retry(text) == retry
+
+
 def test_patterns_compile_and_their_weights_and_literals_are_in_range():
     for cause, pattern in PATTERNS:
         assert pattern.kind in ("any", "exception", "line", "exit", "signal"), cause.id

@@ -144,6 +144,35 @@ def test_a_missing_module_names_the_package_that_contains_it(module, package):
     assert f"`python -m pip install {package}`" in fix
 
 
+@pytest.mark.parametrize(
+    ("path", "cause"),
+    [("/data/cells.zarr", "dataset-missing"), ("checkpoints/last.zarr", "checkpoint-missing-or-perm")],
+)
+def test_a_path_of_a_store_that_holds_nothing_is_of_the_data_or_of_a_checkpoint(path, cause):
+    explanation = explain_text(raised(0, f"FileNotFoundError: nothing found at path '{path}'"))
+    assert (explanation.cause, "the path exists" in explanation.fix) == (cause, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "package"),
+    [
+        (
+            "wandb.errors.Error: plotly is required to log plots, install with: `pip install plotly` or save an image",
+            "plotly",
+        ),
+        ("ImportError: Pandas is required to read it. Please install it: pip install pandas", "pandas"),
+        (
+            "ValueError: token is required to open this model, install the CLI: pip install huggingface_hub",
+            "huggingface_hub",
+        ),
+        ("RuntimeError: root is required to install drivers; pip install is not enough", None),
+    ],
+)
+def test_only_a_name_behind_pip_install_is_a_package_to_install(error, package):
+    fix = explain_text(raised(0, error)).fix
+    assert re.findall("`python -m pip install ([^`]+)`", fix) == ([package] if package else [])
+
+
 def test_a_missing_submodule_is_another_version_of_its_package():
     fix = explain_text(raised(0, "ModuleNotFoundError: No module named 'transformers.models.qwen3'")).fix
     assert "`python -m pip install transformers==VERSION`" in fix and "install transformers.models" not in fix
@@ -166,6 +195,12 @@ def test_a_timeout_is_shown_in_the_same_units_whatever_the_log_uses(wait):
 def test_nobody_is_sent_to_their_own_loopback_address():
     error = "The client socket has timed out after 60000ms while trying to connect to (127.0.0.1, 29500)."
     assert "nc -vz" not in explain_text(raised(1, f"torch.distributed.DistNetworkError: {error}")).fix
+
+
+@pytest.mark.parametrize("kind", ["IndexError", "RuntimeError"])
+def test_a_maximum_of_nothing_is_no_matter_of_shapes_or_lists(kind):
+    fix = explain_text(raised(0, f"{kind}: max(): Expected reduction dim 1 to have non-zero size.")).fix
+    assert "it has no element" in fix
 
 
 def test_a_loss_that_became_nan_is_explained_at_its_first_step():

@@ -298,6 +298,18 @@ def test_the_exit_code_is_that_of_the_root_cause_as_a_shell_reports_it(bench, en
     assert (events["attempt_ended"]["exit_code"], run_status(bench.run_dir).state) == (code, "failed")
 
 
+@pytest.mark.parametrize("message, code", [
+    ("dataset shard 12 has a wrong magic number", 1),
+    pytest.param("failed to download the dataset", 7, marks=pytest.mark.soak),
+])  # fmt: skip
+def test_a_script_whose_data_is_damaged_ends_as_after_a_mistake(bench, message, code):
+    bench.script(f"import sys\nprint('ERROR: {message}')\nsys.exit(7)")
+    assert bench.run("--nproc", 1, "--no-recover", "--", "train.py").returncode == code
+    assert [event["cause"] for event in read_json_lines(bench.run_dir.events) if event["event"] == "verdict"] == [
+        "dataset-download"
+    ]
+
+
 def test_lines_come_while_the_script_runs_and_ctrl_c_lets_it_end(bench):
     bench.script("""
         import signal, sys, time

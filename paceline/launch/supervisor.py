@@ -289,7 +289,7 @@ class AttemptRecord:
             roots = [agent_failure(member) for member in self.dead_agents]
         if not roots and not self.stopping:
             roots = find_early_exits(self.run, self.ranks)
-            roots = roots or (find_script_exits(self.ranks, failures) if self.script else [])
+            roots = roots or (find_script_exits(self.ranks, failures) if self.script and not self.hang else [])
         if not roots and self.hang:
             host = next((rank.get("host") for rank in self.ranks if rank["rank"] == self.hang.rank), None)
             roots = [self.hang.failure(host)]

@@ -145,13 +145,15 @@ def test_peers_that_take_no_signal_are_killed_long_before_torchs_own_thirty_seco
 
 def test_a_peer_in_a_script_has_as_long_to_save_as_under_torchrun(launch):
     script = """
-        import os, signal, time
+        import os, signal, subprocess, time
         from pathlib import Path
         ready, saved = (Path(__file__).with_name(name) for name in ("ready", "saved"))
+        loader = subprocess.Popen(["sleep", "600"])  # a save needs its data loaders
 
         def save(signum, frame):
             time.sleep(5)
-            saved.touch()
+            if loader.poll() is None:
+                saved.touch()
             os._exit(0)
 
         if os.environ["RANK"] == "0":

@@ -147,9 +147,5 @@ def uncaught_error(log: Path, frames: Sequence[Frame], *, logs: Iterable[Path]) 
     is_thread = start > 0 and "Exception in thread " in lines[start - 1]
     is_over = waits_for_thread(frames) if is_thread else has_ended(frames) is not False
     is_hook = texts[start] != lines[start]
-    return texts[end] if is_over and (is_hook or is_newest(log, logs)) else None
-
-
-def is_newest(log: Path, logs: Iterable[Path]) -> bool:
-    """Whether no other log has grown since this one did."""
-    return not any(path.exists() and path.stat().st_mtime_ns > log.stat().st_mtime_ns for path in logs)
+    is_newest = not any(path.exists() and path.stat().st_mtime_ns > log.stat().st_mtime_ns for path in logs)
+    return texts[end] if is_over and (is_hook or is_newest) else None

@@ -23,6 +23,7 @@ from paceline.errors import TrainingFailed
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.evidence import flight_recorder_logs
 from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
+from paceline.explain.lines import strip_escapes
 from paceline.explain.log import Log
 from paceline.explain.recorded_end import (
     DISK_FULL,
@@ -329,7 +330,8 @@ def explain_port(explanation: Explanation, root: Failure, place: str) -> Explana
     holder = port_holder(root.traceback or "") if root.host is None else None
     held = f"; {holder} holds it" if holder else ""
     summary = f"{explanation.summary}, which the script itself opens ({place}): paceline cannot change it{held}"
-    return replace(explanation, summary=summary)
+    fix = f"change the port in the script ({place}), or end the process that listens on it: `ss -ltnp` shows it"
+    return replace(explanation, summary=summary, fix=fix)
 
 
 def own_port(root: Failure) -> str | None:
@@ -345,7 +347,7 @@ def port_holder(traceback: str) -> str | None:
     with suppress(psutil.Error, OSError):  # other users' processes, or it has just ended
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.pid and str(connection.laddr.port) in ports:
-                command = shlex.join(psutil.Process(connection.pid).cmdline())
+                command = " ".join(strip_escapes(shlex.join(psutil.Process(connection.pid).cmdline())).split())
                 holders.add(f"process {connection.pid} ({redact_text(command)[:MAX_COMMAND]})")
     return holders.pop() if len(holders) == 1 else None
 

@@ -82,7 +82,8 @@ def test_a_port_that_the_script_opens_itself_is_told_from_the_ranks_own_with_the
     assert (end.retry, holder in explanation.summary) == (retry, retry == "same")
     if retry == "same":
         own = "taken, which the script itself opens (serve at code/serve.py:4): paceline cannot change it; process "
-        assert explanation.summary.startswith(own)
+        assert explanation.summary.startswith(own) and "\n" not in explanation.summary
+        assert explanation.fix.startswith("change the port in the script (serve at code/serve.py:4)")
 
 
 def test_a_number_that_is_no_address_names_no_process_that_listens_there():

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from paceline.explain.run_folder import explain, explain_run
-from paceline.launch.supervisor import ONE_CTRL_C_S, StopSignals, moved_run, run_attempt
+from paceline.launch.cluster import Cluster
+from paceline.launch.supervisor import ONE_CTRL_C_S, AttemptRecord, StopSignals, moved_run, run_attempt
 from paceline.rundir import RunDir
 
 pytestmark = pytest.mark.dist
@@ -173,6 +174,15 @@ def test_a_peer_in_a_script_has_as_long_to_save_as_under_torchrun(launch):
     assert ended.event("note")["text"] == "a rank has failed: the others have 30 s to save and end"
     explanation = explain_run(ended.run)  # the stop came behind the failure
     assert (explanation.cause, explanation.rank) == ("user-code-exception", 0)
+
+
+def test_a_peer_that_fails_behind_a_stop_does_not_make_the_stop_the_cause(tmp_path):
+    record = AttemptRecord(RunDir(tmp_path), 1, Cluster.here(2), script=True)
+    failed = {"event": "rank_failed", "ranks": []}
+    record.add(None, failed)
+    record.stopping = True
+    record.add(None, failed)
+    assert record.failed_first
 
 
 @pytest.mark.soak

@@ -1,16 +1,19 @@
 """
 Signs that the ranks make progress, and how long the silence between two of them may last: the heartbeats of the trainer's ranks,
-the log lines of a script's.
+the log lines of a script's. A log can also show that no more will come, since an exception ended the program and not its process.
 """
 
 import math
+import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from statistics import median
 
 from paceline.heartbeat import PHASES, Heartbeat, read_heartbeat
-from paceline.launch.stacks import IDLE, WORKING
+from paceline.launch.failure import ERROR_START, PEER_LOST, TORCH_PREFIX, read_tail_with_prefixes
+from paceline.launch.stacks import IDLE, WORKING, Frame, has_ended, waits_for_thread
 from paceline.rundir import RunDir
 
 HANG_AFTER_S = 60.0  # of silence within a step
@@ -22,6 +25,15 @@ NOTICED_AFTER_S = 20.0  # a person who watches steps come and then none takes a 
 NOTICED_PAUSES = 2  # times the longest pause between two lines of a script, or the longest phase of its kind so far
 IN_STEP = ("train", "load", "forward", "backward", "reduce", "update")
 MEDIAN_OF = 20  # steps
+# the exceptions that Python reports and ignores
+IGNORED = re.compile(
+    r"^(Exception ignored (in|while)|Error in atexit)[^\n]*\n(Traceback [^\n]*\n( [^\n]*\n)*[^\n]+\n)?", re.MULTILINE
+)
+# what may follow the line of an exception: the rest of a message that torch made or printed, and warnings at the exit
+BEHIND_ERROR = re.compile(
+    r"\s*$|\[rank\d+\]:|\[?[WE]\d{4} |\S+:\d+: (\w*Warning: |warnings\.)|  warnings\.warn\("
+    r"|CUDA kernel errors might|For debugging consider|Compile with |Search for `?cuda|Device-side assert"
+)
 
 
 class HeartbeatActivity:
@@ -118,3 +130,22 @@ class LogActivity:
 
     def allowed_s(self, cores: Mapping[int, float]) -> float:
         return self.floor_s if all(num_cores < IDLE for num_cores in cores.values()) else math.inf
+
+
+def uncaught_error(log: Path, frames: Sequence[Frame], *, logs: Iterable[Path]) -> str | None:
+    """Returns 'ValueError: boom', which ended a program, or a thread for which it waits, and not its process; None if unsure.
+
+    The log must end with its traceback. Only torch's hook for uncaught exceptions prefixes one; any other may have been caught, so
+    no rank may have printed a line since. frames: of the main thread. logs: of all ranks.
+    """
+    lines = IGNORED.sub("", "\n".join([*read_tail_with_prefixes(log), ""])).splitlines()
+    texts = [TORCH_PREFIX.sub("", line) for line in lines]
+    start = next((i for i in reversed(range(len(texts))) if texts[i].startswith(ERROR_START[0])), len(texts))
+    end = next((i for i in range(start + 1, len(texts)) if texts[i].strip() and not texts[i].startswith(" ")), None)
+    if end is None or PEER_LOST.search(texts[end]) or not all(map(BEHIND_ERROR.match, lines[end + 1 :])):
+        return None
+    is_thread = start > 0 and "Exception in thread " in lines[start - 1]
+    is_over = waits_for_thread(frames) if is_thread else has_ended(frames) is not False
+    is_hook = texts[start] != lines[start]
+    is_newest = not any(path.exists() and path.stat().st_mtime_ns > log.stat().st_mtime_ns for path in logs)
+    return texts[end] if is_over and (is_hook or is_newest) else None

@@ -121,8 +121,11 @@ class Agent:
                 pid = self.pids.get(line["rank"])
                 # a rank that has ended has none there, and its pid may belong to another process
                 if pid in processes_of(self.run_id, index=self.index):
+                    self.engine.send_signal(signal.SIGRTMIN)
                     with suppress(OSError):
                         os.killpg(pid, signal.SIGKILL)  # with its data loaders; the engine then ends the other ranks
+                else:
+                    self.engine.send_signal(signal.SIGUSR2)
                 self.kill_after(self.peer_grace_s + ENGINE_MARGIN_S)
 
     def stop(self, grace_s: float) -> None:

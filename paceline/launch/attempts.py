@@ -176,6 +176,7 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             stops = (e for e in read_json_lines(job.run.events) if e.get("event") == "stopping")
             if signals.first or any(stop.get("attempt") == number for stop in stops):
                 record_verdict(job, number, explanation)
+                job.show(["no further attempt: the run was stopped"])
                 return replace(outcome, explanation=explanation)
             abilities = replace(
                 job.abilities(end), min_hosts=job.options.min_hosts, is_job_over=job_end is not None,

@@ -14,6 +14,7 @@ differences to torchrun:
 
 import gc
 import json
+import logging
 import math
 import os
 import signal
@@ -78,13 +79,13 @@ def report(event: str, **fields: Any) -> None:
 
 
 class Engine(LocalElasticAgent):
-    """torch's agent with reports on stdout, a short grace for the peers of a failed rank and a long one for a stop."""
+    """torch's agent with reports on stdout, and a grace for the peers of a failed rank and at a stop."""
 
     def __init__(self, spec: WorkerSpec, *, logs_specs: LogsSpecs, stop_grace_s: float, peer_grace_s: float):
         super().__init__(spec, logs_specs)
         self._stop_grace_s, self._peer_grace_s = stop_grace_s, peer_grace_s
         self._stop_requested = self._peer_failed = False
-        self._stop_deadline = math.inf  # of the workers, once they have received SIGTERM
+        self._deadline = math.inf  # of the workers, once they have received SIGTERM
         self._end_times: dict[int, float] = {}  # rank -> Unix time at which its end was noticed
         self._ended_by_us: set[int] = set()
         self._num_succeeded = 0
@@ -98,6 +99,7 @@ class Engine(LocalElasticAgent):
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(signum, self._request_stop)
         signal.signal(signal.SIGUSR2, self._note_peer)
+        signal.signal(signal.SIGRTMIN, blame_nobody)
         report("started", ranks=self.ranks())
         return pids
 
@@ -116,23 +118,16 @@ class Engine(LocalElasticAgent):
         if running and len(ranks) - len(running) - len(failed) > self._num_succeeded:
             self._num_succeeded = len(ranks) - len(running) - len(failed)
             report("rank_ended", ranks=ranks)  # with 0: only its heartbeat shows whether that is too early
-        if self._stop_requested:
-            if running and self._stop_deadline == math.inf:
-                self._stop_deadline = time.monotonic() + self._stop_grace_s
-                for handler in self._pcontext.subprocess_handlers.values():
-                    handler.proc.send_signal(signal.SIGTERM)  # not its group: its data loaders must outlive the save
-            if running and time.monotonic() < self._stop_deadline:
-                # torch would end them all at the first exit code other than 0
-                return RunResult(state=WorkerState.HEALTHY)
-            self._pcontext.close(signal.SIGKILL, timeout=KILL_S)
-        elif failed or self._peer_failed:
-            if failed:
-                report("rank_failed", ranks=failed)
-            self._ended_by_us.update(running)
+        if failed or self._peer_failed or self._stop_requested:
             ended: set[int] = set()
             self._pcontext._capture_process_failures(ended)  # torch's log blames the rank that it has noted first
             self._pcontext._running_local_ranks -= ended
-            self._pcontext.close(signal.SIGTERM, timeout=int(self._peer_grace_s))  # then SIGKILL
+            if self._deadline == math.inf:
+                self._end_workers(self._pcontext, running, failed)
+            if running and time.monotonic() < self._deadline:
+                # torch would end them all at the first exit code other than 0
+                return RunResult(state=WorkerState.HEALTHY)
+            self._pcontext.close(signal.SIGKILL, timeout=KILL_S)
         result: RunResult = super()._monitor_workers(worker_group)
         rendezvous = worker_group.spec.rdzv_handler
         # on several hosts the other agents write to the store as well
@@ -144,6 +139,16 @@ class Engine(LocalElasticAgent):
             # a rank that joins writes its address to the shared store
             self.joined = self._num_keys() > self._keys_before
         return result
+
+    def _end_workers(self, context: SubprocessContext, running: list[int], failed: list[dict[str, Any]]) -> None:
+        """Sends SIGTERM to the workers at a stop, or to the peers of a failed rank, which is reported; sets their deadline."""
+        if failed and not self._stop_requested:
+            report("rank_failed", ranks=failed)
+        if not self._stop_requested:
+            self._ended_by_us.update(running)
+        self._deadline = time.monotonic() + (self._stop_grace_s if self._stop_requested else self._peer_grace_s)
+        for handler in context.subprocess_handlers.values():
+            handler.proc.send_signal(signal.SIGTERM)  # not its group: its data loaders must outlive the save
 
     def _num_keys(self) -> int:
         """Returns the number of keys in the whole store; the agent's have a prefix, the workers' have none."""
@@ -161,6 +166,13 @@ class Engine(LocalElasticAgent):
             record = {"rank": rank, "local_rank": local_rank, "pid": handler.proc.pid, "exit_code": exit_code}
             ranks.append({**record, "time": self._end_times.get(rank), "ended_by_us": rank in self._ended_by_us})
         return ranks
+
+
+def blame_nobody(signum: int, frame: FrameType | None) -> None:
+    """Keeps torch from logging as a failure of its own that the supervisor kills a rank."""
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
+        lambda record: not record.getMessage().startswith("failed (exitcode: ")
+    )
 
 
 class OneHostRendezvous(StaticTCPRendezvous):

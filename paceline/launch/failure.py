@@ -23,6 +23,7 @@ from paceline.errors import TrainingFailed
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.evidence import flight_recorder_logs
 from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
+from paceline.explain.lines import strip_escapes
 from paceline.explain.log import Log
 from paceline.explain.recorded_end import (
     DISK_FULL,
@@ -90,6 +91,7 @@ REJOINS = "; it joins the run again when it "  # in the fix of a lost host, whil
 
 PORT_IN_USE = "port-in-use"
 FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+ADDRESS = re.compile(r"(?::|\bport[ =:]{1,2})(\d{2,5})\b|, (\d{2,5})\)", re.IGNORECASE)
 MAX_COMMAND = 80  # characters
 
 NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")  # pids, addresses and sizes differ where the error is the same
@@ -196,13 +198,17 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
 
 def read_log_tail(path: Path) -> list[str]:
     """Returns the last lines of a log, at most LOG_TAIL_BYTES, without torch's rank prefix; empty where there is no log."""
+    return [TORCH_PREFIX.sub("", line) for line in read_tail_with_prefixes(path)]
+
+
+def read_tail_with_prefixes(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    return [TORCH_PREFIX.sub("", line) for line in BEHIND_A_BAR.sub("\n", text).splitlines()]
+    return BEHIND_A_BAR.sub("\n", text).splitlines()
 
 
 def exception_line(traceback: str) -> str:
@@ -211,21 +217,6 @@ def exception_line(traceback: str) -> str:
     if not first.lstrip().startswith(ERROR_START[0]):
         return first
     return next((line for line in lines if line.strip() and not line.startswith(" ")), first)
-
-
-def uncaught_error(log: Path, *, has_ended: bool | None) -> str | None:
-    """Returns 'ValueError: boom', which ended a program, or a thread for which it waits, and not its process.
-
-    has_ended: whether its stacks show that the program has ended; None: unknown, so the log must end with the traceback.
-    """
-    lines = read_log_tail(log)
-    start = next((i for i in reversed(range(len(lines))) if lines[i].startswith(ERROR_START[0])), None)
-    if start is None:
-        return None
-    error = exception_line("\n".join(lines[start:]))
-    is_thread = start > 0 and lines[start - 1].startswith("Exception in thread ")
-    is_uncaught = has_ended or (lines[-1] == error and (is_thread or has_ended is None))
-    return error if is_uncaught and not PEER_LOST.search(error) else None
 
 
 def explain_end(
@@ -316,7 +307,11 @@ def explain_hang(
     explanation: Explanation, hang: dict[str, Any], run: RunDir, *, recorder_logs: Sequence[Log]
 ) -> Explanation:
     """Explains a hang. recorder_logs: what the flight recorders show of the rank that is late."""
-    if hang.get("error") and explanation.cause in load_catalogue().causes and explanation.rank in (None, hang["rank"]):
+    # launch.log shows how the supervisor ended the rank
+    names = [Path(item.source or "").name for item in explanation.evidence]
+    is_kill = bool(names) and all(name.startswith("launch") for name in names)
+    is_own = explanation.cause in load_catalogue().causes and explanation.rank in (None, hang["rank"])
+    if hang.get("error") and is_own and not is_kill:
         alive = f"its process did not end: see the threads in {run.hang(hang['attempt'])}/{hang['rank']}.txt"
         return replace(explanation, rank=hang["rank"], summary=f"{explanation.summary}; {alive}")
     late_rank = recorder_logs[0].records[0].rank if recorder_logs else None
@@ -335,7 +330,8 @@ def explain_port(explanation: Explanation, root: Failure, place: str) -> Explana
     holder = port_holder(root.traceback or "") if root.host is None else None
     held = f"; {holder} holds it" if holder else ""
     summary = f"{explanation.summary}, which the script itself opens ({place}): paceline cannot change it{held}"
-    return replace(explanation, summary=summary)
+    fix = f"change the port in the script ({place}), or end the process that listens on it: `ss -ltnp` shows it"
+    return replace(explanation, summary=summary, fix=fix)
 
 
 def own_port(root: Failure) -> str | None:
@@ -345,14 +341,15 @@ def own_port(root: Failure) -> str | None:
 
 
 def port_holder(traceback: str) -> str | None:
-    """Returns 'process 4711 (python serve.py)', which listens on a port whose number the traceback shows; None if none is seen."""
-    numbers = set(re.findall(r"\b\d{2,5}\b", FRAME.sub("", traceback)))
+    """Returns 'process 4711 (python serve.py)', which listens on a port that the traceback shows; None if none or several do."""
+    ports = {first or second for first, second in ADDRESS.findall(FRAME.sub("", traceback))}
+    holders = set()
     with suppress(psutil.Error, OSError):  # other users' processes, or it has just ended
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.pid and str(connection.laddr.port) in numbers:
-                command = shlex.join(psutil.Process(connection.pid).cmdline())
-                return f"process {connection.pid} ({redact_text(command)[:MAX_COMMAND]})"
-    return None
+            if connection.status == psutil.CONN_LISTEN and connection.pid and str(connection.laddr.port) in ports:
+                command = " ".join(strip_escapes(shlex.join(psutil.Process(connection.pid).cmdline())).split())
+                holders.add(f"process {connection.pid} ({redact_text(command)[:MAX_COMMAND]})")
+    return holders.pop() if len(holders) == 1 else None
 
 
 def explain_host(explanation: Explanation, root: Failure) -> Explanation:

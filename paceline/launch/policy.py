@@ -235,7 +235,8 @@ RULES = (
     Rule(
         "transient",
         "anything else, usually transient: a killed or hung rank, a lost connection; in paceline's own trainer any crash, once",
-        lambda state: True, "retry", lambda state: "this is usually transient", "back-off",
+        lambda state: True, "retry",
+        lambda state: "the port may be free then" if state.last.cause == "port-in-use" else "this is usually transient", "back-off",
     ),
 )  # fmt: skip
 

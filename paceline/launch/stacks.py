@@ -49,6 +49,7 @@ PROCESS = re.compile(r"^Process (\d+): ")
 BACKWARD = "_engine_run_backward"  # the innermost frame of a wait in backward
 # a queue, a lock or a child process is not another rank
 STDLIB = re.compile(r"/lib/python3\.\d+/(?!(site|dist)-packages/)|<frozen ")
+THREADS = re.compile(r"/lib/python3\.\d+/(threading|queue)\.py$")
 LIBRARY = re.compile(r"/(site|dist)-packages/(?!paceline/)|/lib/python3\.\d+/|<frozen ")
 STATES = {
     "T": "stopped (state T)",
@@ -224,6 +225,12 @@ def waits_for_others(frames: Sequence[Frame]) -> bool:
         or any(".wait(" in source_line(frame) and not STDLIB.search(frame.file) for frame in frames[:4])
         or any(WAITS_IN_C.search(frame.file) for frame in frames[:1])
     )
+
+
+def waits_for_thread(frames: Sequence[Frame]) -> bool:
+    """Whether the thread is inside join, queue.get, Event.wait or the interpreter's exit, or in an iterator of the user's."""
+    is_next = bool(frames) and frames[0].name.endswith("__next__") and not LIBRARY.search(frames[0].file)
+    return is_next or any(THREADS.search(frame.file) for frame in frames[:1])
 
 
 def loads_batch(frames: Sequence[Frame]) -> bool:

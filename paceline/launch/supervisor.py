@@ -88,7 +88,7 @@ def run_attempt(
     folder was renamed, with its new place. A rank that the watchdog reports is killed.
     lock_fd: the flock on the run folder, which agent and engine inherit. libuv: False where torch was built without it; `env` must
     agree (launch/env.py). cwd: of the workers. script: the workers run a user's script, so they write no heartbeats, and the
-    attempt's exit code is that of its root cause, as a shell reports it. health_every_s: between two samples; 0 for none.
+    attempt's exit code is that of its root cause, 3 for a hang. health_every_s: between two samples; 0 for none.
     cluster: the hosts that the workers run on, nproc together; else this one. settings: what of `env` other hosts get too.
     """
     cluster = cluster or Cluster.here(nproc)
@@ -187,9 +187,9 @@ class AttemptRecord:
             self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
         if signals.first and (not self.stopping or self.regrouping):
             self.stopping, self.regrouping = True, False
-            late = {"text": "a rank had failed before: its peers may still save; Ctrl-C again to end now"}
-            kind, facts = ("note", late) if self.failed_first else ("stopping", signals.facts())
-            append_event(self.run, kind, attempt=self.attempt, **facts)
+            hint = "; Ctrl-C again to end now" if signals.by_person else ""
+            late = {"text": f"a rank had failed before: its peers may still save{hint}"} if self.failed_first else {}
+            append_event(self.run, "note" if late else "stopping", attempt=self.attempt, **late, **signals.facts())
             self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
         # the peers of a rank that exited too early have had their grace period
         is_overdue = not self.stopping and time.monotonic() - self.early_exit_at > EARLY_EXIT_GRACE_S
@@ -200,7 +200,7 @@ class AttemptRecord:
                     self.run, "note", text="the time of the notice is over: ending without the rest of the save"
                 )
             self.cluster.order("kill", give_up_s=AGENT_MARGIN_S)
-        if self.script and time.monotonic() - self.failed_at > PEER_GRACE_S:
+        if self.script and not self.stopping and time.monotonic() - self.failed_at > PEER_GRACE_S:
             self.failed_at = math.inf
             text = f"a rank has failed: the others have {self.peer_grace_s:.0f} s to save and end"
             append_event(self.run, "note", text=text)
@@ -229,7 +229,7 @@ class AttemptRecord:
             mark_unreachable(self.cluster, member, line)
         elif line["event"] == "started" and len(self.by_rank) == self.nproc:
             self.write_attempt()
-        elif line["event"] == "rank_failed":
+        elif line["event"] == "rank_failed" and not self.failed_first:
             self.failed_first = not self.stopping
             self.failed_at = time.monotonic()
         elif line["event"] == "rank_ended" and find_early_exits(self.run, self.ranks):
@@ -289,7 +289,7 @@ class AttemptRecord:
             roots = [agent_failure(member) for member in self.dead_agents]
         if not roots and not self.stopping:
             roots = find_early_exits(self.run, self.ranks)
-            roots = roots or (find_script_exits(self.ranks, failures) if self.script else [])
+            roots = roots or (find_script_exits(self.ranks, failures) if self.script and not self.hang else [])
         if not roots and self.hang:
             host = next((rank.get("host") for rank in self.ranks if rank["rank"] == self.hang.rank), None)
             roots = [self.hang.failure(host)]

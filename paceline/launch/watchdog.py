@@ -22,9 +22,16 @@ from dataclasses import asdict, dataclass, replace
 
 from paceline.explain.recorded_end import HANG
 from paceline.heartbeat import END_PHASES, Heartbeat
-from paceline.launch.activity import HANG_AFTER_S, LONG_PHASE, SCRIPT_HANG_AFTER_S, HeartbeatActivity, LogActivity
+from paceline.launch.activity import (
+    HANG_AFTER_S,
+    LONG_PHASE,
+    SCRIPT_HANG_AFTER_S,
+    HeartbeatActivity,
+    LogActivity,
+    uncaught_error,
+)
 from paceline.launch.cluster import Cluster
-from paceline.launch.failure import Failure, uncaught_error
+from paceline.launch.failure import Failure
 from paceline.launch.stacks import (
     CANNOT_RUN,
     GONE,
@@ -35,7 +42,6 @@ from paceline.launch.stacks import (
     busy_worker,
     call_site,
     describe_host,
-    has_ended,
     in_collective,
     inspect_ranks,
     loads_batch,
@@ -205,13 +211,14 @@ class Watchdog:
         """Takes the stacks of all ranks and writes them down; returns which ranks are stuck where, and what each does."""
         texts = self.hosts.inspect(own_ranks=not self.script)
         names = self.hosts.names()
+        logs = [self.run.rank_log(self.attempt, rank) for rank in range(self.nproc)]
         ranks = []
         for rank in range(self.nproc):
             process, stacks = processes.get(rank), texts.get(rank, {}).get("stacks", "")
             heartbeat, frames = self.activity.heartbeats.get(rank), tuple(main_frames(stacks))
             pid, state = (process.pid, process.state) if process else (None, None)
             worker = busy_worker(stacks) if loads_batch(frames) else None
-            error = uncaught_error(self.run.rank_log(self.attempt, rank), has_ended=has_ended(frames))
+            error = uncaught_error(logs[rank], frames, logs=logs)
             host, used = names.get(rank), cores.get(rank, 0.0)
             ranks.append(RankState(rank, pid, state, heartbeat, frames, used, host, worker, error))
         return record_hang(self.run, self.attempt, ranks, texts, silent_s=silent_s, missing=missing), ranks

@@ -228,7 +228,8 @@ def format_runs(runs: list[RunStatus], *, width: int | None = None) -> str:
         if {"tags": any(values), "eval_tokens": len({*values} - {"n/a"}) > 1}.get(name, True):
             if name == "run" and width is not None:
                 room = max(MIN_NAME, width - sum(2 + cells(column[0]) for column in columns))
-                values = [without_middle(value, room) for value in values]
+                short = [without_middle(value, room) for value in values]
+                values = [v if short.count(s) > values.count(v) else s for v, s in zip(values, short, strict=True)]
             right, most = name not in ("run", "state", "tags"), max(map(cells, (name, *values)))
             columns.insert(0, [pad(cell, most, right=right) for cell in (name, *values)])
     lines = ["  ".join(row) for row in zip(*columns, strict=True)]

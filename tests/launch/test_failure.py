@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from paceline.explain.explanation import Explanation
+from paceline.explain.explanation import Evidence, Explanation
 from paceline.heartbeat import HeartbeatWriter
 from paceline.launch.failure import (
     Failure,
@@ -14,9 +14,9 @@ from paceline.launch.failure import (
     find_early_exits,
     find_failures,
     find_script_exits,
-    uncaught_error,
+    port_holder,
 )
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, append_event
 
 BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\nValueError: boom\n'
 PEER = BOOM.replace("ValueError: boom", "RuntimeError: [../pair.cc:553] Connection closed by peer [127.0.0.1]:1")
@@ -67,30 +67,6 @@ def test_a_peer_that_outlives_its_sigterm_is_killed_by_the_launcher_and_by_nobod
     assert peer.message == "ended by SIGKILL: sent by the launcher, as it had not ended in time after SIGTERM"
 
 
-IN_THREAD = "Exception in thread Thread-1 (prefetch):\n" + BOOM
-
-
-@pytest.mark.parametrize(
-    ("log", "has_ended", "error"),
-    [
-        (BOOM, True, "ValueError: boom"),
-        (BOOM + "of two lines\n", True, "ValueError: boom"),
-        (BOOM, None, "ValueError: boom"),
-        (BOOM + "trying again\n", None, None),
-        (BOOM, False, None),  # caught
-        (IN_THREAD, False, "ValueError: boom"),
-        (IN_THREAD + "step 7\n", False, None),
-        (PEER, True, None),
-        ("step 7\n", True, None),
-    ],
-)
-def test_an_exception_that_ended_a_program_and_not_its_process_is_told_from_one_that_was_caught(
-    run, log, has_ended, error
-):
-    run.rank_log(1, 0).write_text("step 6\n" + log)
-    assert uncaught_error(run.rank_log(1, 0), has_ended=has_ended) == error
-
-
 @pytest.mark.parametrize(
     ("file", "retry"), [("serve.py", "same"), ("site-packages/torch/distributed/rendezvous.py", "other-port")]
 )
@@ -98,7 +74,7 @@ def test_a_port_that_the_script_opens_itself_is_told_from_the_ranks_own_with_the
     run, file, retry
 ):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        call = f"    listen({server.getsockname()[1]})"
+        call = f"    listen(('', {server.getsockname()[1]}))"
         traceback = f'Traceback (most recent call last):\n  File "/code/{file}", line 4, in serve\n{call}\nOSError: x\n'
         root = Failure(0, 1, None, "OSError: x", 1.0, consequence=False, traceback=traceback)
         end, explanation = explain_end(run, 1, root, Explanation("port-in-use", summary="taken"), memory_ran_out=None)
@@ -106,7 +82,24 @@ def test_a_port_that_the_script_opens_itself_is_told_from_the_ranks_own_with_the
     assert (end.retry, holder in explanation.summary) == (retry, retry == "same")
     if retry == "same":
         own = "taken, which the script itself opens (serve at code/serve.py:4): paceline cannot change it; process "
-        assert explanation.summary.startswith(own)
+        assert explanation.summary.startswith(own) and "\n" not in explanation.summary
+        assert explanation.fix.startswith("change the port in the script (serve at code/serve.py:4)")
+
+
+def test_a_number_that_is_no_address_names_no_process_that_listens_there():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert port_holder(f"    listen(('', 1), max_connections={port})\nOSError: x") is None
+        assert port_holder(f"OSError: could not bind to port {port}").startswith(f"process {os.getpid()} (")
+
+
+def test_a_launch_log_that_shows_how_a_hung_rank_was_ended_is_no_explanation_of_its_error(run):
+    append_event(run, "hang", attempt=1, rank=1, error="ValueError: boom", text="no rank made progress", step=None)
+    root = Failure(1, 1, None, "ValueError: boom", 1.0, consequence=False)
+    for source, cause in ((run.launch_log(1), "hang"), (run.rank_log(1, 1), "host-oom-killed")):
+        shown = Explanation("host-oom-killed", evidence=(Evidence(1, "exitcode: -9", 1, str(source)),), rank=1)
+        end, _ = explain_end(run, 1, root, shown, memory_ran_out=None)
+        assert end.cause == cause
 
 
 def test_the_earlier_of_two_own_errors_is_the_root(run):

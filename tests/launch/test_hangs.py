@@ -12,6 +12,7 @@ import pytest
 from launch.conftest import DRIVE, Launch
 
 from paceline.explain.evidence import read_dump
+from paceline.explain.run_folder import explain_run
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RECORDER_DUMP, RunDir
 
@@ -274,6 +275,8 @@ def test_an_exception_whose_process_lives_on_in_a_thread_is_the_failure_and_no_h
     assert is_over(launch, exit_code=1)
     root = next(failure for failure in failures(launch) if not failure["consequence"])
     assert (root["rank"], root["exit_code"], root["message"]) == (1, 1, "ValueError: boom")
+    explanation = explain_run(launch.run)  # the supervisor's own SIGKILL is no cause
+    assert (explanation.cause, explanation.rank) == ("user-code-exception", 1)
 
 
 @pytest.mark.soak

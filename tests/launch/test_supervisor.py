@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from paceline.explain.run_folder import explain, explain_run
-from paceline.launch.supervisor import ONE_CTRL_C_S, StopSignals, moved_run, run_attempt
+from paceline.launch.cluster import Cluster
+from paceline.launch.supervisor import ONE_CTRL_C_S, AttemptRecord, StopSignals, moved_run, run_attempt
 from paceline.rundir import RunDir
 
 pytestmark = pytest.mark.dist
@@ -145,13 +146,15 @@ def test_peers_that_take_no_signal_are_killed_long_before_torchs_own_thirty_seco
 
 def test_a_peer_in_a_script_has_as_long_to_save_as_under_torchrun(launch):
     script = """
-        import os, signal, time
+        import os, signal, subprocess, time
         from pathlib import Path
         ready, saved = (Path(__file__).with_name(name) for name in ("ready", "saved"))
+        loader = subprocess.Popen(["sleep", "600"])  # a save needs its data loaders
 
         def save(signum, frame):
             time.sleep(5)
-            saved.touch()
+            if loader.poll() is None:
+                saved.touch()
             os._exit(0)
 
         if os.environ["RANK"] == "0":
@@ -171,6 +174,15 @@ def test_a_peer_in_a_script_has_as_long_to_save_as_under_torchrun(launch):
     assert ended.event("note")["text"] == "a rank has failed: the others have 30 s to save and end"
     explanation = explain_run(ended.run)  # the stop came behind the failure
     assert (explanation.cause, explanation.rank) == ("user-code-exception", 0)
+
+
+def test_a_peer_that_fails_behind_a_stop_does_not_make_the_stop_the_cause(tmp_path):
+    record = AttemptRecord(RunDir(tmp_path), 1, Cluster.here(2), script=True)
+    failed = {"event": "rank_failed", "ranks": []}
+    record.add(None, failed)
+    record.stopping = True
+    record.add(None, failed)
+    assert record.failed_first
 
 
 @pytest.mark.soak

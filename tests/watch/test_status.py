@@ -142,6 +142,14 @@ def test_a_long_name_is_whole_in_a_pipe_and_loses_its_middle_on_a_terminal(tmp_p
     assert width != 99 or max(map(len, lines)) == 99
 
 
+def test_long_names_that_differ_in_their_middle_stay_whole_on_a_terminal(tmp_path):
+    names = {f"sweep-depth12-lr0.000{digit}-batch524288-wd0.1-seed1" for digit in (3, 6)}
+    for name in names:
+        make_run(tmp_path, name)
+    _, *lines = format_runs(RunList(tmp_path).read(), width=80).splitlines()
+    assert {line.split()[0] for line in lines} == names
+
+
 def test_runs_that_score_different_numbers_of_tokens_are_marked(tmp_path):
     runs = {name: make_run(tmp_path, name) for name in "abc"}
     for name, tokens in (("a", 2048), ("b", 2048), ("c", 4096)):

@@ -109,7 +109,10 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         guesses = guess_events([*unexplained, *(error for error in errors if id(error) not in known)])
         candidates = [*(guesses or guess_events(trouble)), *candidates]
         if all(record.kind != "exception" for record in unexplained):  # how it ended says less than its last words
-            unexplained = [*(replace(error, rank=blamed) for error in errors), *unexplained]
+            unexplained = [
+                *(error if blamed is None else replace(error, rank=blamed) for error in errors),
+                *unexplained,
+            ]
     if not candidates:
         return explain_unknown(logs, unexplained, progress) if unexplained else explain_quiet(logs, progress, values)
     if exit_record := silent_exit(candidates, unexplained):

@@ -1729,3 +1729,12 @@ def test_make_that_ends_with_an_error_is_no_good_end():
     assert verdict(f"make: *** [Makefile:96: apex] Error 2\n{other}{passed}").cause == "healthy"
     assert verdict(f"{passed}make: *** [Makefile:96: test] Error 2\n").cause == "unknown"
     assert verdict(f"{passed}make: [Makefile:96: clean] Error 1 (ignored)\nall tests passed\n").cause == "healthy"
+
+
+def test_the_error_of_another_rank_is_not_that_of_the_rank_that_ended():
+    error = "[rank0]: ERROR: eval metrics could not be sent\n"
+    steps = "".join(f"[rank0]: step {step} loss {3 - step / 9:.2f}\n" for step in range(20))
+    exited = "torchrun failed\n  rank      : 1 (local_rank: 1)\n  exitcode  : 3 (pid: 4711)\n"
+    assert "eval metrics" not in verdict(steps + error + exited).summary
+    assert "eval metrics" in verdict(steps + error.replace("rank0", "rank1") + exited).summary
+    assert verdict(steps + error).rank == 0

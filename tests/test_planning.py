@@ -22,6 +22,11 @@ def nothing_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+
+
 def plan(capsys, *words: str) -> str:
     assert run_command(["plan", *words]) == 0
     return capsys.readouterr().out

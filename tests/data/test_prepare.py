@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -211,7 +212,7 @@ def test_a_flipped_byte_is_detected_and_its_file_named(source, tmp_path):
         with pytest.raises(PacelineError) as error:
             verify(open_dataset(dataset.path))
         assert error.value.message.startswith(f"{path} is damaged: its SHA-256 is ")
-        assert error.value.fix.endswith(f"rm -r '{dataset.path}'")
+        assert error.value.fix.endswith(f"rm -r {shlex.quote(str(dataset.path))}")
         path.write_bytes(whole)
 
 

@@ -109,10 +109,8 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         guesses = guess_events([*unexplained, *(error for error in errors if id(error) not in known)])
         candidates = [*(guesses or guess_events(trouble)), *candidates]
         if all(record.kind != "exception" for record in unexplained):  # how it ended says less than its last words
-            unexplained = [
-                *(error if blamed is None else replace(error, rank=blamed) for error in errors),
-                *unexplained,
-            ]
+            errors = errors if blamed is None else [replace(error, rank=blamed) for error in errors]
+            unexplained = [*errors, *unexplained]
     if not candidates:
         return explain_unknown(logs, unexplained, progress) if unexplained else explain_quiet(logs, progress, values)
     if exit_record := silent_exit(candidates, unexplained):
@@ -281,8 +279,7 @@ def is_late_step(progress: LogProgress) -> bool:
 def hardly_began(log: Log) -> bool:
     """Whether a log's last run printed little and no step, although runs before it reported steps."""
     has_steps = any(run.progress.steps >= MIN_STEPS for run in log.earlier)
-    last_line = log.last_line
-    return log.is_restart and has_steps and last_line - log.first_line <= BUFFERED_LINES and not ends_well(log)
+    return log.is_restart and has_steps and log.last_line - log.first_line <= BUFFERED_LINES and not ends_well(log)
 
 
 def is_ordinary(log: Log) -> bool:

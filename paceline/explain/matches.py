@@ -127,7 +127,8 @@ class Continuation:
 
     done: range  # the lines that "done" vouches for
     repeated: frozenset[str]  # shapes of lines that come often, far apart, before others: about items that are left out
-    stop: float  # the line with which Slurm reports the end; what follows was in a buffer
+    cancelled: float  # the line with which Slurm reports that it ended a step; infinite where there is none
+    stop: float  # the same, where all that follows was in a buffer
 
 
 def find_events(log: Log, *, number: int) -> list[Event]:
@@ -139,7 +140,6 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     survived: Counter[str] = Counter()  # by the start of the text
     is_shut_down = any(COMM_ENDED.search(record.text) for record in log.records)
     is_left = any("Horovod has been shut down" in record.text for record in log.records)
-    cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=None)
     harmless = [record for record in log.records if left_program_running(record, log)]
     # the lines behind a warning that a package could not be imported
     warned = {
@@ -164,7 +164,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         factor = WARNING if is_line and WARNING_LINE.search(record.text) else WEIGHTS.get(record.kind, ERROR_LINE)
         pid = PID.search(record.text) if record.kind in ("exit", "signal") and STOP_SIGNAL.search(record.text) else None
         was_stopped = pid is not None and pid["pid"] in stopped
-        was_cancelled = cancelled is not None and record.line > cancelled and bool(TASK_KILLED.search(record.text))
+        was_cancelled = record.line > continuation.cancelled and bool(TASK_KILLED.search(record.text))
         is_banner = record.kind == "banner" or bool(STOPPED.search(record.text))
         from_launcher = is_banner or was_stopped or was_cancelled
         for cause, weight, values in matches:
@@ -303,16 +303,16 @@ def continuation_of(log: Log) -> Continuation:
     lines: dict[str, list[int]] = defaultdict(list)
     for record in filter(is_of_item, log.records):
         lines[shape_of(record.text)].append(record.line)
-    last_line = log.last_line
     repeated = {
         shape
         for shape, alike in lines.items()
-        if len(alike) >= MIN_REPEATS and alike[-1] - alike[0] > BUFFERED_LINES and last_line - alike[-1] >= LAST_LINES
+        if len(alike) >= MIN_REPEATS
+        and alike[-1] - alike[0] > BUFFERED_LINES
+        and log.last_line - alike[-1] >= LAST_LINES
     }
-    stop = next((record.line for record in log.records if CANCELLED_STEP.search(record.text)), math.inf)
-    if log.last_progress_line - stop > BUFFERED_LINES:  # another step of the job
-        stop = math.inf
-    return Continuation(lines_before_done(log), frozenset(repeated), stop)
+    cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=math.inf)
+    goes_on = log.last_progress_line - cancelled > BUFFERED_LINES  # with another step of the job
+    return Continuation(lines_before_done(log), frozenset(repeated), cancelled, math.inf if goes_on else cancelled)
 
 
 def is_of_item(record: Record) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.explain.recorded_end import HANG
 from paceline.options import Recovery
 from paceline.units import format_number_of
 
@@ -27,7 +28,7 @@ CRASHES = frozenset({
 })  # fmt: skip
 # In a script these are the author's to fix. The trainer runs no code of the user's, so there they count as crashes.
 TRAINER_CRASHES = CRASHES | {"unknown", "user-code-exception", "cuda-driver-broken", "collective-bad-tensor"}
-HOST_MEMORY, HANG = "host-oom-killed", "hang"
+HOST_MEMORY = "host-oom-killed"
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ FINGERPRINT = re.compile(
 )
 MIN_INFO = 3
 NCCL_INFO = re.compile(r"NCCL INFO ")
+CLOSED = re.compile(r"NCCL INFO comm 0x[\da-f]+ .* (?:Abort|Destroy) COMPLETE")
 INIT_ENDED = re.compile(r"Init COMPLETE|Connected all (?:rings|trees)| via (?:P2P|SHM|NET)")
 
 
@@ -198,3 +199,8 @@ def ends_in_nccl(last_lines: Sequence[str]) -> bool:
 def ends_at_init(last_lines: Sequence[str]) -> bool:
     """Whether a log ends soon after NCCL's INFO lines about communicators that are ready."""
     return ends_in_nccl(last_lines) and any(map(INIT_ENDED.search, last_lines))
+
+
+def is_closed(last_lines: Sequence[str]) -> bool:
+    """Whether a process has closed its communicators before its log ends, so that it did not hang."""
+    return any(map(CLOSED.search, last_lines))

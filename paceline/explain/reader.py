@@ -205,12 +205,12 @@ class LogParser:
         numbers, lines, start = self._lines
         stop = len(lines) if behind is None else max(start, bisect_left(numbers, behind))
         self._lines = (numbers, lines, stop)
+        while stop > start and not lines[stop - 1].strip():
+            stop -= 1
         start = max(start, stop - 4 * LAST_LINES)
         ends = zip(numbers[start:stop], lines[start:stop], strict=True)
-        parts = (
-            (number, decode_line(part).rstrip()) for number, raw in ends if raw.strip() for part in unwrap_json(raw)
-        )
-        self._run.tail.extend((number, text) for number, text in parts if text)
+        parts = ((n, decode_line(part).rstrip()) for n, raw in ends if raw.strip() for part in unwrap_json(raw))
+        self._run.tail.extend((n, text) for n, text in parts if text)
 
     def _split(self, block: bytes) -> tuple[bytes, list[bytes], Sequence[int]]:
         """The block with carriage returns as newlines, its lines, and the number of each line in the log."""

@@ -92,6 +92,7 @@ MAX_FILES = 20_000
 LOG_NAMES = re.compile(
     r"(?:\.(?:log|txt|out|err|output|stdout|stderr)(?:\.\d+)?(?:\.(?:gz|bz2|xz))?|(?:^|/)(?:stdout|stderr|slurm-\S+|log)|\.[oe]\d+)$"
 )
+SCRIPT_NAMES = re.compile(r"\.(?:py|sh|bash|slurm|sbatch|pbs)$")
 ERROR_NAMES = re.compile(r"(?:^|[._-])error\.json$")
 RANK_NAME = re.compile(
     r"(?:^|[^a-z])(?:rank|worker(?:log)?|process|proc|task)[-_.]?(?P<rank>\d{1,6})(?!\d)", re.IGNORECASE
@@ -349,6 +350,9 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
             if not logs:
                 raise PacelineError(f"no log in {path}", fix="pass the files: paceline explain FILE ...")
             files += logs
+        elif SCRIPT_NAMES.search(path.name) and is_script(path):
+            fix = "pass what it printed; of a batch job that is the file behind #SBATCH --output, or slurm-JOB.out"
+            raise UsageError(f"{path} is a script, not its output", fix=fix)
         elif path.exists():
             files.append(path)
         else:
@@ -356,6 +360,14 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
                 f"no such file: {path}", fix="paceline explain LOG, a run's name, or - for standard input"
             )
     return list(dict.fromkeys(files))
+
+
+def is_script(path: Path) -> bool:
+    try:
+        with open_file(path) as file:
+            return path.suffix == ".py" or file.read(2) == b"#!"
+    except OSError:
+        return False
 
 
 def is_text(path: Path) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from paceline.explain.blame import culprit_rank, rank_blamed_by_launcher, rank_in_text
 from paceline.explain.catalogue import Cause, load_catalogue
-from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl
+from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl, is_closed
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
 from paceline.explain.lines import split_prefix
 from paceline.explain.log import Log
@@ -233,10 +233,11 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     if progress.finished or (progress.steps >= MIN_STEPS and not stays_at_start(progress)) or is_late_step(progress):
         is_log = not all(METRICS.fullmatch(text) for log in logs for _, text in log.last_lines[-1:])
         return explain_health(replace(progress, silent_end=progress.silent_end and is_log))
-    if any(map(hardly_began, logs)):
-        return explain_silence(logs, progress, ())
     last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]
-    if last_lines and all(map(ends_in_nccl, last_lines)):
+    in_nccl = bool(last_lines) and all(map(ends_in_nccl, last_lines))
+    if any(map(hardly_began, logs)) or (in_nccl and any(map(is_closed, last_lines))):
+        return explain_silence(logs, progress, ())
+    if in_nccl:
         cause, place = load_catalogue().causes[FIRST_TRANSFER], logs[0].last_lines[-1:]
         values = {
             **values,
@@ -298,7 +299,7 @@ def is_ordinary(log: Log) -> bool:
 
 def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:
     """For logs that show neither a known failure nor that the run works: what was read. trouble: their suspicious lines."""
-    num_lines = f"{count_lines(logs):,} lines"
+    num_lines = format_number_of(count_lines(logs), "line")
     fix = f"pass the whole log of every rank: {ONE_LOG_PER_RANK}"
     if is_one_process(logs):
         fix = RERUN_CELLS if logs[0].is_notebook else f"pass all that the run printed: {ONE_LOG}"

@@ -726,6 +726,8 @@ def test_losses_of_zero_beside_an_evaluation_that_is_nan_are_nan():
         explain([f"{zeros}{{'eval_loss': nan, 'eval_runtime': 23.1, 'epoch': 0.01}}\n{zeros}".encode()]).cause
         == "loss-nan"
     )
+    learned = "".join(f"step {step}/1125  nll 0.000  gnorm 0.00\n" for step in range(800, 1125, 50))
+    assert explain([learned.encode()]).cause == "healthy"  # how it came down to 0 stands further up
 
 
 def test_throughput_that_falls_to_a_fraction_on_the_lines_of_a_log_is_told():

@@ -177,6 +177,18 @@ def test_an_incomplete_compressed_log_is_read_as_far_as_possible(tmp_path, capsy
     assert explained(capsys, path)
 
 
+def test_a_script_in_place_of_its_output_is_refused(tmp_path, capsys):
+    script = tmp_path / "job.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --output=logs/%j.out\nsrun python train.py\necho 'Training complete'\n")
+    assert run_command(["explain", str(script)]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: {script} is a script, not its output\n  fix: pass what it printed"
+    )
+    log = tmp_path / "train.py.sh"  # a name that says little
+    log.write_text("step 1 loss 2.0\nstep 2 loss 1.9\nstep 3 loss 1.8\nTraining complete\n")
+    assert explained(capsys, log)
+
+
 def test_a_healthy_log_is_reported_as_healthy(tmp_path, capsys):
     path = tmp_path / "x.log"
     path.write_text("step 1/2 | loss 3.0\nstep 2/2 | loss 2.5\n")

@@ -174,10 +174,14 @@ def test_a_log_that_stops_at_a_step_is_reported_as_possibly_cut_off():
     [
         ("", "the log is empty"),
         ("\n\n", "the log is empty"),
-        ("hello\n", "no failure found, but nothing shows that the run works: 1 lines without a step or an end"),
+        ("hello\n", "no failure found, but nothing shows that the run works: 1 line without a step or an end"),
         (
             "step 1 loss: 2.0\n",
-            "no failure found, but nothing shows that the run works: 1 lines without a step or an end",
+            "no failure found, but nothing shows that the run works: 1 line without a step or an end",
+        ),
+        (
+            "hello\n" + 600 * "\n",
+            "no failure found, but nothing shows that the run works: 1 line without a step or an end",
         ),
         (
             "loading\n" * 9 + "waiting for rank 3\n",
@@ -1003,6 +1007,13 @@ def test_a_log_that_ends_while_nccl_starts_may_be_a_hang_of_two_cards():
     assert (found.cause, found.also) == ("nccl-p2p-hang", ("collective-timeout-desync",))
     assert "while NCCL starts" in found.summary and found.confidence < 0.5
     assert verdict("".join(lines[:2])).cause == "unknown"
+
+
+def test_a_process_that_closes_its_communicators_did_not_hang():
+    start = "".join(f"n1:44:{n} [0] NCCL INFO Channel {n:02d}/0 : 0[0] -> 1[1] via P2P/IPC\n" for n in range(20))
+    end = "n1:44:90 [0] NCCL INFO comm 0x55d0ccb13020 rank 0 nranks 2 cudaDev 0 busId a8000 - Abort COMPLETE\n"
+    assert verdict(start).cause == "nccl-p2p-hang"
+    assert verdict(start + end).cause == "unknown"
 
 
 def test_noise_at_the_end_of_a_healthy_run_is_no_failure():

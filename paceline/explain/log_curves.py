@@ -101,7 +101,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *find_unlearned(losses, held_out),
         *find_chance(losses, held_out),
         *find_guesses(losses, evaluations, scores),
-        *find_zeros([*filter(is_whole, losses)], ZEROS, cause=NAN if has_nan else STANDS_STILL),
+        *find_zeros(losses, ZEROS, cause=NAN if has_nan else STANDS_STILL),
         *find_zeros([item for item in losses if item.name == MEAN_LOSS], 1, reason=MEAN_OF_ALL),
         *find_zeros(line_series(points["rewards"], kind=REWARD), ZERO_REWARDS, reason=NO_REWARD),
         *find_growth(memories, LOG_GROWTH),

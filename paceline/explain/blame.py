@@ -56,7 +56,13 @@ def culprit_rank(
         records = [record for record in records if shape_of(record.text) == shape_of(event.record.text)]
     ranks = [record.rank for record in records if record.rank is not None]
     blamed = rank_blamed_by_launcher(logs)
-    if ranks and (blamed is None or len({*ranks}) == 1):
+    waiting = {
+        number
+        for other in candidates
+        if other.cause.id in WAITING
+        for number in (other.record.rank, rank_in_text(other))
+    }
+    if ranks and (blamed is None or blamed in waiting - {*ranks} or len({*ranks}) == 1):
         return ranks[0]  # else the launcher knows which of them ended first
     if blamed is not None:
         return blamed

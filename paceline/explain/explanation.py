@@ -26,6 +26,8 @@ REPORTED_CAUSES = frozenset(
 )  # by a rank, with their own fix; not in the catalogue
 KERNEL_LOG = "kernel log"  # how the source of its lines begins
 MAX_LINES, MAX_WIDTH = 4, 200  # of one message on the screen
+MAX_TEXT = 600  # characters of a line of evidence
+DIGITS = str.maketrans("", "", "0123456789")
 MAX_VICTIMS = 16  # listed by number
 # fields of to_json() that can quote the log, which anyone may have written
 UNTRUSTED = (
@@ -83,6 +85,21 @@ class Evidence:
     text: str
     rank: int | None = None
     source: str | None = None  # the file's name if several were read
+
+
+def make_evidence(records: Sequence[Record], limit: int) -> tuple[Evidence, ...]:
+    """The first records; texts of one rank that differ only by digits appear once."""
+    distinct: dict[tuple[int | None, str], Evidence] = {}
+    for record in records:
+        text = shorten(record.text)
+        key = (record.rank, text.translate(DIGITS))
+        distinct.setdefault(key, Evidence(record.line, text, record.rank, record.source))
+    return tuple(distinct.values())[:limit]
+
+
+def shorten(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
 @dataclass(frozen=True)

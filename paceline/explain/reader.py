@@ -261,10 +261,10 @@ class LogParser:
         """Notes the progress that a line reports, of the next run where it shows that one has begun."""
         bounds = self._run.bounds
         bounds.is_shared = bounds.is_shared or bool(line.stream)
-        if bounds.end is not None and bounds.resumes_behind_end(
-            number, line.text, read_step_and_loss(in_english(line.text, line.text.lower())) or bar
-        ):
-            self._begin_run(number)
+        if bounds.end is not None or bounds.settings is not None:
+            progress = read_step_and_loss(in_english(line.text, line.text.lower())) or bar
+            if progress and (first_line := bounds.first_line_of_next(number, line.text, progress)) is not None:
+                self._begin_run(first_line)
         if self._run.progress.add(number, line, bar) and not self._tracebacks.is_open:  # an open error may be the end
             self._run.bounds.add_progress(line.text)
 
@@ -288,7 +288,8 @@ class LogParser:
             self._add(self._tracebacks.flush())
         elif shape_of(line.text) in self._run.bounds.shapes:  # a line of progress
             self._add(self._tracebacks.end_message(line.stream))
-        if self._run.bounds.starts_run(number, line.text, is_first=start in ("two", "first two")) or (
+        is_first = start in ("two", "first two")
+        if self._run.bounds.starts_run(number, line.text, is_first=is_first) or (
             start in ("first", "first two") and self._is_apart(number, line.time, start)
         ):
             self._begin_run(number)
@@ -296,7 +297,7 @@ class LogParser:
             self._run.is_later = self._run.is_restart and self._is_later(line.time)
         self._run.by_command = self._run.by_command or COMMAND.match(line.text) is not None
         self._run.is_later = self._run.is_later or NEW_PROCESS.match(line.text) is not None
-        begins = start in ("two", "first two") or self._run.first_line == number
+        begins = is_first or self._run.first_line == number
         if begins or self._last_begin[1] is None:
             self._last_begin = (number if begins else self._last_begin[0], line.time)
         if line.rank is not None and len(self._run.ranks) < MAX_RANKS:

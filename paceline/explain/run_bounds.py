@@ -15,7 +15,8 @@ from paceline.explain.lines import DIGITS
 from paceline.explain.progress import EPOCH
 
 BUFFERED_LINES = 120  # that a buffer may still hold when a program ends
-MAX_SHAPES, SHAPE_CHARS = 64, 30
+MAX_SHAPES, SHAPE_CHARS, COUNT_CHARS = 64, 30, 80
+COUNT = re.compile(r"(?<![\d.])\d{1,12}(?![\d.])")
 PROGRAM = (
     r"(?:\w+=\S* +)*(?:(?:exec|time|nohup|env|sudo) +)*(?:\S*/)?"
     r"(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|mpiexec|bash|sh|uv run|poetry run|conda run)\b"
@@ -30,7 +31,9 @@ LAUNCHER = re.compile(  # written at once, so that no buffer held it
 NEW_PROCESS = re.compile(  # Paddle's C++ writes it at once, when a process takes its GPU and joins the others
     r"[IW] \w+\.cc:\d+\] (?:Please NOTE: device: \d|init nccl context nranks: \d|ProcessGroupNCCL pg_timeout_ )"
 )
-DUMP = re.compile(r"(?:\w+: ?)?Namespace\(|(?:args|arguments|config(?:uration)?|options)\W{0,3}\{", re.IGNORECASE)
+DUMP = re.compile(
+    r"(?:\S.{0,80}[\s:\]])?Namespace\(|(?:args|arguments|config(?:uration)?|options)\W{0,3}\{", re.IGNORECASE
+)
 START_WORD = re.compile(  # in the lower-case bytes of every line that either can match
     rb"^\s*\++ |\$ +[a-z/]|nohup: |omp_num_threads|\] cmd = |nvidia-smi \d|tracking run with|namespace\("
     rb"|please note: device|init nccl context|nccl pg_timeout_"
@@ -71,6 +74,8 @@ class RunBounds:
     is_shared: bool = False  # several processes write, of which some go on for a while when another one ends
     shapes: set[str] = field(default_factory=set)  # how lines of progress and settings began before the first end
     epoch: int | None = None  # the last one before it
+    last_progress: str = ""
+    settings: tuple[int, str] | None = None  # the line where they are printed behind progress, and the last of that
 
     def starts_run(self, number: int, text: str, *, is_first: bool) -> bool:
         """Whether the run is over and a new one begins at a line. is_first: the log began with such a line."""
@@ -85,11 +90,21 @@ class RunBounds:
             starts = self.has_content and COMMAND.match(text) is not None
         if is_dump:
             self._remember(text)
+            self.settings = (number, self.last_progress) if self.last_progress else None
         return starts
 
-    def resumes_behind_end(self, number: int, text: str, progress: StepLoss | None) -> bool:
+    def first_line_of_next(self, number: int, text: str, progress: StepLoss) -> int | None:
+        """Where the next run began if a line shows that steps have begun again: there, or where it printed its settings."""
+        if self._resumes_behind_end(number, text, progress):
+            return number
+        if self.settings is None or shape_of(text) != shape_of(self.settings[1]):
+            return None
+        (first_line, last_text), self.settings = self.settings, None
+        return first_line if counts_of(text) < counts_of(last_text) else None
+
+    def _resumes_behind_end(self, number: int, text: str, progress: StepLoss) -> bool:
         """Whether a line with progress shows that steps have begun again behind the end of a program."""
-        if self.end is None or progress is None:
+        if self.end is None:
             return False
         step, last_step = progress.step, self.end.step
         goes_back = last_step is None or (step is not None and 2 * step < last_step)
@@ -121,6 +136,7 @@ class RunBounds:
 
     def add_progress(self, text: str) -> None:
         self.has_content = True
+        self.last_progress = text
         self._remember(text)
 
     def _remember(self, text: str) -> None:
@@ -143,3 +159,8 @@ def may_start(text: str) -> bool:
 def shape_of(text: str) -> str:
     """How a text begins, without digits: texts that begin alike report the same."""
     return text[:SHAPE_CHARS].translate(DIGITS)
+
+
+def counts_of(text: str) -> list[int]:
+    """The whole numbers near the beginning of a line of progress: epochs, steps and their totals."""
+    return [int(number) for number in COUNT.findall(text[:COUNT_CHARS])]

@@ -18,6 +18,7 @@ from paceline.units import format_bytes, format_duration
 MAX_VALUE_CHARS = 300
 WHOLE_COMMANDS = ("resume",)  # values that are not of a log, and whose words are quoted already
 MAX_CASE_RECORDS = 20  # searched for the case of a cause
+MAX_SURVIVED = 3  # causes named
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!(?:torch|numpy)[/\\])(?P<name>[\w-]+)[/\\]")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
@@ -56,6 +57,18 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
         if (duration := event.values.get(name)) and len(duration) <= MAX_DIGITS:
             values["duration"] = format_duration(int(duration) * seconds)
     return clean_values(values)
+
+
+def describe_survived(events: Sequence[Event]) -> tuple[str, ...]:
+    """A note on the errors that a healthy run went on behind: the likeliest cause of each, with its first line."""
+    likeliest: dict[tuple[str | None, int], Event] = {}
+    for event in sorted(events, key=lambda event: -event.score):
+        likeliest.setdefault((event.record.source, event.record.line), event)
+    first: dict[str, int] = {}
+    for event in sorted(likeliest.values(), key=lambda event: event.record.line):
+        first.setdefault(event.cause.id, event.record.line)
+    causes = [f"{cause} (line {line:,})" for cause, line in first.items()]
+    return (f"it went on behind errors: {', '.join(causes[:MAX_SURVIVED])}",) if causes else ()
 
 
 def package_of(module: str | None) -> str | None:

@@ -52,7 +52,7 @@ class Run:
         # a job's script also says "done" behind commands that failed
         lacks_command = any(NOT_FOUND.search(record.text) for record in self.log.records)
         is_done = progress.finished and (progress.steps > 0 or not lacks_command)
-        shows_work = is_done or progress.steps >= MIN_STEPS or is_restart
+        shows_work = is_done or progress.steps >= MIN_STEPS or is_restart or self.log.is_serving
         return "worked" if self.explanation.cause == HEALTHY and shows_work else "silent"
 
     @property

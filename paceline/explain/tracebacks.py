@@ -48,6 +48,7 @@ MAX_BEHIND = 6  # lines, from its announcement to an exception that Python ignor
 IGNORED = re.compile(
     r"^Exception (?:ignored (?:in|on|while)|happened during processing of request)"  # a server goes on
     r"|^Error in atexit|^Exception in Tkinter|^Error in (?P<hook>sys\.excepthook)"
+    r"|.{0,80}\bJax plugin configuration error: "  # it goes on with the other devices
     r"|^Error processing line \d+ of \S+\.pth:$"  # of site-packages, of which Python leaves the others out
 )
 SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")

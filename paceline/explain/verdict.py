@@ -12,7 +12,7 @@ from dataclasses import replace
 from paceline.explain.blame import culprit_rank, rank_blamed_by_launcher, rank_in_text
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl, is_closed
-from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
+from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record, make_evidence, shorten
 from paceline.explain.lines import split_prefix
 from paceline.explain.log import Log
 from paceline.explain.matches import (
@@ -28,7 +28,14 @@ from paceline.explain.matches import (
 from paceline.explain.reader import INCOMPLETE, NOT_TEXT
 from paceline.explain.roots import apply_hang, choose_culprit, find_hang, find_roots, silent_exit, without_consequences
 from paceline.explain.run_bounds import BUFFERED_LINES
-from paceline.explain.sentences import clean_values, fill_template, format_fix, frame_values, template_values
+from paceline.explain.sentences import (
+    clean_values,
+    describe_survived,
+    fill_template,
+    format_fix,
+    frame_values,
+    template_values,
+)
 from paceline.explain.signs_of_trouble import (
     ERROR_PREFIX,
     LAST_CHECKED,
@@ -50,7 +57,7 @@ MIN_LATE_STEP = 10  # of a single line of progress
 MIN_LINES = 8  # of a log without progress: ordinary output to its end
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
-MAX_TEXT, MAX_QUOTE = 600, 200
+MAX_QUOTE = 200
 FIRST_KINDS = {"exception": 0, "line": 1}  # of the records of a failure: what it says itself before how it ended
 CHECK_END = (
     "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
@@ -59,7 +66,6 @@ RERUN_CELLS = "run its cells to the end, save the notebook, and pass it: pacelin
 ONE_LOG = "COMMAND > run.log 2>&1, then paceline explain run.log"
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
-DIGITS = str.maketrans("", "", "0123456789")
 TRAINING_BEGINS = re.compile(r"(?i)\b(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training\W*$")
 MAX_UNDECODED = 0.01  # of the characters at the end of a log: a model's answer may break one
 MIN_OUTPUT = 50  # lines: fewer whose end only announces work do not show that it was done
@@ -112,7 +118,8 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
             errors = errors if blamed is None else [replace(error, rank=blamed) for error in errors]
             unexplained = [*errors, *unexplained]
     if not candidates:
-        return explain_unknown(logs, unexplained, progress) if unexplained else explain_quiet(logs, progress, values)
+        quiet = explain_unknown(logs, unexplained, progress) if unexplained else explain_quiet(logs, progress, values)
+        return replace(quiet, notes=describe_survived(fatal)) if quiet.cause == HEALTHY else quiet
     if exit_record := silent_exit(candidates, unexplained):
         errors = [record for record in unexplained if record.kind == "line"]
         return explain_unknown(logs, [*errors, exit_record], progress, consequences=candidates)
@@ -184,21 +191,6 @@ def confidence(score: float, rival: float) -> float:
 
 def ranks_of_victims(records: Iterable[Record], culprit: int | None) -> tuple[int, ...]:
     return tuple(sorted({record.rank for record in records if record.rank is not None} - {culprit}))
-
-
-def make_evidence(records: Sequence[Record], limit: int) -> tuple[Evidence, ...]:
-    """The first records; texts of one rank that differ only by digits appear once."""
-    distinct: dict[tuple[int | None, str], Evidence] = {}
-    for record in records:
-        text = shorten(record.text)
-        key = (record.rank, text.translate(DIGITS))
-        distinct.setdefault(key, Evidence(record.line, text, record.rank, record.source))
-    return tuple(distinct.values())[:limit]
-
-
-def shorten(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
 def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:

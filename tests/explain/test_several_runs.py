@@ -316,6 +316,26 @@ def test_a_run_begins_with_the_log_s_first_line_although_its_settings_differ():
     assert "begins at line" in explanation.summary
 
 
+def test_settings_behind_steps_begin_a_run_where_the_next_steps_count_from_their_start():
+    at = "2026-06-22 07:30:{} - INFO - main.py - train - 54 - "
+    settings = at.format("00,123") + "Namespace(lr={}, data_dir='a')\n"
+    losses = [2.05, 1.1, 0.5, 0.1, 0.02, 0.004, 0.003, 0.002, 0.001, 0.0009]
+    steps = [at.format(f"{n:02},500") + f"[train] epoch:0 {n}/1911 loss:{loss}\n" for n, loss in enumerate(losses, 10)]
+    again = [line.replace(f" {n}/1911", f" {n - 10}/1911") for n, line in enumerate(steps, 10)]
+    runs = "".join([settings.format(1), *steps, settings.format(2), *again[:4]])
+    assert verdict(runs).cause == "healthy" and verdict(runs).progress.steps == 4
+    on = "".join([settings.format(1), *again, settings.format(2), *steps])  # they are printed in the middle
+    assert verdict(on).progress.steps == 20
+
+
+def test_a_jupyter_server_outlives_its_kernels():
+    failed = uncaught("zmq.error.ZMQError: Address already in use")
+    saved = "".join(f"[I 2026-09-25 11:0{n}:01.455 ServerApp] Saving file at /notes.ipynb\n" for n in range(9))
+    begin = "[I 2026-09-25 11:00:00.001 ServerApp] Serving notebooks from local directory: /home\n"
+    assert verdict(begin + saved + failed + 20 * saved).cause == "healthy"
+    assert verdict(begin + saved + failed).cause == "port-in-use"
+
+
 def test_a_module_that_python_2_does_not_find_ended_one_program_of_several():
     missing = uncaught("ImportError: No module named pathlib").replace("    main()", "    import pathlib")
     assert verdict(missing + 3 * OTHER_OUTPUT).cause == "healthy"

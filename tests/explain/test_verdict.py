@@ -811,6 +811,25 @@ def test_of_two_errors_the_rank_of_the_one_that_was_printed_first_is_blamed_what
     assert (explanation.cause, explanation.rank) == ("user-code-exception", 1) and BUG in explanation.summary
 
 
+def test_a_rank_that_hung_behind_its_exception_is_to_blame_and_not_the_one_that_the_launcher_saw_end():
+    timeout = "[rank0]:[E ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n"
+    explanation = verdict(STEPS + raised(1, BUG) + raised(2, BUG) + timeout + banner(0, -6))
+    assert (explanation.cause, explanation.rank) == ("user-code-exception", 1)
+
+
+def test_a_plugin_of_jax_that_finds_no_gpu_is_left_out():
+    begin = "ERROR:2026-01-21 02:31:31,478:jax._src.xla_bridge:477: Jax plugin configuration error: Exception when calling x()\n"
+    assert verdict(begin + raised(None, BUG) + OTHER_LINES).cause == "healthy"
+
+
+def test_a_healthy_answer_names_the_errors_that_the_run_went_on_behind():
+    lost = "Error processing image {}: CUDA out of memory. Tried to allocate 122.00 MiB. GPU 0 has a total capacity of 79 GiB\n"
+    log = "".join(lost.format(n) for n in range(5)) + STEPS + "Training complete\n"
+    explanation = verdict(log)
+    assert explanation.cause == "healthy" and explanation.notes == ("it went on behind errors: cuda-oom (line 1)",)
+    assert verdict(STEPS + "Training complete\n").notes == ()
+
+
 def test_an_exception_that_python_ignored_earlier_does_not_hide_another_one():
     ignored = "Exception ignored in: <function Image.__del__ at 0x7f>\n"
     assert verdict(ignored + raised(None, BUG) + STEPS).cause == "healthy"

@@ -149,13 +149,24 @@ class TrainOptions(LaunchOptions, RejoinOption, SubmitOptions, ConfigOptions):
     """
 
 
-class ResumeOptions(LaunchOptions, RejoinOption, SubmitOptions):
+class RanksOptions(Options):
+    """What `run` and the `resume` of its runs show of the ranks, and send to their hosts."""
+
+    quiet_ranks: bool = option(False, "show the output of rank 0 only; logs keep every rank's", group="launch")
+    sync: str | None = option(
+        None, "send this folder to the other hosts and run there; auto: the script's, where a host lacks it", value="DIR",
+        group="hosts",
+    )  # fmt: skip
+    no_sync: bool = option(False, "send no files: they are already there")
+
+
+class ResumeOptions(LaunchOptions, RejoinOption, SubmitOptions, RanksOptions):
     """Continue a run from its last good checkpoint, on any number of devices that divides the rows of a step.
 
     A larger --num-steps extends a finished run; its learning rates are then computed for the whole new length. Keys that
     shape weights or choose rows cannot change, by a flag or in its config.toml; --data says where its text is now.
 
-    A script's run starts again in its folder, PACELINE_RUN, as the next attempt.
+    A script's run starts again in its folder, PACELINE_RUN, as the next attempt; --quiet-ranks, --sync and --no-sync are for it.
 
     $ paceline resume books --nproc 1
     """
@@ -164,7 +175,7 @@ class ResumeOptions(LaunchOptions, RejoinOption, SubmitOptions):
     keys: Mapping[str, Any] = keys_of(Config, foreign=with_our_flags)
 
 
-class ScriptOptions(LaunchOptions):
+class ScriptOptions(LaunchOptions, RanksOptions):
     """Start any script that torchrun can start, with paceline's checks, logs and recovery.
 
     Starts SCRIPT.py, or -m MODULE, once for each device. Each rank's output is kept whole in runs/NAME/logs and shown as it
@@ -183,12 +194,6 @@ class ScriptOptions(LaunchOptions):
     command: tuple[str, ...] = positional(
         "SCRIPT.py [args]", "the script and its own arguments; or -m MODULE [args]", default=(), is_script=True
     )
-    quiet_ranks: bool = option(False, "show the output of rank 0 only; logs keep every rank's", group="launch")
-    sync: str | None = option(
-        None, "send this folder to the other hosts and run there; auto: the script's, where a host lacks it", value="DIR",
-        group="hosts",
-    )  # fmt: skip
-    no_sync: bool = option(False, "send no files: they are already there")
     keys: Mapping[str, Any] = keys_of(
         Config, names=("nproc", "device", "name", "runs_dir", "hosts", "python", "interface", "ports")
     )

@@ -14,6 +14,7 @@ class RunsOptions(JsonOption):
     A column has the held-out tokens of an evaluation where runs differ in them: `paceline eval` compares such runs on all.
 
     $ paceline runs --sort val_bpb --tag baseline
+    $ paceline runs --state failed
     $ paceline runs --json | jq .[0].val_bpb
     """
 
@@ -23,6 +24,9 @@ class RunsOptions(JsonOption):
         choices=("time", "name", "state", "step", "loss", "val_bpb", "tok_per_sec"),
     )  # fmt: skip
     tag: tuple[str, ...] = option((), "only runs with this tag; may be repeated, for runs with all of them")
+    state: tuple[str, ...] = option(
+        (), "only runs in this state, such as failed; may be repeated. running: whatever a live run does"
+    )
 
 
 class RunsShowOptions(JsonOption, RunsOption):

@@ -58,6 +58,7 @@ CONVERT = {  # commands that make a file that can be read
     ".tsv": FileFix(TO_LINES.format("excel-tab"), ", which writes FILE.jsonl"),
     ".json": JSON_LINES,
 }
+PACKED = (".zst", ".xz", ".bz2", ".zip")
 NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 RUN_FILES = ({".lock", "config.toml"}, {".lock", "preparing.json"})  # of a run folder, or of one that is being prepared
 
@@ -248,7 +249,9 @@ def _folder_files(folder: Path, *, print_note: bool) -> list[SourceFile]:
     known, shown = " ".join(FORMATS), format_list(others, limit=5)
     if with_text and others and print_note:
         left_out = format_number_of(len(others), "file")
-        print(f"note    {folder}: left out {left_out} of other types: {shown}", file=sys.stderr)
+        command = _conversion([f"{root}/{name}" for name in others if name.lower().endswith(PACKED)])
+        effect = f"; {command}" if command else ""
+        print(f"note    {folder}: left out {left_out} of other types: {shown}{effect}", file=sys.stderr)
     if with_text:
         return with_text
     if files:

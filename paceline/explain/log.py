@@ -4,7 +4,7 @@ import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -136,3 +136,12 @@ class OpenRun:
             has_end=self.bounds.end is not None,
             last_ignored=self.last_ignored,
         )
+
+
+def step_of(rank: int | None, record: Record, logs: Sequence[Log], progress: LogProgress) -> int | None:
+    """Returns the step of a failure: that of its record, or the last step of the rank to blame where another one reports it."""
+    step = progress.last_step if record.step is None else record.step
+    if rank is None or (record.step is not None and record.rank == rank):
+        return step
+    steps = (log.progress.last_step if log.ranks == {rank} else log.last_steps.get(rank) for log in logs)
+    return max((own for own in steps if own is not None), default=step)

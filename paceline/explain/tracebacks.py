@@ -80,7 +80,7 @@ ONE_LINE = re.compile(
 NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
     r"^\[|^\d{4}-\d\d|^(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|FATAL)\b|^(?:wandb|srun|slurmstepd|INFO|W|E|I) ?[:\[]"
     r"|^Traceback|^During handling|^The above exception|^Exception (?:ignored|in thread)|^Error in sys\.excepthook"
-    r"|^-- Process|^\$ |^>>> |^[=*#_-]{8,}"
+    r"|^-- Process|^\$ |^>>> |^[=*#_-]{8,}|^\+(-\+)?-{8,}"
     r"|^Process \S+:$|^\s*File \"|^real\s|^NCCL |^terminate called|^Exception raised from|^frame #\d+|^Killed|^Aborted"
     r"|^Dumping (?:input data|scheduler output)\b|^\S+\.py:\d+: \w*Warning: "  # vLLM, all its settings; a warning
     r"|^make: |^In \[\d|^[WEIFC] \S+\.(?:py|cpp|cc|cu|h|hpp):\d+\]|^(?:Current )?[Tt]hread 0x|^Fatal Python error"

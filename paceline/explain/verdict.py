@@ -14,7 +14,7 @@ from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl, is_closed
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record, make_evidence, shorten
 from paceline.explain.lines import split_prefix
-from paceline.explain.log import Log
+from paceline.explain.log import Log, step_of
 from paceline.explain.matches import (
     MIN_STEPS,
     WAITING,
@@ -144,7 +144,7 @@ def explain_event(
 ) -> Explanation:
     cause, record = culprit.cause, culprit.record
     rank = culprit_rank(culprit, candidates, logs, hang=hang)
-    step = progress.last_step if record.step is None else record.step
+    step = step_of(rank, record, logs, progress)
     diverged = cause.id == DIVERGED and progress.nan_line is not None
     if diverged:
         step = progress.nan_step

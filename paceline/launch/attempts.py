@@ -18,12 +18,13 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_explanation, format_summary
 from paceline.explain.recorded_end import HANG, SUPERVISOR_LOST, earlier_failures, lost_supervisor_texts, next_command
 from paceline.explain.run_folder import explain_run
-from paceline.launch.failure import REJOINS, explain_end, read_log_tail
+from paceline.launch.activity import read_log_tail
+from paceline.launch.failure import REJOINS, explain_end
 from paceline.launch.notify import run_services
 from paceline.launch.policy import Abilities, AttemptEnd, Decision, Situation, decide
-from paceline.launch.preemption import short_notice, watch_preemption
+from paceline.launch.preemption import StopSignals, catch_signals, short_notice, watch_preemption
 from paceline.launch.requeue import current_job_end, decide_requeue, job_watch, requeue_job
-from paceline.launch.supervisor import Outcome, StopSignals, catch_signals
+from paceline.launch.supervisor import Outcome
 from paceline.options import LaunchOptions, Recovery, Services
 from paceline.plan.host import oom_kills
 from paceline.rundir import NO_SPACE, RunDir, append_event, read_json_lines, resume_command
@@ -173,11 +174,15 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             job_end, explanation = current_job_end(), outcome.explanation
             if job_end:
                 explanation = explain_job_end(job_end, explanation, job.run)
-            stops = (e for e in read_json_lines(job.run.events) if e.get("event") == "stopping")
-            if signals.first or any(stop.get("attempt") == number for stop in stops):
+            stops = [e for e in read_json_lines(job.run.events) if e.get("event") == "stopping"]
+            is_during = any(stop.get("attempt") == number for stop in stops)
+            if signals.first or is_during:
                 record_verdict(job, number, explanation)
                 job.show(["no further attempt: the run was stopped"])
-                return replace(outcome, explanation=explanation)
+                decision = decide(Situation(history, recovery, job.abilities(end)))
+                if is_during or signals.by_person or decision.action == "stop":
+                    return replace(outcome, explanation=explanation)
+                return Outcome("interrupted", INTERRUPTED, number, [], between_attempts=True)
             abilities = replace(
                 job.abilities(end), min_hosts=job.options.min_hosts, is_job_over=job_end is not None,
                 is_folder_moved=job.is_folder_moved,

@@ -40,6 +40,7 @@ from paceline.explain.recorded_end import (
 )
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import END_PHASES, read_heartbeat
+from paceline.launch.activity import ERROR_START, PEER_LOST, exception_line, read_log_tail
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
 from paceline.launch.ssh import disk_fix
 from paceline.launch.stacks import STATES, Frame, call_site
@@ -49,19 +50,7 @@ from paceline.rundir import RunDir, read_json_lines
 from paceline.units import format_bytes, signal_name
 
 FAILED_EXIT_CODE = TrainingFailed.exit_code
-LOG_TAIL_BYTES = 1 << 16  # a log may have grown to gigabytes
 
-# what a healthy rank prints when it has lost a peer: words of torch.distributed, gloo and NCCL; a program has other connections too
-PEER_LOST = re.compile(
-    r"(Dist\w+Error: |RuntimeError: (\[[^\n\]]+\] )?)((read|write|recv|send)[^\n]{0,200}: )?"
-    r"(Connection (closed|reset) by peer|Broken pipe)"
-    r"|typically caused by a remote worker (crashing|hanging)|connectFullMesh failed"
-    r"|ncclRemoteError|remote process exited|NCCL communicator was aborted"
-    r"|(DistNetworkError|DistStoreError)(?!: The server socket has failed)"
-    r"|Timed out waiting \d+ms|Some NCCL operations have failed or timed out"
-    r"|Watchdog caught collective operation timeout",
-    re.IGNORECASE,
-)
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|MemoryError|out of memory|allocate memory|not enough memory|bad_alloc|ALLOC_FAILED",
     re.IGNORECASE,
@@ -70,11 +59,6 @@ OUT_OF_MEMORY = re.compile(
 NO_PRIMITIVE = re.compile(r"could not (create|execute) a primitive( descriptor)?")
 # sent from outside, whatever the program was doing
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP", "SIGUSR1"}
-TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of a traceback once there is a process group
-BEHIND_A_BAR = re.compile(
-    r"(?<=[^\s\"'`])(?=Traceback \(most recent call last\):$)", re.MULTILINE
-)  # a bar has no newline
-ERROR_START = ("Traceback (most recent call last):", "Fatal Python error: ")
 
 # causes that no log shows
 REFUSED = "refused"  # the rank itself reported what is wrong and how to fix it
@@ -167,7 +151,7 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
     traceback = (error and error.traceback) or None
     # otherwise it had survived that error
     if not traceback and (end["ended_by_us"] or end_signal not in OUTSIDE_SIGNALS):
-        start = next((i for i in reversed(range(len(lines))) if lines[i].lstrip().startswith(ERROR_START)), None)
+        start = next((i for i in reversed(range(len(lines))) if ERROR_START.match(lines[i])), None)
         # native frames and warnings after an error belong to it
         traceback = None if start is None else "\n".join(lines[start:])
     message = (error.message if error.fix else error.text.rstrip(": ")) if error else None
@@ -194,29 +178,6 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
         traceback=traceback,
         host=end.get("host"),
     )
-
-
-def read_log_tail(path: Path) -> list[str]:
-    """Returns the last lines of a log, at most LOG_TAIL_BYTES, without torch's rank prefix; empty where there is no log."""
-    return [TORCH_PREFIX.sub("", line) for line in read_tail_with_prefixes(path)]
-
-
-def read_tail_with_prefixes(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return BEHIND_A_BAR.sub("\n", text).splitlines()
-
-
-def exception_line(traceback: str) -> str:
-    """Returns 'ValueError: boom', the first line below the frames."""
-    first, *lines = traceback.strip().splitlines()
-    if not first.lstrip().startswith(ERROR_START[0]):
-        return first
-    return next((line for line in lines if line.strip() and not line.startswith(" ")), first)
 
 
 def explain_end(

@@ -40,7 +40,10 @@ class LogFollower:
 
 
 def follow_job(run: RunDir, job_id: JobId) -> int:
-    """Prints the state of a job in the queue and the log of its run until it has ended; returns the exit code of the run."""
+    """Prints the state of a job in the queue and the log of its run until it has ended; returns the exit code of the run.
+
+    Ctrl-C or SIGTERM ends the following alone, with the exit code of a command that was interrupted.
+    """
     log = LogFollower(run.path / f"slurm-{job_id}.log")
     shown, asked_at, job = "", 0.0, None
     try:
@@ -59,7 +62,7 @@ def follow_job(run: RunDir, job_id: JobId) -> int:
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
         print(f"\ndetached: job {job_id} continues\n{format_next_commands(run)}", flush=True)
-        return 0
+        return INTERRUPTED
     time.sleep(LOOK_S)  # for a file system that shows the last lines late
     log.poll()
     state = record_job_end(run) or (job.state if job else "n/a")

@@ -40,10 +40,11 @@ from paceline.launch.hosts import HOST_KEYS, HostEntry, hosts_of, is_this_host
 from paceline.launch.member import reach_early
 from paceline.launch.notify import checked_services
 from paceline.launch.policy import CRASHES, Abilities, AttemptEnd
+from paceline.launch.preemption import StopSignals
 from paceline.launch.script_command import command_name, make_argv
-from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
+from paceline.launch.supervisor import Outcome, run_attempt
 from paceline.launch.sync import find_script_files, renew_code, send_script
-from paceline.options import LaunchOptions, ResumeOptions, ScriptOptions
+from paceline.options import LaunchOptions, RanksOptions, ResumeOptions, ScriptOptions
 from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_world_size
 from paceline.rundir import (
@@ -94,8 +95,10 @@ def resume(options: ResumeOptions, nodes: Sequence[HostEntry] = ()) -> int:
     run = find_run(options.run, runs_dir=runs_dir)
     if is_script_run(run):
         return resume_script(run, options, nodes)
-    resume_run = import_module("paceline.launch.train").resume_run  # a script needs none of it
-    return int(resume_run(find_training_run(options.run, runs_dir=runs_dir), options, nodes))
+    if options.quiet_ranks or options.sync or options.no_sync:
+        raise UsageError("--quiet-ranks, --sync and --no-sync are for the run of a script", fix="leave them out")
+    run = find_training_run(options.run, runs_dir=runs_dir)
+    return int(import_module("paceline.launch.train").resume_run(run, options, nodes))  # a script needs none of it
 
 
 def resume_script(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry]) -> int:
@@ -107,13 +110,13 @@ def resume_script(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry
     allowed = set(known["keys"].metadata["names"]) - {"name"}
     unused = [f"--{name.replace('_', '-')}" for name in options.keys if name not in allowed]
     unused += [f"--{name.replace('_', '-')}" for name in ("slurm", "slurm_args", "print") if getattr(options, name)]
-    if unused := [*unused, *(["--no-rejoin"] if not options.rejoin else [])]:
+    if unused := [*unused, *["--no-rejoin"] * (not options.rejoin)]:
         own = f"paceline run --name NEW -- {shlex.join(load_script_config(run.config_toml)['command'])}"
         raise UsageError(f"{unused[0]} is not for the run of a script", fix=f"options of its own in a new run: {own}")
     if end_state(read_json_lines(run.events)) == "finished":
         fix = f"paceline run {shlex.quote(str(run.config_toml))} runs it again in a new folder"
         raise PacelineError(f"{run.name} has finished: its script ended with exit code 0", fix=fix)
-    shared = {item.name: getattr(options, item.name) for item in fields(LaunchOptions)}
+    shared = {item.name: getattr(options, item.name) for kind in (LaunchOptions, RanksOptions) for item in fields(kind)}
     return run_script(ScriptOptions(**shared, command=(str(run.config_toml),), keys=options.keys), nodes, run=run)
 
 
@@ -198,15 +201,10 @@ class ScriptJob(Job):
     renew_code: Callable[[], list[str]] = list  # sends other hosts what has changed of the code; returns lines about it
     is_retry: bool = False
 
-    @property
-    def host_of(self) -> dict[int, str]:
-        """The host of each rank, where there are several."""
-        members = self.cluster.begin() if self.cluster else ()
-        return {rank: member.name for member in members for rank in member.ranks}
-
     def attempt(self, number: int, signals: StopSignals) -> Outcome:
         """Runs the script on every rank and shows its lines as they come."""
-        host_of = self.host_of
+        members = self.cluster.begin() if self.cluster else ()
+        host_of = {rank: member.name for member in members for rank in member.ranks}
         if self.is_retry and (lines := self.renew_code()):
             self.show(lines)
         self.is_retry = True

@@ -6,7 +6,6 @@ only this process, which then asks the agents to stop. Everything that the attem
 """
 
 import math
-import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -14,34 +13,31 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 from paceline.errors import INTERRUPTED
 from paceline.explain.explanation import Explanation
 from paceline.explain.recorded_end import HANG
 from paceline.heartbeat import read_heartbeat
+from paceline.launch.activity import read_log_tail
 from paceline.launch.agent import kill_processes
 from paceline.launch.cluster import Cluster
-from paceline.launch.failure import Failure, find_early_exits, find_failures, find_script_exits, read_log_tail
+from paceline.launch.failure import Failure, find_early_exits, find_failures, find_script_exits
 from paceline.launch.losses import agent_failure, find_blocked, host_failure, mark_unreachable, settle_losses
 from paceline.launch.member import Member
+from paceline.launch.preemption import StopSignals, catch_signals
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.redaction import redact_text
 from paceline.rundir import RunDir, append_event
 from paceline.slurm import allocation
-from paceline.terminal import stop_signals
 from paceline.units import signal_name, signal_number
 
 TICK_S = 0.2
-ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` repeat the signal that the terminal has already sent
 # after a rank has exited too early: its peers may save and report it, but a peer that waits for it to join would wait forever
 EARLY_EXIT_GRACE_S = 3.0
 # of the peers of a failed rank between SIGTERM and SIGKILL: in a collective they never return; a script has as long as in torchrun
 PEER_GRACE_S, SCRIPT_PEER_GRACE_S = 3.0, 30.0
 AGENT_MARGIN_S = 12.0  # within this the agent kills what does not end by itself, and then exits
-
-# a batch system sends SIGUSR1 when the time limit is near
 
 # regrouped: saved and ended so that the next attempt has more hosts
 State = Literal["finished", "failed", "interrupted", "regrouped"]
@@ -72,7 +68,7 @@ def run_attempt(
     lock_fd: int | None = None,
     on_tick: Callable[[], None] = lambda: None,
     on_move: Callable[[RunDir], None] = lambda run: None,
-    signals: "StopSignals | None" = None,
+    signals: StopSignals | None = None,
     hang_after_s: float | None = None,
     stop_grace_s: float = 60.0,
     libuv: bool = True,
@@ -107,8 +103,9 @@ def run_attempt(
                 watchdog = watch(record.run)
             for member, line in lines:
                 record.add(member, line)
-            if signals.by_person and not record.stopping and (silence := watchdog.before_stop()):
-                append_event(record.run, "silence", attempt=attempt, **asdict(silence))
+            is_new_stop = signals.first and not (record.stopping or record.failed_first)
+            if is_new_stop and (silence := watchdog.before_stop(by_person=signals.by_person)):
+                record.add_silence(silence)
             record.give_orders(signals, stop_grace_s=stop_grace_s)
             on_tick()
             if not record.stopping and not record.failed_first and (hang := watchdog.poll()):
@@ -180,7 +177,7 @@ class AttemptRecord:
             on_move(moved)
         return moved is not None
 
-    def give_orders(self, signals: "StopSignals", *, stop_grace_s: float) -> None:
+    def give_orders(self, signals: StopSignals, *, stop_grace_s: float) -> None:
         """Ends the attempt, at the pace that is due, where the user or a failure says so."""
         if self.cluster.is_leaving and not self.stopping:
             self.stopping = self.regrouping = True
@@ -188,7 +185,8 @@ class AttemptRecord:
         if signals.first and (not self.stopping or self.regrouping):
             self.stopping, self.regrouping = True, False
             hint = "; Ctrl-C again to end now" if signals.by_person else ""
-            late = {"text": f"a rank had failed before: its peers may still save{hint}"} if self.failed_first else {}
+            text = "a rank had failed before" + ": its peers may still save" * (self.nproc > 1) + hint
+            late = {"text": text} if self.failed_first else {}
             append_event(self.run, "note" if late else "stopping", attempt=self.attempt, **late, **signals.facts())
             self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
         # the peers of a rank that exited too early have had their grace period
@@ -218,6 +216,13 @@ class AttemptRecord:
         append_event(self.run, "hang", attempt=self.attempt, **asdict(hang))
         do, grace_s = ("kill", 0.0) if hang.rank is None else ("kill_rank", self.peer_grace_s)
         self.cluster.order(do, rank=hang.rank, give_up_s=grace_s + AGENT_MARGIN_S)
+
+    def add_silence(self, silence: Hang) -> None:
+        """Takes what the ranks did before a stop; an exception that had ended a rank's program is its failure."""
+        if silence.error:
+            self.hang, self.failed_first = silence, True
+        kind = "hang" if silence.error else "silence"
+        append_event(self.run, kind, attempt=self.attempt, **asdict(silence))
 
     def add(self, member: Member, line: dict[str, Any]) -> None:
         """Takes a line from an agent."""
@@ -321,62 +326,6 @@ class AttemptRecord:
             return "failed"  # an error while stopping, such as a full disk: perhaps nothing was saved
         # where every rank had reached its last step, the order to stop came too late to matter
         return "finished" if phases == {"done"} else "regrouped" if self.regrouping else "interrupted"
-
-
-@dataclass
-class StopSignals:
-    """The order to stop: the signals since the attempt began."""
-
-    first: str | None = None
-    first_time: float = 0.0
-    kill: bool = False
-    source: str | None = None  # of the preemption notice that came first, a noun phrase
-    deadline: float = math.inf  # by the monotonic clock: what still runs then is killed
-
-    @property
-    def by_person(self) -> bool:
-        """Whether a person ordered the stop: a batch system and a provider's notice leave no time for more than the save."""
-        return self.first == "SIGINT"
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more may be saved."""
-        return self.kill or time.monotonic() > self.deadline
-
-    def facts(self) -> dict[str, str | float]:
-        """Returns who ordered the stop, as the event `stopping` has it: a signal, or a notice and the seconds that it left."""
-        if self.source is None:
-            return {"signal": str(self.first)}
-        left = {} if math.isinf(self.deadline) else {"seconds_left": round(max(0.0, self.deadline - time.monotonic()))}
-        return {"reason": self.source, **left}
-
-    def preempt(self, source: str, seconds_left: float | None) -> None:
-        """Takes a preemption notice, from any thread."""
-        now = time.monotonic()
-        if seconds_left is not None:
-            self.deadline = min(self.deadline, now + seconds_left)
-        if self.first is None:
-            self.source, self.first_time = source, now
-            self.first = "preemption"  # last: the main thread reads the others once this is set
-
-    def add(self, signum: int, frame: FrameType | None) -> None:
-        """Takes a signal; it is a signal handler."""
-        now = time.monotonic()
-        if self.first is None:
-            self.first, self.first_time = signal.Signals(signum).name, now
-        elif signum == signal.SIGINT and now - self.first_time > ONE_CTRL_C_S:
-            self.kill = True  # a second SIGTERM is only a batch system that repeats itself
-
-
-@contextmanager
-def catch_signals(signals: StopSignals) -> Iterator[StopSignals]:
-    """Collects the signals that arrive within the block."""
-    handlers = {signum: signal.signal(signum, signals.add) for signum in stop_signals()}
-    try:
-        yield signals
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
 
 
 @contextmanager

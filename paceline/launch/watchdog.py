@@ -28,6 +28,7 @@ from paceline.launch.activity import (
     SCRIPT_HANG_AFTER_S,
     HeartbeatActivity,
     LogActivity,
+    RankHosts,
     uncaught_error,
 )
 from paceline.launch.cluster import Cluster
@@ -42,11 +43,10 @@ from paceline.launch.stacks import (
     busy_worker,
     call_site,
     describe_host,
+    has_ended,
     in_collective,
-    inspect_ranks,
     loads_batch,
     main_frames,
-    rank_processes,
     waits_for_others,
 )
 from paceline.rundir import RunDir, utc_now, write_atomic
@@ -54,8 +54,8 @@ from paceline.units import format_list, format_ranks
 
 PROCESS_CHECK_S = 0.5  # between two looks at the processes while heartbeats are missing
 LONGEST_POLL_S = 1.0  # more time than this between two polls does not count
-INSPECTION_S = 10.0  # another host has as long for the stacks of its ranks
 MADE_PROGRESS = "made progress"
+PROGRAM_ENDED = " after the end of its program: a thread or an exit handler keeps its process"
 MAX_PLACES = 4  # in one sentence
 
 
@@ -125,6 +125,7 @@ class Watchdog:
     ):
         self.run, self.attempt, self.nproc, self.script = run, attempt, nproc, script
         self.hosts = RankHosts(cluster or Cluster.here(nproc), run, attempt)
+        self.logs = [run.rank_log(attempt, rank) for rank in range(nproc)]
         default_s = SCRIPT_HANG_AFTER_S if script else HANG_AFTER_S
         self.floor_s = default_s if hang_after_s is None else hang_after_s
         self.activity: HeartbeatActivity | LogActivity = (
@@ -179,19 +180,21 @@ class Watchdog:
         self.hang, _ = self._record(processes, cores, silent_s=silent_s)
         return self.hang
 
-    def before_stop(self) -> Hang | None:
-        """Returns what the ranks do at a stop after a long silence, None after a short one: somebody often sees a hang first.
+    def before_stop(self, *, by_person: bool) -> Hang | None:
+        """Returns what the ranks do at a stop, None where they work: a person often sees a hang first.
 
-        It takes seconds, and must come before the ranks are told to stop.
+        An exception may have ended a program just before. It takes seconds, and must come before the ranks are told to stop.
         """
-        silent_s = self._awake_s - self._active_s
-        if self.hang is not None or silent_s < self.activity.noticed_after_s():
-            return None
-        processes = self.hosts.processes()
-        if all(process.state in GONE for process in processes.values()):
+        silent_s, processes = self._awake_s - self._active_s, self.hosts.processes()
+        alive = [rank for rank, process in processes.items() if process.state not in GONE]
+        is_silent = by_person and silent_s >= self.activity.noticed_after_s()
+        is_over = any(uncaught_error(self.logs[rank], None, logs=self.logs) for rank in alive)
+        if self.hang is not None or not alive or not (is_silent or is_over):
             return None
         missing = "printed a line" if self.script else MADE_PROGRESS
         hang, ranks = self._record(processes, self._cores(processes), silent_s=silent_s, missing=missing)
+        if not is_silent:
+            return hang if hang.error else None
         return replace(hang, is_seen=shows_wait(ranks, late=hang.rank))
 
     def _cores(self, processes: Mapping[int, RankProcess]) -> dict[int, float]:
@@ -211,57 +214,16 @@ class Watchdog:
         """Takes the stacks of all ranks and writes them down; returns which ranks are stuck where, and what each does."""
         texts = self.hosts.inspect(own_ranks=not self.script)
         names = self.hosts.names()
-        logs = [self.run.rank_log(self.attempt, rank) for rank in range(self.nproc)]
         ranks = []
         for rank in range(self.nproc):
             process, stacks = processes.get(rank), texts.get(rank, {}).get("stacks", "")
             heartbeat, frames = self.activity.heartbeats.get(rank), tuple(main_frames(stacks))
             pid, state = (process.pid, process.state) if process else (None, None)
             worker = busy_worker(stacks) if loads_batch(frames) else None
-            error = uncaught_error(logs[rank], frames, logs=logs)
+            error = uncaught_error(self.logs[rank], frames, logs=self.logs)
             host, used = names.get(rank), cores.get(rank, 0.0)
             ranks.append(RankState(rank, pid, state, heartbeat, frames, used, host, worker, error))
         return record_hang(self.run, self.attempt, ranks, texts, silent_s=silent_s, missing=missing), ranks
-
-
-@dataclass(frozen=True)
-class RankHosts:
-    """The ranks of an attempt, on one host or several, and how the watchdog sees their processes.
-
-    Those of this host are seen in /proc. launch/remote.py sends those of its host every second, and takes their stacks on an order:
-    a process id means something on its own host alone.
-    """
-
-    cluster: Cluster
-    run: RunDir
-    attempt: int
-
-    def processes(self) -> dict[int, RankProcess]:
-        """Returns the processes that have been started, by rank."""
-        processes: dict[int, RankProcess] = {}
-        for member in self.cluster.begin():
-            here = rank_processes(self.run, self.attempt, member.ranks) if member.is_here else member.processes
-            processes |= {rank: process for rank, process in here.items() if rank in member.ranks}
-        return processes
-
-    def inspect(self, *, own_ranks: bool) -> dict[int, dict[str, str]]:
-        """Returns what each process does, as inspect_ranks does."""
-        members = self.cluster.begin()
-        others = [member for member in members if not member.is_here]
-        for member in others:
-            member.send({"do": "stacks", "own_ranks": own_ranks})
-        texts: dict[int, dict[str, str]] = {}
-        for member in members:
-            if member.is_here:
-                texts |= inspect_ranks(self.run, self.attempt, member.ranks, own_ranks=own_ranks)
-        for line in self.cluster.answers(others, "stacks", timeout_s=INSPECTION_S, is_required=False).values():
-            texts |= {int(rank): facts for rank, facts in line["ranks"].items()}
-        return texts
-
-    def names(self) -> dict[int, str]:
-        """Returns the host of each rank; nothing where there is one."""
-        members = self.cluster.begin()
-        return {rank: member.name for member in members for rank in member.ranks} if len(members) > 1 else {}
 
 
 def record_hang(
@@ -389,7 +351,7 @@ def describe_activity(rank: RankState) -> str:
     """Returns 'waiting (state S) in load of step 3', as far as it is known."""
     if rank.state in ("S", "R") and rank.cores >= WORKING:
         return f"working ({rank.cores:.1f} cores){describe_place(rank)}"
-    after = f" after {rank.error}" if rank.error else ""
+    after = f" after {rank.error}" if rank.error else PROGRAM_ENDED if has_ended(rank.frames) else ""
     return STATES.get(rank.state or "", "gone") + describe_place(rank) + after
 
 

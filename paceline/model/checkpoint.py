@@ -197,12 +197,13 @@ class CheckpointWriter:
 
 
 class NonFiniteWeights(PacelineError):
-    """A checkpoint is intact, but its weights hold NaN or infinity. The fix is for who resumes."""
+    """A checkpoint is intact, but its weights or its optimizer states hold NaN or infinity. The fix is for who resumes."""
 
-    def __init__(self, path: Path, name: str):
-        super().__init__(
-            f"the weights of checkpoint {path.name} hold NaN or infinity, first in {name}", fix=resume_before(path)
-        )
+    def __init__(self, path: Path, key: str):
+        kind, _, name = key.partition(".")
+        what = "weights" if kind == "model" else "optimizer states"
+        text = f"the {what} of checkpoint {path.name} hold NaN or infinity, first in {name}"
+        super().__init__(text, fix=resume_before(path))
         self.record = {"cause": "loss-nan"}  # for the rank's error file
 
 
@@ -239,7 +240,7 @@ class CheckpointReader:
     def read(self, key: str, lo: int = 0, hi: int | None = None) -> Tensor:
         """Returns rows [lo, hi), or from lo on, on the CPU, in the dtype that was saved; a scalar's one row has shape ().
 
-        Raises NonFiniteWeights for NaN and infinity in a parameter of the model.
+        Raises NonFiniteWeights for NaN and infinity in a parameter of the model or a state of its optimizer.
         """
         entry = self._manifest.tensors.get(key)
         if entry is None:
@@ -258,8 +259,8 @@ class CheckpointReader:
                 rows[first - lo : last - lo] = stored[first - part.rows[0] : last - part.rows[0]]
             elif first < last:
                 rows[0] = self._file(part.file).get_tensor(part.name)
-        if key.startswith("model.") and not rows.isfinite().all():
-            raise NonFiniteWeights(self.path, key.removeprefix("model."))
+        if key.startswith(("model.", "optim.")) and not rows.isfinite().all():
+            raise NonFiniteWeights(self.path, key)
         return rows if entry.shape else rows[0]
 
     def load_model_state(self) -> dict[str, Tensor]:

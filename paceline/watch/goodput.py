@@ -1,10 +1,10 @@
 """
 Where a run's time went: steps whose work is in the weights, and everything else; from events.jsonl and metrics.jsonl.
 
-Every second from the first command to the last event is of one kind. A script's attempt whose supervisor
-was killed has no last event: it ends when a rank last wrote to its log. Everything that an attempt did after the checkpoint from
-which the next one resumed is lost. What only a broken attempt makes necessary is recovery: explanation, wait, start-up. Steps
-take the step_ms of metrics.jsonl. Other time between two of its lines is an evaluation where the second line has one, a
+Every second from the first command to the last event is of one kind. A script's attempt whose supervisor was killed has no last
+event: it ends when a rank last wrote to its log. Everything that an attempt did after the checkpoint from which the next resumed
+is lost, and in a script the silence of a hang. What only a broken attempt makes necessary is recovery: explanation, wait, start-up.
+Steps take the step_ms of metrics.jsonl. Other time between two of its lines is an evaluation where the second line has one, a
 checkpoint where one began between them, and belongs to the steps otherwise.
 """
 
@@ -53,6 +53,7 @@ class Attempt:
     samples: list[int] = field(default_factory=list)
     saved_at: float = 0.0  # the last checkpoint and the last sample
     sampled_at: float = 0.0
+    hung_at: float = math.inf  # when the silence of its hang began
 
 
 def last_writes(run: RunDir, events: Sequence[JsonRecord]) -> dict[int, float]:
@@ -98,7 +99,8 @@ def goodput(
             seconds["checks"] += prepared_s
             if before is not None:
                 seconds["idle"] += max(0.0, launched - prepared_s - before.end)
-        spent = {"steps": attempt.end - attempt.start}
+        hung_s = max(0.0, attempt.end - max(attempt.start, attempt.hung_at))
+        spent = {"steps": attempt.end - attempt.start - hung_s, "lost": hung_s}
         if tokens_per_step is not None:
             last_step = last_counted_step(attempts, index, running=now is not None)
             logged = int(attempt.lines["step"][-1]) if len(attempt.lines) else attempt.resumed
@@ -131,6 +133,8 @@ def read_attempts(
             match kind:
                 case "attempt_ended":
                     attempt.state = event.get("state", "failed")
+                case "hang":
+                    attempt.hung_at = time - event.get("silent_s", 0.0)
                 case "resumed":
                     attempt.resumed = event["step"]
                 case "checkpoint":

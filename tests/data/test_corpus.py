@@ -260,8 +260,8 @@ def test_files_of_other_types_beside_the_text_are_noted_where_that_is_requested(
     assert [file.path for file in list_files(str(tmp_path))] == [f"{tmp_path}/a.txt"]
     assert capsys.readouterr().err == ""
     list_files(str(tmp_path), print_note=True)
-    note = f"note    {tmp_path}: left out 2 files of other types: b.jsonl.zst and c/d.json\n"
-    assert capsys.readouterr().err == note
+    note = f"note    {tmp_path}: left out 2 files of other types: b.jsonl.zst and c/d.json"
+    assert capsys.readouterr().err == f"{note}; zstd -d {tmp_path}/b.jsonl.zst unpacks it\n"
 
 
 def test_a_file_of_another_type_says_which_can_be_read(tmp_path):

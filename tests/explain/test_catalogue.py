@@ -165,6 +165,19 @@ def test_only_data_that_is_surely_damaged_where_it_lies_is_never_read_again(text
     assert CATALOGUE.causes["dataset-download"].choose_retry(text) == retry
 
 
+@pytest.mark.parametrize(
+    ("text", "retry"),
+    [
+        ("RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective: ...", "never"),
+        ("RuntimeError: op.preamble.length <= op.nbytes. 16 vs 8", "never"),
+        ("RuntimeError: [pair.cc] Inconsistent shapes between ranks", "never"),
+        ("Watchdog caught collective operation timeout: inconsistent state", "same"),
+    ],
+)
+def test_ranks_that_call_different_collectives_do_so_in_each_attempt(text, retry):
+    assert CATALOGUE.causes["collective-timeout-desync"].choose_retry(text) == retry
+
+
 def test_patterns_compile_and_their_weights_and_literals_are_in_range():
     for cause, pattern in PATTERNS:
         assert pattern.kind in ("any", "exception", "line", "exit", "signal"), cause.id

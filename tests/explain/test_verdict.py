@@ -3,6 +3,8 @@
 import pytest
 from log_samples import OOM, OTHER_LINES, PEER, STEPS, raised
 
+from paceline.explain.explanation import LogProgress, Record
+from paceline.explain.log import Log, step_of
 from paceline.explain.reader import read_log
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.several_runs import reach_verdict
@@ -1768,3 +1770,10 @@ def test_the_error_of_another_rank_is_not_that_of_the_rank_that_ended():
     assert "eval metrics" not in verdict(steps + error + exited).summary
     assert "eval metrics" in verdict(steps + error.replace("rank0", "rank1") + exited).summary
     assert verdict(steps + error).rank == 0
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 5), (1, 3), (2, 5), (None, 5)])
+def test_the_step_of_a_failure_is_the_last_one_of_its_rank_where_that_is_known(rank, step):
+    logs = [Log(ranks=frozenset({r}), progress=LogProgress(last_step=last)) for r, last in ((0, 5), (1, 3))]
+    assert step_of(rank, Record("signal", "killed", 1, rank=rank), logs, logs[0].progress) == step
+    assert step_of(rank, Record("signal", "killed", 1, rank=rank, step=4), logs, logs[0].progress) == 4

@@ -9,6 +9,12 @@ from paceline.launch.stacks import Frame
 
 BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\nValueError: boom\n'
 BY_HOOK = "".join(f"[rank1]: {line}\n" for line in [*BOOM.splitlines(), "of two lines"])
+GROUP = (
+    '  + Exception Group Traceback (most recent call last):\n  |   File "t.py", line 1, in <module>\n'
+    "  | ExceptionGroup: two (2 sub-exceptions)\n  +-+---------------- 1 ----------------\n    | ValueError: boom\n"
+    "    +---------------- 2 ----------------\n    | KeyError: 'k'\n    +------------------------------------\n"
+)
+RICH = "╭──── Traceback (most recent call last) ────╮\n│ t.py:1 in <module>  │\n╰─────────╯\nValueError: boom\n"
 PEER = BOOM.replace("ValueError: boom", "RuntimeError: [../pair.cc:553] Connection closed by peer [127.0.0.1]:1")
 IN_THREAD = f"Exception in thread Thread-1 (prefetch):\n{BOOM}"
 AT_EXIT = (
@@ -37,6 +43,16 @@ def logs(tmp_path):
         (BOOM, SHUTDOWN, "ValueError: boom"),
         (BOOM + AT_EXIT, SHUTDOWN, "ValueError: boom"),
         (BY_HOOK + AT_EXIT, SHUTDOWN, "ValueError: boom"),
+        (GROUP, SHUTDOWN, "ExceptionGroup: two (2 sub-exceptions)"),
+        (
+            "".join(f"[rank1]: {line}\n" for line in GROUP.splitlines()),
+            SHUTDOWN,
+            "ExceptionGroup: two (2 sub-exceptions)",
+        ),
+        (RICH, SHUTDOWN, "ValueError: boom"),
+        (GROUP + "step 7\n", SHUTDOWN, None),
+        (RICH, (MAIN,), None),
+        (BOOM, None, "ValueError: boom"),
         (BOOM + "step 7\n", SHUTDOWN, None),  # caught, and the exit hangs
         (BOOM + AT_EXIT + "step 7\n", SHUTDOWN, None),
         (AT_EXIT, SHUTDOWN, None),

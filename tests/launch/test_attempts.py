@@ -365,6 +365,17 @@ def test_a_failure_after_the_order_to_stop_is_not_retried(tmp_path):
     assert job.events("decision") == []
 
 
+@pytest.mark.parametrize(
+    ("end", "signum", "state"),
+    [(KILLED, signal.SIGTERM, "interrupted"), (KILLED, signal.SIGINT, "failed"), (TYPO, signal.SIGTERM, "failed")],
+)
+def test_a_stop_after_a_failure_that_would_be_retried_is_one_between_two_attempts(end, signum, state, tmp_path):
+    job = FakeJob(tmp_path, end, None, on_attempt=lambda number: os.kill(os.getpid(), signum))
+    outcome = run_attempts(job, Recovery())
+    assert (outcome.state, outcome.between_attempts) == (state, state == "interrupted")
+    assert job.lines == ["no further attempt: the run was stopped"]
+
+
 def test_ctrl_c_ends_a_wait_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.launch.policy.WAITS_S", (0.0, 1000.0))
     job = FakeJob(tmp_path, KILLED, None)

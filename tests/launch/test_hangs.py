@@ -279,6 +279,26 @@ def test_an_exception_whose_process_lives_on_in_a_thread_is_the_failure_and_no_h
     assert (explanation.cause, explanation.rank) == ("user-code-exception", 1)
 
 
+def test_a_stop_while_a_thread_keeps_a_process_whose_program_an_exception_ended_leaves_the_exception_as_the_failure(
+    watched,
+):
+    more = """
+        if step == 1 and rank == 1:
+            import threading
+            threading.Thread(target=time.sleep, args=(1000,)).start()
+            raise ValueError("boom")
+    """
+    launch = watched(SCRIPT, kind="script", hang_after_s=600, more=more)
+    launch.wait_until_running()
+    launch.wait_for(lambda: "ValueError: boom" in launch.log(1))
+    launch.signal(signal.SIGTERM)
+    assert is_over(launch, exit_code=1)
+    root = next(failure for failure in failures(launch) if not failure["consequence"])
+    assert (root["rank"], root["message"]) == (1, "ValueError: boom")
+    assert launch.event("note")["signal"] == "SIGTERM"
+    assert explain_run(launch.run).cause == "user-code-exception"
+
+
 @pytest.mark.soak
 def test_a_silent_script_that_works_is_left_alone(watched):
     more = """

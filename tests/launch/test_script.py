@@ -192,7 +192,7 @@ def test_resume_starts_a_script_again_in_its_folder_and_a_good_end_does_not_hide
     explanation = explain_run(RunDir(Path("runs/r")))
     assert explanation.cause == "killed-from-outside"  # as the kernel's counter showed the supervisor
     assert "`paceline resume runs/r` starts the script again in its folder" in explanation.fix
-    resume = [*COMMAND[:-1], "resume", "r", "--no-check"]
+    resume = [*COMMAND[:-1], "resume", "r", "--no-check", "--quiet-ranks"]
     done = subprocess.run(resume, cwd=bench.folder, env=ENV, text=True, capture_output=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "step 20 attempt 2")
     assert "note    exit code 0, and yet a rank requested more memory than its GPU had: 2.00 GiB" in done.stderr

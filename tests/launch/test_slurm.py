@@ -20,7 +20,8 @@ from paceline.launch.background import format_stop, stop_run
 from paceline.launch.connect import open_module
 from paceline.launch.hosts import HostEntry, hosts_of
 from paceline.launch.job import TrainingJob
-from paceline.launch.queue import parse_accounted, record_job_end, stop_job
+from paceline.launch.preemption import StopSignals
+from paceline.launch.queue import follow_job, parse_accounted, record_job_end, stop_job
 from paceline.launch.requeue import (
     check_free,
     decide_requeue,
@@ -54,7 +55,7 @@ from paceline.launch.sbatch import (
     submit,
     submit_run,
 )
-from paceline.launch.supervisor import Outcome, StopSignals
+from paceline.launch.supervisor import Outcome
 from paceline.launch.train import new_folder, resume_run, run_training
 from paceline.options import PlanOptions, ResumeOptions, Services, TrainOptions
 from paceline.plan.machine import probe_machine
@@ -649,6 +650,17 @@ def scontrol(folder, monkeypatch, text: str) -> None:
     (folder / "scontrol").write_text(f"#!/bin/sh\nexec cat {folder}/record\n")
     (folder / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_an_end_of_the_following_alone_says_that_the_job_continues_and_is_no_success(tmp_path, monkeypatch, capsys):
+    scontrol(tmp_path, monkeypatch, WAITING.replace("PENDING", "RUNNING"))
+
+    def interrupt(seconds):  # as Ctrl-C and SIGTERM do
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.launch.queue.time.sleep", interrupt)
+    assert follow_job(RunDir(tmp_path / "run"), 4711) == 130
+    assert "\ndetached: job 4711 continues\nnext    paceline watch " in capsys.readouterr().out
 
 
 def test_stop_waits_for_the_end_of_a_job_while_slurm_does_not_answer(tmp_path, monkeypatch):

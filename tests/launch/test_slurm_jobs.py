@@ -192,7 +192,7 @@ def test_ctrl_c_ends_the_following_alone_and_stop_ends_the_run_with_a_checkpoint
     cluster.wait_for(lambda: step_of(run) > 0)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=slurm_cluster.DEADLINE_S)
-    assert process.returncode == 0
+    assert process.returncode == 130
     next_lines = "next    paceline watch runs/stopped\n        paceline stop runs/stopped\n"
     assert output.endswith(f"\ndetached: job {job_id(run)} continues\n{next_lines}"), output
     assert (run.path / "slurm.sh").read_text() == printed

@@ -195,9 +195,9 @@ def test_a_stop_after_some_usual_steps_of_silence_finds_what_the_ranks_do(bench)
     bench.dog = Watchdog(bench.run, 1, 2, clock=lambda: bench.now)
     in_step_nine(bench)
     assert bench.after(NOTICED_AFTER_S - 1) is None
-    assert bench.dog.before_stop() is None
+    assert bench.dog.before_stop(by_person=True) is None
     assert bench.after(2) is None
-    silence = bench.dog.before_stop()
+    silence = bench.dog.before_stop(by_person=True)
     assert (silence.rank, silence.phase, silence.is_seen) == (1, "load", True)
     assert "no rank made progress for 11 s: rank 1 is waiting (state S) in load of step 9" in silence.text
     assert (bench.run.hang(1) / "1.txt").exists()
@@ -210,7 +210,7 @@ def test_a_rank_that_works_may_only_be_slow_when_the_run_is_stopped(bench, monke
     assert bench.after(NOTICED_AFTER_S + 1) is None
     for cores in ({0: 0.0, 1: 0.9}, {0: 0.9, 1: 0.0}):  # the late rank, or the other one
         monkeypatch.setattr(bench.dog, "_cores", lambda processes, cores=cores: cores)
-        silence = bench.dog.before_stop()
+        silence = bench.dog.before_stop(by_person=True)
         assert (silence.rank, silence.is_seen) == (1, False)
 
 
@@ -231,11 +231,13 @@ def test_a_stop_in_a_usual_evaluation_records_nothing(bench):
     bench.dog = Watchdog(bench.run, 1, 2, clock=lambda: bench.now)
     in_step_nine(bench)
     bench.beat((9, "eval"), (9, "eval"))
-    assert bench.after(HANG_AFTER_S - 1) is None and bench.dog.before_stop() is None
+    assert bench.after(HANG_AFTER_S - 1) is None and bench.dog.before_stop(by_person=True) is None
     bench.now += 20
     bench.beat((9, "train"), (9, "train"))
     bench.beat((10, "eval"), (10, "eval"))
-    assert bench.after(2 * HANG_AFTER_S - 5) is None and bench.dog.before_stop() is None  # twice the longest so far
+    assert (
+        bench.after(2 * HANG_AFTER_S - 5) is None and bench.dog.before_stop(by_person=True) is None
+    )  # twice the longest so far
 
 
 def test_a_rank_under_a_debugger_is_left_alone(bench, monkeypatch):

@@ -286,6 +286,15 @@ def test_a_copy_of_the_weights_has_no_states_and_is_step_0(tmp_path: Path):
     assert torch.equal(copy.read("model.a"), weight)
 
 
+def test_optimizer_states_that_hold_nan_are_not_read(tmp_path: Path):
+    weight, state = torch.ones(2), torch.tensor([1.0, torch.nan])
+    save_once(tmp_path, [whole("model.a", weight), whole("optim.a.exp_avg", state)])
+    reader = CheckpointReader(tmp_path / "step_000040")
+    assert torch.equal(reader.read("model.a"), weight)
+    with pytest.raises(PacelineError, match="the optimizer states of .* hold NaN or infinity, first in a.exp_avg"):
+        reader.read("optim.a.exp_avg")
+
+
 def test_weights_that_hold_nan_are_not_copied(tmp_path: Path):
     save_once(tmp_path, [whole("model.a", torch.tensor([1.0, torch.nan])), whole("model.b", torch.ones(2))])
     with pytest.raises(PacelineError, match="hold NaN or infinity, first in a"):

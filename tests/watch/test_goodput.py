@@ -167,6 +167,13 @@ def test_a_script_has_only_attempts_recovery_and_idle_time():
     assert result.tok_per_sec is None
 
 
+def test_the_silence_of_a_hang_in_a_script_is_lost():
+    events = [event(0, "script"), event(10, "attempt"), event(70, "hang", silent_s=40.0)]
+    assert spent([*events, event(73, "attempt_ended", state="failed")], [], tokens_per_step=None) == {
+        "start_up": 10.0, "steps": 20.0, "lost": 43.0,
+    }  # fmt: skip
+
+
 def test_the_time_of_a_script_that_was_interrupted_at_its_start_is_named_as_that_of_a_script():
     ended = event(1, "attempt_ended", state="interrupted")
     events = [event(0, "script", command=["x.py"]), event(1, "attempt", attempt=1), ended]

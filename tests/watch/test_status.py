@@ -214,6 +214,13 @@ def test_runs_are_sorted_by_a_figure_with_the_best_first_and_chosen_by_their_tag
     assert names("--sort", "loss") == ["run-9", "run-10", "odd"]
     assert names("--sort", "step") == ["run-10", "odd", "run-9"]
     assert names("--sort", "name", "--tag", "wide", "--tag", "base") == ["run-9", "run-10"]
+    fd = lock_run(RunDir(tmp_path / "odd"))
+    assert names("--state", "RUNNING") == ["odd"]
+    os.close(fd)
+    assert names("--sort", "name", "--state", "broken", "--state", "failed") == ["odd", "run-9", "run-10"]
+    assert names("--state", "failed") == []
+    with pytest.raises(PacelineError, match="no state is called runing"):
+        names("--state", "runing")
     assert names("--tag", "wid") == []
     with pytest.raises(PacelineError, match="no run in runs has the tag base and wid") as error:
         list_runs(RunList(tmp_path).read(), RunsOptions(runs_dir="runs", tag=("base", "wid")), width=None)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from paceline.errors import PacelineError, nearest
 from paceline.explain.series import natural_order
@@ -19,7 +19,7 @@ from paceline.terminal import cells, cut, pad, terminal_width, without_middle
 from paceline.units import format_count
 from paceline.watch.about import read_about
 from paceline.watch.measures import format_figure, format_measure, format_time
-from paceline.watch.snapshot import Snapshot, finite
+from paceline.watch.snapshot import LIVE, Snapshot, State, finite
 from paceline.watch.status import RunStatus, format_run, format_runs, format_steps, open_reader, run_json, run_status
 from paceline.watch.summary import STATE_SIGNS
 from paceline.watch.terminal import chart
@@ -140,8 +140,20 @@ def list_runs(runs: Sequence[RunStatus], options: RunsOptions, *, width: int | N
         near = nearest(next((tag for tag in options.tag if tag not in known), ""), known)
         fix = f"--tag {near}" if near else f"tags are: {', '.join(known) or 'none; paceline runs tag RUN TAG adds one'}"
         raise PacelineError(f"no run in {options.runs_dir} has the tag {' and '.join(options.tag)}", fix=fix)
-    tagged = tagged if options.sort == "time" else sorted(tagged, key=place)
-    return json.dumps(finite(list(map(asdict, tagged))), indent=1) if options.json else format_runs(tagged, width=width)
+    chosen = [run for run in tagged if is_in_state(run.state, options.state)]
+    if options.state and not (chosen or options.json):
+        text = f"no run in {options.runs_dir} is {' or '.join(options.state)}"
+        raise PacelineError(text, fix="paceline runs, without --state, shows those that there are")
+    chosen = chosen if options.sort == "time" else sorted(chosen, key=place)
+    return json.dumps(finite(list(map(asdict, chosen))), indent=1) if options.json else format_runs(chosen, width=width)
+
+
+def is_in_state(state: str, names: Sequence[str]) -> bool:
+    """Whether a state is one of those that are named, in capitals or not; none: any."""
+    named = [name.lower() for name in names]
+    if bad := next((name for name in named if name not in get_args(State)), None):
+        raise PacelineError(f"no state is called {bad}", fix=f"--state takes {', '.join(get_args(State))}")
+    return not named or state in named or ("running" in named and state in LIVE[1:])
 
 
 def show_runs(paths: Sequence[Path], *, as_json: bool) -> str:

@@ -63,7 +63,7 @@ def test_mix_without_the_first_scale_adds():
     check(mix(x, y, None, b[0]), x + b * y, (x, y, b))
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.compiler])])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.soak, pytest.mark.compiler])])
 def test_scales_are_not_rounded_to_bf16(compiled):
     """The mean over many numbers shows the scale itself: bf16's nearest to 1.05 is 1.0469, 0.3 % less."""
     x = 1 + torch.rand(1 << 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)

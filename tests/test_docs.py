@@ -30,10 +30,10 @@ TRIED = {  # of each page, what no page before it has
 ELSEWHERE = (
     "paceline comm --nproc 2 --device cpu",  # tests/comm/test_comm.py has it with a shorter measurement
     *("paceline watch", "paceline watch --web"),  # until somebody leaves: tests/watch has them
-    'paceline plan --depth 8 --gpu "RTX 4070" --exact',  # tests/test_planning.py has a smaller one
+    'paceline plan --depth 8 --gpu "RTX 4070" --exact',  # tests/test_planning.py has a smaller one in make soak
     "paceline resume books",  # the page resumes it with more steps, tests/train as it is
     "paceline train --init-from books --data ~/letters",  # tests/train/test_first_weights.py
-    "paceline export books",  # tests/train/test_export.py: transformers takes longer to import than all else here
+    "paceline export books",  # tests/train/test_export.py; make soak with transformers
     "paceline torch check",  # tests/check/test_torch_check.py
 )
 EXIT_CODES = {  # of those that do not end with 0

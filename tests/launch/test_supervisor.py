@@ -201,6 +201,7 @@ def test_a_rank_without_output_is_reported_with_its_exit_code(launch):
     assert (root["rank"], root["exit_code"], root["message"]) == (0, 3, "exit code 3, no output")
 
 
+@pytest.mark.soak
 def test_a_crash_in_native_code_leaves_a_traceback(launch):
     ended = launch("import ctypes, numpy\nctypes.string_at(0)", nproc=1).end()
     root = ended.outcome["failures"][0]

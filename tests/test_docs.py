@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline import cli
+from paceline.cli import run_command
 from paceline.command_line import parse
 from paceline.explain.catalogue import load_catalogue
 
@@ -29,10 +30,10 @@ TRIED = {  # of each page, what no page before it has
 ELSEWHERE = (
     "paceline comm --nproc 2 --device cpu",  # tests/comm/test_comm.py has it with a shorter measurement
     *("paceline watch", "paceline watch --web"),  # until somebody leaves: tests/watch has them
-    'paceline plan --depth 8 --gpu "RTX 4070" --exact',  # tests/test_planning.py has a smaller one
+    'paceline plan --depth 8 --gpu "RTX 4070" --exact',  # tests/test_planning.py has a smaller one in make soak
     "paceline resume books",  # the page resumes it with more steps, tests/train as it is
     "paceline train --init-from books --data ~/letters",  # tests/train/test_first_weights.py
-    "paceline export books",  # tests/train/test_export.py: transformers takes longer to import than all else here
+    "paceline export books",  # tests/train/test_export.py; make soak with transformers
     "paceline torch check",  # tests/check/test_torch_check.py
 )
 EXIT_CODES = {  # of those that do not end with 0
@@ -75,19 +76,25 @@ SMALLER = {  # what a test has time for, instead of what a person would type: th
 }
 
 
+IN_A_SHELL = re.compile(
+    r"[A-Z_]+=|paceline (train --data|resume|run) "
+)  # the others run in this process, which has imported torch
+
 LONG = dict.fromkeys(("profile.md", "script.md"), pytest.mark.soak)  # tests/launch has shorter ones
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("page", [pytest.param(page, marks=LONG.get(page, ())) for page in COMMANDS])
-def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
+def test_the_commands_of_a_page_work_in_their_order(page, tmp_path, monkeypatch, capsys):
     books = tmp_path / "books"
     books.mkdir()
     for name in ("ast.py", "argparse.py"):
         (books / name).write_bytes((Path(sysconfig.get_path("stdlib")) / name).read_bytes())
-    env = {**os.environ, "HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    bin_dir = Path(sysconfig.get_path("scripts"))
-    env["PATH"] = f"{bin_dir}{os.pathsep}{env['PATH']}"
+    variables = {"HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    variables["PATH"] = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "slurm-4711.out").write_text(LOG)
@@ -106,13 +113,15 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
             continue
         exit_code = EXIT_CODES.get(line, 0)
         line = SMALLER.get(line, line)
-        done = subprocess.run(line, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
-        assert done.returncode == exit_code, f"{line}\n{done.stdout}\n{done.stderr}"
+        if IN_A_SHELL.match(line):
+            done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=600)
+            assert done.returncode == exit_code, f"{line}\n{done.stdout}\n{done.stderr}"
+        else:
+            words = map(os.path.expanduser, shlex.split(line.removeprefix("paceline ")))
+            assert run_command(list(words)) == exit_code, f"{line}\n{capsys.readouterr()}"
 
 
 def test_the_error_shown_in_the_readme_is_the_one_that_comes(tmp_path, capsys, monkeypatch):
-    from paceline.cli import run_command
-
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
     run_command(["train", "--total-batch-size", "1000", "--nproc", "2"])
@@ -120,8 +129,6 @@ def test_the_error_shown_in_the_readme_is_the_one_that_comes(tmp_path, capsys, m
 
 
 def test_the_plan_shown_in_the_docs_is_the_one_that_comes(tmp_path, capsys, monkeypatch):
-    from paceline.cli import run_command
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.chdir(ROOT)
@@ -158,7 +165,6 @@ def test_every_command_stands_in_the_readme():
 
 
 def test_the_chinese_readme_has_the_names_and_the_messages_that_the_code_has(tmp_path, capsys):
-    from paceline.cli import run_command
     from paceline.other_names import KEY_OF
 
     text = (ROOT / "README.zh-CN.md").read_text()

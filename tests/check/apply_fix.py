@@ -1,6 +1,6 @@
 """Runs a check in a faulty environment, applies the fixes literally and checks again: `python apply_fix.py ID,ID FLAG...`.
 
-Prints what the findings with these ids were and which findings there are afterwards. A fix is a flag, an export or unset, a ulimit
+Prints what the findings with these ids were and the whole answer afterwards. A fix is a flag, an export or unset, a ulimit
 or a command; INSTEAD is a JSON object of what is done for an id instead.
 """
 
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 
-def check(flags: list[str]) -> list[dict]:
+def check(flags: list[str]) -> dict:
     done = subprocess.run(
         [sys.executable, "-m", "paceline.cli", "check", "--json", *flags], capture_output=True, text=True, check=False
     )
@@ -21,7 +21,7 @@ def check(flags: list[str]) -> list[dict]:
         sys.exit(f"{done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     answer = json.loads(done.stdout)
     assert done.returncode == (0 if answer["ready"] else 1)
-    return answer["findings"]
+    return answer
 
 
 def apply(fix: str, flags: list[str]) -> list[str]:
@@ -50,13 +50,13 @@ def apply(fix: str, flags: list[str]) -> list[str]:
 def main() -> None:
     ids, *flags = sys.argv[1:]
     instead = json.loads(os.environ.pop("INSTEAD", "{}"))
-    findings = {finding["id"]: finding for finding in reversed(check(flags))}
+    findings = {finding["id"]: finding for finding in reversed(check(flags)["findings"])}
     before = [findings[id] for id in ids.split(",") if id in findings]
     if len(before) < len(ids.split(",")):
         sys.exit(f"not all of {ids} among {[(f['id'], f['what']) for f in findings.values()]}")
     for finding in before:
         flags = apply(instead.get(finding["id"]) or finding["fix"], flags)
-    print(json.dumps({"before": before, "after": check(flags)}))
+    print(json.dumps({"before": before, "answer": check(flags)}))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 from probing import NAMESPACES, in_mounts, made_host
 
 pytestmark = pytest.mark.dist
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "check.schema.json").read_text())
 APPLY_FIX = Path(__file__).parent / "apply_fix.py"
 DEADLINE_S = 240.0  # against hanging
 
@@ -24,11 +26,13 @@ def check_and_fix(
     folder: Path,
     before: list[str] | None = None,
     env: dict[str, str] | None = None,
+    is_ready: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """
     Returns the findings with these ids and severities, after their fixes were seen to work.
 
-    before: words that the check runs after; env: on top of this one's. The tests share what is cached of torch.
+    before: words that the check runs after; env: on top of this one's; is_ready: nothing else stops a run then. The tests share
+    what is cached of torch.
     """
     home = folder / "home"
     home.mkdir(exist_ok=True)
@@ -46,7 +50,9 @@ def check_and_fix(
     result: dict[str, Any] = json.loads(done.stdout)
     findings = {finding["id"]: finding for finding in result["before"]}
     assert {id: finding["severity"] for id, finding in findings.items()} == severities
-    assert not set(severities) & {finding["id"] for finding in result["after"]}, result
+    assert not set(severities) & {finding["id"] for finding in result["answer"]["findings"]}, result
+    Draft202012Validator(SCHEMA).validate(result["answer"])
+    assert result["answer"]["ready"] or not is_ready
     return findings
 
 
@@ -56,7 +62,7 @@ def torch_lib() -> Path:
     return Path(spec.origin).parent / "lib"
 
 
-def test_faults_of_the_environment_are_reported_together(without_libuv, tmp_path):
+def test_faults_of_the_environment_are_reported_together_and_the_answer_follows_its_schema(without_libuv, tmp_path):
     """
     A used port, an interface that does not exist, few open files, a library before torch's own, no text, a torch without libuv, and
     a batch that does not divide.
@@ -81,7 +87,7 @@ def test_faults_of_the_environment_are_reported_together(without_libuv, tmp_path
         taken.listen()
         flags = ("--port", str(taken.getsockname()[1]), "--data", str(tmp_path / "books"))
         batch = ("--total-batch-size", "1000", "--device-batch-size", "3")
-        findings = check_and_fix(severities, *flags, *batch, folder=tmp_path, before=few_files, env=env)
+        findings = check_and_fix(severities, *flags, *batch, folder=tmp_path, before=few_files, env=env, is_ready=True)
     assert f"pid {os.getpid()}" in findings["port-taken"]["what"]
     assert findings["nofile-low"]["what"].startswith("64 open files")
     assert str(foreign / "libc10.so") in findings["library-foreign"]["what"]
@@ -192,13 +198,3 @@ def test_a_stop_ends_train_before_any_worker_unless_no_check_is_given(tmp_path):
     done = subprocess.run([*train, "--name", "a"], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "runs" / "a" / "findings.json").read_text()) == []
-
-
-def test_a_check_of_this_machine_follows_its_schema(tmp_path):
-    jsonschema = pytest.importorskip("jsonschema")
-    schema = json.loads((Path(__file__).parents[2] / "docs" / "check.schema.json").read_text())
-    check = [sys.executable, "-m", "paceline.cli", "check", "--json", "--runs-dir", str(tmp_path)]
-    done = subprocess.run(check, capture_output=True, text=True, timeout=DEADLINE_S)
-    answer = json.loads(done.stdout)
-    jsonschema.Draft202012Validator(schema).validate(answer)
-    assert answer["ready"] and done.returncode == 0

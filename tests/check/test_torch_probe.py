@@ -59,11 +59,24 @@ def test_a_library_behind_a_link_of_torch_is_its_own(tmp_path):
         assert not is_expected(str(copy), torch_folder=tmp_path / "site/torch")
 
 
+PLAIN = {"OMP_NUM_THREADS": "1", "USE_LIBUV": "1"}
+
+
+@pytest.fixture(scope="module")
+def cached_torch(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("torch") / "deep/torch.json")
+
+
+@pytest.fixture(scope="module")
+def described(cached_torch) -> dict:
+    return ask("torch_probe", env=PLAIN, cached_torch=cached_torch)
+
+
 @pytest.mark.dist
-def test_the_installed_torch_is_described_as_it_describes_itself():
+def test_the_installed_torch_is_described_as_it_describes_itself(described):
     import torch
 
-    section = ask("torch_probe", env={"OMP_NUM_THREADS": "1", "USE_LIBUV": "1"})["torch"]
+    section = described["torch"]
     assert (section["error"], section["version"], section["num_threads"]) == (None, torch.__version__, 1)
     assert (section["libuv"], section["libuv_error"]) == (True, None)
     assert (section["gloo"], section["mpi"]) == (
@@ -77,15 +90,14 @@ def test_the_installed_torch_is_described_as_it_describes_itself():
 
 
 @pytest.mark.dist
-def test_an_answer_is_cached_until_something_changes(tmp_path):
-    kept = str(tmp_path / "deep/torch.json")
-    first = ask("torch_probe", cached_torch=kept)
-    second = ask("torch_probe", cached_torch=kept)
-    assert (second["torch"], "cached" in first, second["cached"]) == (first["torch"], False, True)
+def test_an_answer_is_cached_until_something_changes(described, cached_torch, tmp_path):
+    request = {"env": PLAIN, "cached_torch": cached_torch}
+    second = ask("torch_probe", **request)
+    assert (second["torch"], "cached" in described, second["cached"]) == (described["torch"], False, True)
     other = write_torch(tmp_path / "other", "raise ImportError('other')")
-    assert ask("torch_probe", cached_torch=kept, torch_path=str(other))["torch"]["error"] == "ImportError: other"
-    assert "cached" not in ask("torch_probe", cached_torch=kept, torch_path=str(other))  # an error is not kept
-    assert ask("torch_probe", cached_torch=kept)["cached"] is True
+    assert ask("torch_probe", **request, torch_path=str(other))["torch"]["error"] == "ImportError: other"
+    assert "cached" not in ask("torch_probe", **request, torch_path=str(other))  # an error is not kept
+    assert ask("torch_probe", **request)["cached"] is True
 
 
 @pytest.mark.dist

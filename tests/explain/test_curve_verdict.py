@@ -18,7 +18,7 @@ from paceline.explain.reader import read_log
 from paceline.explain.run_folder import explain
 from paceline.explain.series import GRADIENT, LOSS, MEMORY, RATE, REWARD, SCORE, STEP_TIME, THROUGHPUT, VALIDATION
 
-RUNS = 100  # of each noise level
+RUNS = 40  # of each noise level
 SEEDS = 60
 QUIET = NOISE_LEVELS[:4]  # up to 10 %
 GIB = 2**30

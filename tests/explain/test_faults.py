@@ -11,7 +11,10 @@ from failing import EVERY, NO_NETWORK, Fault, fail, small_disk
 
 from paceline.explain.run_folder import explain
 
-pytestmark = pytest.mark.dist
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.dist,
+]
 BAD_SAMPLE = "ValueError: sample 1841 has 3 fields"
 CLOSED = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "RANK": "1", "WORLD_SIZE": "2"}  # nothing listens on port 9
 BAD_NAME = CLOSED | {"MASTER_ADDR": "node-7.invalid"}
@@ -20,10 +23,8 @@ LITTLE_MEMORY = ("memory", "memory.limit_in_bytes", "67108864")
 FEW_PROCESSES = ("pids", "pids.max", "8")
 DISK = "disk"
 
-QUICK = [  # a traceback among the ranks
-    Fault("exception_on_one", "user-code-exception", 1, BAD_SAMPLE),
-]
-LONG = [
+FAULTS = [
+    Fault("exception_on_one", "user-code-exception", 1, BAD_SAMPLE),  # a traceback among the ranks
     Fault("exception_on_one", "user-code-exception", 1, BAD_SAMPLE, nproc=3),
     Fault("sigkill", "host-oom-killed", 1, "Signal 9"),
     Fault("healthy", "healthy", None, "training finished"),
@@ -183,7 +184,7 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("fault", [*QUICK, *(pytest.param(fault, marks=pytest.mark.soak) for fault in LONG)], ids=str)
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_real_failure_is_explained(fault, tmp_path, request):
     env = request.getfixturevalue("without_libuv") if fault.package == "libuv" else {}
     ended = fail(fault, tmp_path / "log.txt", env=env)

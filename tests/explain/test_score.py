@@ -1,9 +1,12 @@
 """The score on real labelled logs, which are outside the repository."""
 
+import io
 import json
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from paceline.explain.catalogue import load_catalogue
 
 ROOT = Path(__file__).parents[2]
 CASES = ROOT.parent / "shared" / "data" / "failure-logs" / "cases.jsonl"
-SCORE = [sys.executable, str(ROOT / "benchmarks" / "explain.py")]
+SCORE = ROOT / "benchmarks" / "explain.py"
 BAR = 92
 OOM = "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has 23.56 GiB\n"
 TIME_LIMIT = "slurmstepd: error: *** JOB 4711 ON gpu-7 CANCELLED AT 2026-01-02T03:04:05 DUE TO TIME LIMIT ***\n"
@@ -21,8 +24,15 @@ STEPS = "".join(f"step {step:05d}/00100 | loss {3 - step / 50:.3f}\n" for step i
 
 
 def benchmark(*args):
-    """Runs the benchmark with these arguments."""
-    return subprocess.run([*SCORE, *map(str, args)], capture_output=True, text=True, cwd=ROOT, check=False)
+    """Runs the benchmark with these arguments, in this process, which has read the catalogue."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(ROOT)
+        patch.syspath_prepend(str(SCORE.parent))
+        patch.setattr(sys, "argv", [str(SCORE), *map(str, args)])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(SCORE), run_name="__main__")
+    return subprocess.CompletedProcess(sys.argv, end.value.code, out.getvalue(), err.getvalue())
 
 
 def scored(*args):

@@ -5,9 +5,7 @@ Every claim is shown to be one that can fail: the walk of a version with that fa
 """
 
 import functools
-from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from gpu_proof.fake_card import on_card
 from gpu_proof.streams import DEFAULT
 
 pytestmark = [
+    pytest.mark.soak,
     pytest.mark.slow,
     pytest.mark.compiler,
     NEEDS_CARD,
@@ -40,32 +39,18 @@ RACES = (
     "a checkpoint that waits for nothing",
 )
 WALKS = SOUND | {name: {"fault": name} for name in (*COPY_FAULTS, *ORDER_FAULTS, *BYTE_FAULTS, *RACES)}
-SHORT = ("one rank", "a buffer used again too early")  # outside of make soak
 Facts = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def short(tmp_path_factory) -> dict[str, Facts]:
-    return walks_of(SHORT, tmp_path_factory.mktemp("card"))
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory) -> dict[str, Facts]:
-    return walks_of([name for name in WALKS if name not in SHORT], tmp_path_factory.mktemp("card"))
+def walks(tmp_path_factory) -> dict[str, Facts]:
+    made = on_card(120, "gpu_proof.offload_walk", *WALKS.values(), folder=tmp_path_factory.mktemp("card"))
+    return dict(zip(WALKS, made, strict=True))
 
 
 @pytest.fixture
-def facts(request, name) -> Facts:
-    return request.getfixturevalue("short" if name in SHORT else "others")[name]
-
-
-def walks_of(names: Sequence[str], folder: Path) -> dict[str, Facts]:
-    walks = on_card(120, "gpu_proof.offload_walk", *(WALKS[name] for name in names), folder=folder)
-    return dict(zip(names, walks, strict=True))
-
-
-def tiered(names: Sequence[str]) -> list[Any]:
-    return [name if name in SHORT else pytest.param(name, marks=pytest.mark.soak) for name in names]
+def facts(walks, name) -> Facts:
+    return walks[name]
 
 
 def check_copies(facts: Facts) -> None:
@@ -104,14 +89,14 @@ CHECKS = functools.partial(pytest.mark.parametrize, "check", [check_copies, chec
 
 
 @CHECKS()
-@pytest.mark.parametrize("name", tiered(list(SOUND)))
+@pytest.mark.parametrize("name", SOUND)
 def test_masters_and_states_come_and_go_beside_the_updates(facts, check):
     assert facts["num_batches"] > 3  # buffers are used again
     check(facts)
 
 
 FAULTS = [
-    pytest.param(check, name, marks=() if name in SHORT else pytest.mark.soak)
+    (check, name)
     for check, names in (
         (check_copies, COPY_FAULTS),
         (check_order, ORDER_FAULTS),

@@ -204,6 +204,7 @@ def test_windows_and_full_layers_are_flash_operators(walks, name):
     assert walks[name]["step"]["attention"] == ["_flash_attention_backward", "_flash_attention_forward"]
 
 
+@pytest.mark.soak
 def test_a_prompt_s_windows_are_flash_operators_too(walks):
     """A new token's query sees all keys that its cache holds."""
     assert walks["windows"]["sample"]["attention"] == [
@@ -233,6 +234,7 @@ def test_more_graphs_are_noticed(walks, name):
         check_graphs(walks[name])
 
 
+@pytest.mark.soak
 def test_beside_other_ranks_each_kind_of_layer_is_a_graph_without_breaks(walks):
     facts = walks["layers of rank 0 of 2"]
     assert facts["error"] is None and facts["breaks"] == []
@@ -249,6 +251,7 @@ def test_the_cpu_waits_once_in_a_step_and_once_in_an_evaluation(walks, name):
     check_waits(walks[name])
 
 
+@pytest.mark.soak
 def test_a_sample_compiles_nothing_and_waits_for_its_tokens_alone(walks):
     assert ["sample", []] in walks["windows"]["graphs"]
     assert walks["windows"]["sample"]["waits"] == ["train/evaluate.py:next_tokens"]
@@ -284,6 +287,7 @@ def test_the_first_and_the_last_rank_gather_the_same_weights_in_the_same_order_a
     check_gathers(ranks[0])
 
 
+@pytest.mark.soak
 def test_recomputed_layers_gather_their_embeddings_again(walks):
     check_collectives([walks["weights sharded, checkpointing"]], gpus=2)
     without = walks["weights, rank 0 of 2"]["messages"]["all_gather"]

@@ -198,25 +198,3 @@ def test_a_sample_holds_processors_memory_and_disk_of_the_host(tmp_path):
     assert 0 <= sample["cpu"] <= 1
     assert 0 < sample["ram_used"] <= sample["ram_total"]
     assert 0 < sample["disk_free"] <= sample["disk_total"]
-
-
-def samples(run):
-    return [line for path in run.health_dir.glob("*") for line in read_json_lines(path)]
-
-
-@pytest.mark.dist
-def test_an_attempt_has_its_samples_and_leaves_no_sampler(launch, tmp_path, monkeypatch):
-    monkeypatch.setenv("HEALTH_EVERY_S", "0.1")
-    script = """
-        import pathlib, time
-        print("ready", flush=True)
-        while not pathlib.Path(__file__).with_name("enough").exists():
-            time.sleep(0.02)
-    """
-    started = launch(script, nproc=1).wait_until_running()
-    assert any("paceline.launch.health" in each.cmdline() for each in started.tree)
-    started.wait_for(lambda: len(samples(started.run)) >= 3)
-    (tmp_path / "enough").touch()
-    started.end()
-    assert "ram_used" in samples(started.run)[-1]
-    assert started.left() == []

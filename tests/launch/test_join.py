@@ -48,7 +48,6 @@ CONTRACT_ENV = {
     },
     "NODE_RANK and NNODES": {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29501", "NODE_RANK": "{rank}", "NNODES": "2"},
 }  # fmt: skip
-SHORT = ("PET_*, torchrun's variables",)  # outside of make soak; test_slurm.py has a real Slurm
 SCRIPT = ["run", "--nproc=1", "--no-check", "--device=cpu", "--health-every=0", "--", "wait.py"]
 PLAIN = CONTRACT_ENV["NODE_RANK and NNODES"]
 WAIT = """
@@ -152,8 +151,9 @@ def left(hosts, host):
 
 @pytest.mark.parametrize(
     "source",
-    [source if source in SHORT else pytest.param(source, marks=pytest.mark.soak) for source in CONTRACT_ENV],
+    CONTRACT_ENV,
 )
+@pytest.mark.soak
 def test_nodes_of_every_contract_meet_and_node_0_plans_for_all_of_them(job, source):
     has_nproc = any(contract.source == source and contract.nproc in CONTRACT_ENV[source] for contract in CONTRACTS)
     keys = ["--total-batch-size=512", "--no-check", *([] if has_nproc else ["--nproc=3"])]

@@ -55,7 +55,7 @@ def wait_for(condition):
     return value
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_text_that_is_prepared_is_a_state_with_progress_and_an_end_of_the_command_is_reported(preparing, signum):
     process, run = preparing
     wait_for(run.preparing_json.exists)

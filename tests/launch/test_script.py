@@ -219,25 +219,18 @@ def test_an_error_that_a_script_went_on_behind_is_no_doubt_about_its_good_end(tm
     assert not went_on(replace(found, cause="loss-nan"))  # whose first line may be far from the end
 
 
-def test_whatever_lies_beside_the_logs_a_good_end_stays_good(bench):
-    bench.script("""
-        import os
+def test_a_good_end_stays_good_whatever_lies_beside_the_logs_and_what_is_left_running_is_ended_and_named(bench):
+    name = bench.script("""
+        import os, subprocess, sys
         from pathlib import Path
         Path(os.environ["PACELINE_RUN"], "logs", "1", "other.log").symlink_to("nowhere")
-    """)
-    done = bench.run("--nproc", 1, "--", "train.py")
-    assert done.returncode == 0 and "done    in " in done.err
-    assert "note    its output could not be explained (FileNotFoundError: " in done.err
-
-
-def test_what_a_rank_leaves_running_behind_a_good_end_is_ended_and_named(bench):
-    name = bench.script("""
-        import subprocess, sys
         print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # upload"]).pid)
     """)
     done = bench.run("--nproc", 1, name)
     assert (done.returncode, "standard input" in done.err) == (0, False)
     assert "ended what the ranks had left running: " in done.err and "# upload" in done.err
+    assert "done    in " in done.err
+    assert "note    its output could not be explained (FileNotFoundError: " in done.err
     command = Path(f"/proc/{done.out.split()[-1]}/cmdline")
     assert not command.exists() or not command.read_bytes()  # nobody has asked for its exit code
 

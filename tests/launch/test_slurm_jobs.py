@@ -165,6 +165,7 @@ def test_a_run_is_submitted_followed_warned_requeued_and_done(cluster):
     assert "is finished at step 150 of 150\n" in finished.stderr and not events_of(run, "submitted")
 
 
+@pytest.mark.soak
 def test_a_run_that_waits_is_watched_and_cancelled(cluster):
     cluster.slurm("sbatch", "--exclusive", "--nodes=2", "--job-name=first", "--output=/dev/null", "--wrap", "sleep 600")
     waiting = submit(cluster, "waiting", 20)

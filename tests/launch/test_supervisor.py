@@ -14,7 +14,7 @@ from paceline.explain.run_folder import explain, explain_run
 from paceline.launch.cluster import Cluster
 from paceline.launch.preemption import ONE_CTRL_C_S, StopSignals
 from paceline.launch.supervisor import AttemptRecord, moved_run, run_attempt
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, read_json_lines
 
 pytestmark = pytest.mark.dist
 
@@ -47,9 +47,14 @@ JOINS = """
 """
 
 
-def test_a_run_of_any_name_that_succeeds_has_its_events_the_whole_output_of_each_rank_and_leaves_nothing(
-    launch, tmp_path
+def samples(run):
+    return [line for path in run.health_dir.glob("*") for line in read_json_lines(path)]
+
+
+def test_a_run_of_any_name_that_succeeds_has_its_events_samples_and_the_whole_output_of_each_rank_and_leaves_nothing(
+    launch, tmp_path, monkeypatch
 ):
+    monkeypatch.setenv("HEALTH_EVERY_S", "0.1")
     script = """
         import os, subprocess, sys, time
         from pathlib import Path
@@ -65,11 +70,15 @@ def test_a_run_of_any_name_that_succeeds_has_its_events_the_whole_output_of_each
     """
     name = "größe 模型, a run with spaces, a quote ' and $HOME"  # any path works
     running = launch(script, name=name).wait_until_running()
-    assert any(process.cmdline() == ["sleep", "601"] for process in running.tree)
+    commands = [process.cmdline() for process in running.tree]
+    assert ["sleep", "601"] in commands and any("paceline.launch.health" in command for command in commands)
+    running.wait_for(lambda: len(samples(running.run)) >= 3)
     (tmp_path / "end").touch()
     ended = running.end()
-    assert running.left(timeout_s=0) == []
+    assert [command for command in running.left(timeout_s=0) if "paceline.launch.health" not in command] == []
+    assert running.left() == []  # the sampler too
     assert (ended.exit_code, ended.outcome["state"]) == (0, "finished")
+    assert "ram_used" in samples(ended.run)[-1]
     assert ended.events() == ["attempt", "note", "attempt_ended"]
     assert ended.event("note")["text"].count("sleep 60") == 4
     attempt = ended.event("attempt")
@@ -193,6 +202,7 @@ def test_a_rank_without_output_is_reported_with_its_exit_code(launch):
     assert (root["rank"], root["exit_code"], root["message"]) == (0, 3, "exit code 3, no output")
 
 
+@pytest.mark.soak
 def test_a_crash_in_native_code_leaves_a_traceback(launch):
     ended = launch("import ctypes, numpy\nctypes.string_at(0)", nproc=1).end()
     root = ended.outcome["failures"][0]

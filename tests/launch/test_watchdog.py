@@ -21,7 +21,7 @@ from paceline.launch.activity import (
     LogActivity,
 )
 from paceline.launch.stacks import IDLE, Frame
-from paceline.launch.watchdog import RankState, Watchdog, record_hang
+from paceline.launch.watchdog import LONGEST_POLL_S, RankState, Watchdog, record_hang
 from paceline.rundir import RunDir, append_sample
 
 
@@ -114,7 +114,7 @@ def test_a_clock_that_jumps_back_neither_causes_nor_hides_a_hang(bench):
 def test_an_evaluation_may_be_long_unless_its_process_is_stopped(bench):
     in_step_nine(bench)
     bench.beat((9, "eval"), (9, "eval"))
-    assert bench.after(70) is None
+    assert bench.after(70, every_s=LONGEST_POLL_S) is None
     bench.stop(0)
     assert bench.after(7) is None
     hang = bench.after(3)
@@ -231,19 +231,20 @@ def test_a_stop_in_a_usual_evaluation_records_nothing(bench):
     bench.dog = Watchdog(bench.run, 1, 2, clock=lambda: bench.now)
     in_step_nine(bench)
     bench.beat((9, "eval"), (9, "eval"))
-    assert bench.after(HANG_AFTER_S - 1) is None and bench.dog.before_stop(by_person=True) is None
+    assert (
+        bench.after(HANG_AFTER_S - 1, every_s=LONGEST_POLL_S) is None and bench.dog.before_stop(by_person=True) is None
+    )
     bench.now += 20
     bench.beat((9, "train"), (9, "train"))
     bench.beat((10, "eval"), (10, "eval"))
-    assert (
-        bench.after(2 * HANG_AFTER_S - 5) is None and bench.dog.before_stop(by_person=True) is None
-    )  # twice the longest so far
+    assert bench.after(2 * HANG_AFTER_S - 5, every_s=LONGEST_POLL_S) is None  # twice the longest so far
+    assert bench.dog.before_stop(by_person=True) is None
 
 
 def test_a_rank_under_a_debugger_is_left_alone(bench, monkeypatch):
     in_step_nine(bench)
     monkeypatch.setattr("paceline.launch.stacks.process_state", lambda pid: "t")
-    assert bench.after(1000) is None
+    assert bench.after(100, every_s=LONGEST_POLL_S) is None
 
 
 def test_by_default_a_step_may_take_a_minute_and_a_script_may_be_silent_for_ten(tmp_path):

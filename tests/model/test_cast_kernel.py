@@ -9,6 +9,7 @@ import sys
 import pytest
 
 pytestmark = [
+    pytest.mark.soak,
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="needs Triton: pip install -e '.[gpu-proof]'"

@@ -81,6 +81,7 @@ def test_a_driver_of_another_version_is_noted_and_the_host_is_sampled(host):
     assert note["text"].startswith("health samples have no GPUs: the NVIDIA driver does not answer (NVMLError_LibRm")
 
 
+@pytest.mark.soak
 def test_a_card_lost_under_a_script_is_the_cause_and_shows_in_the_view(host):
     computer = host(RTX_5090, RTX_5090)
     run, lost = RunDir(computer.folder / "runs" / "lost"), computer.folder / "lost"

@@ -146,6 +146,7 @@ def test_the_only_card_lost_is_an_error_and_no_plan_for_the_cpu(host):
     assert "CPU process" in device_line(computer.paceline("plan", "--device", "cpu"))
 
 
+@pytest.mark.soak
 def test_a_driver_updated_without_a_reboot_is_a_finding_and_stops_only_what_needs_it(host):
     computer = host(RTX_5090)
     computer.answers["Init"] = LIBRARY_MISMATCH

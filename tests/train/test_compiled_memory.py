@@ -27,6 +27,10 @@ from paceline.plan.activations import (
 from paceline.plan.sharding import GatheredBytes, compiles_by_block
 from paceline.train.exact import attention_kernel, build_model, build_optimizer
 
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.slow,
+]
 KIB, MIB = 1 << 10, 1 << 20
 VIEWS = {"view", "permute", "reshape", "unsqueeze", "squeeze", "expand", "slice", "alias", "as_strided", "select"}
 
@@ -58,15 +62,12 @@ SOAK_GRAPHS = {
 }
 
 
-@pytest.mark.soak
-@pytest.mark.slow
 @pytest.mark.parametrize("setup", GRAPHS.values(), ids=GRAPHS)
 def test_kept_bytes_are_those_that_the_partitioner_keeps(setup: MemorySetup, monkeypatch):
     leave_kernels_out(monkeypatch)
     check_kept(setup)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("setup", SOAK_GRAPHS.values(), ids=SOAK_GRAPHS)
 def test_kept_bytes_are_those_that_the_partitioner_keeps_of_larger_models(setup: MemorySetup, monkeypatch):
     leave_kernels_out(monkeypatch)
@@ -225,26 +226,22 @@ SOAK_STEPS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setup", STEPS.values(), ids=STEPS)
 def test_a_compiled_step_allocates_what_is_planned(setup: MemorySetup, monkeypatch):
     leave_kernels_out(monkeypatch)
     check_step(setup, monkeypatch)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("setup", SOAK_STEPS.values(), ids=SOAK_STEPS)
 def test_a_compiled_step_of_a_larger_model_allocates_what_is_planned(setup: MemorySetup, monkeypatch):
     leave_kernels_out(monkeypatch)
     check_step(setup, monkeypatch)
 
 
-@pytest.mark.soak
 def test_a_compiled_step_with_its_kernels_allocates_what_is_planned(monkeypatch):
     check_step(STEPS["bf16"], monkeypatch)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("setup", BLOCK_STEPS.values(), ids=BLOCK_STEPS)
 def test_a_step_with_a_graph_for_each_layer_allocates_what_is_planned(setup: MemorySetup, monkeypatch):
     leave_kernels_out(monkeypatch)

@@ -20,6 +20,7 @@ SEQUENCE_LEN = SMALL["sequence-len"]
 ROWS_PER_STEP = SMALL["total-batch-size"] // SEQUENCE_LEN
 SPIKE_BATCH, NAN_BATCH = 20, 6
 NAN_ROW = 3  # of its batch: rank 1 of 2 takes it
+TWO_RANKS = {"nproc": 2, "device_batch_size": SMALL["device-batch-size"]}
 
 
 def test_a_loss_far_above_the_mean_of_those_before_is_a_spike_and_does_not_count_towards_it():
@@ -98,8 +99,8 @@ def shop(tmp_path_factory) -> Workshop:
 
 @pytest.fixture(scope="module")
 def poisoned(shop):
-    """Copies of a run of 4 steps on 2 ranks whose checkpoint has a number that overflows where the lone token is embedded."""
-    first = shop.train("poisoned", nproc=2, num_steps=4)
+    """Copies of a run of 4 steps whose checkpoint has a number that overflows where the lone token is embedded."""
+    first = shop.train("poisoned", nproc=1, num_steps=4)
     poison(first, "model.value_embeds.1.weight", shop.shard.lone_token, 3e38)
     return lambda name: Path(shutil.copytree(first, first.with_name(name)))
 
@@ -116,7 +117,7 @@ def skipped(run: Path) -> list[int]:
 @pytest.mark.dist
 def test_a_nan_loss_stops_the_run_and_the_evidence_names_rank_and_row(shop, poisoned):
     run = poisoned("stops")
-    output = shop.finish(shop.resume_command(run, num_steps=8), code=3)
+    output = shop.finish(shop.resume_command(run, num_steps=8, **TWO_RANKS), code=3)
     assert f"error: the loss is not finite at step {NAN_BATCH + 1} on rank 1" in output
     assert f"fix: see {run / 'trouble' / 'step_000007'}; then paceline resume {run} with a lower --matrix-lr" in output
     [event] = events(run, "trouble")
@@ -137,13 +138,13 @@ def test_a_rollback_skips_the_rows_as_if_they_had_never_existed(shop, poisoned):
     run = poisoned("rolls-back")
     knowing = run.with_name("knows-already")
     shutil.copytree(run, knowing)
-    shop.resume(run, num_steps=9, on_nan="rollback")
+    shop.resume(run, num_steps=9, on_nan="rollback", **TWO_RANKS)
     assert skipped(run) == [NAN_BATCH]
     assert [line["step"] for line in metrics(run)] == list(range(1, 10))
     [event] = events(run, "rollback")
     assert (event["step"], event["to_step"], event["batch"], event["number"], event["at_most"]) == (7, 4, 6, 1, 3)
     shutil.copy(run / "skipped.json", knowing)
-    shop.resume(knowing, num_steps=9)
+    shop.resume(knowing, num_steps=9, **TWO_RANKS)
     assert final_bits(run) == final_bits(knowing)
 
 
@@ -153,7 +154,7 @@ def test_other_numbers_of_ranks_skip_the_same_rows(shop, poisoned):
     alone, two = poisoned("alone"), poisoned("two")
     shop.resume(alone, num_steps=12, nproc=1, on_nan="rollback")
     shutil.copy(alone / "skipped.json", two)
-    shop.resume(two, num_steps=12)
+    shop.resume(two, num_steps=12, **TWO_RANKS)
     assert skipped(alone) == [NAN_BATCH]
     for one, other in zip(metrics(alone), metrics(two), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=2e-3)
@@ -177,7 +178,7 @@ def test_a_loss_spike_is_skipped_from_the_last_checkpoint_on(shop):
 def test_after_three_rollbacks_the_run_stops(shop, poisoned):
     run = poisoned("hopeless")
     poison(run, "model.h.0.mlp.c_fc.weight", 0, 3e38)
-    output = shop.finish(shop.resume_command(run, num_steps=8, on_nan="rollback"), code=3)
+    output = shop.finish(shop.resume_command(run, num_steps=8, on_nan="rollback", **TWO_RANKS), code=3)
     assert skipped(run) == [4, 5, 6]
     assert "3 batches were skipped already, at steps 5, 5, 5" in output
 

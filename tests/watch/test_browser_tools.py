@@ -246,6 +246,7 @@ def test_devices_are_lines_with_axes_that_zoom_or_a_map(page, port):
     assert page.locator("#devices .charts").is_hidden()
 
 
+@pytest.mark.soak
 def test_a_log_is_opened_at_a_hit_or_at_evidence_and_read_part_by_part(page, tmp_path):
     text = "".join(f"line {number} {'x' * 90}\n" for number in range(1, 9001))
     run = write_run(

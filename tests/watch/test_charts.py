@@ -250,6 +250,7 @@ def test_the_heading_of_a_chart_and_its_value_take_one_line(page, port, width, f
     assert abs(heading["y"] - value["y"]) < 10
 
 
+@pytest.mark.soak
 def test_only_what_changed_is_painted(page, tmp_path):
     """A new step of a long run moves nothing by a pixel: its numbers change, and no chart is painted for it."""
     run = write_run(tmp_path, "long", steps=3000, end=None)

@@ -61,8 +61,10 @@ class Words:
 
 
 def load_modules(root: Path) -> list[Module]:
-    """Every module of the package but the empty `__init__` files."""
-    paths = sorted(path for path in (root / "paceline").rglob("*.py") if path.name != "__init__.py")
+    """Every module of the package but `__init__` and `__main__`."""
+    paths = sorted(
+        path for path in (root / "paceline").rglob("*.py") if path.name not in ("__init__.py", "__main__.py")
+    )
     return [
         Module(".".join(path.relative_to(root).with_suffix("").parts), path, text := path.read_text(), ast.parse(text))
         for path in paths

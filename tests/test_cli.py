@@ -175,6 +175,11 @@ def test_actions_of_a_command_that_is_also_a_group_stand_in_its_help_and_in_the_
     assert capsys.readouterr().err.startswith("error: runs takes show or tag or note, not compare\n")
 
 
+def test_python_m_runs_the_command():
+    result = subprocess.run([sys.executable, "-m", "paceline", "nope"], capture_output=True, text=True)
+    assert result.returncode == 2 and result.stderr.startswith("error: unknown command nope\n")
+
+
 def test_the_version_is_printed(capsys):
     assert run_command(["--version"]) == 0
     assert re.fullmatch(r"paceline \d+\.\d+\.\d+\n", capsys.readouterr().out)

@@ -38,7 +38,7 @@ TORCH_PROCESSES = {  # processes of their own: two try this torch, three run it
     "paceline.comm.rank_process",
     "paceline.launch.elastic",
 }
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py"))
 
 
 def layer_of(module: str) -> str:

@@ -207,4 +207,4 @@ def test_pairs_of_logs_are_joined_in_both_orders_and_scored(tmp_path):
     ]
     output = scored(write_cases(tmp_path / "cases.jsonl", rows), "--pairs", 2).stdout
     assert "8 of 8 files of two runs right" in output
-    assert "earlier failures that are told: 2 of 4" in output
+    assert "earlier failures that are told: 4 of 4" in output

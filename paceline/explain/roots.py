@@ -22,6 +22,7 @@ ABORT = "native-abort"
 CRASHES = {ABORT, "sigsegv"}  # also how a process goes down after a Python exception, while its threads are torn down
 JOB_ENDS = {"slurm-time-limit", "slurm-cancelled"}  # what the scheduler writes once all ranks are gone
 NEAR = 0.12  # of scores that differ by less the first event wins
+MIN_ENDS = 3  # of a script, which show that it was started again and again
 MAX_COMPARED = 32  # events of one kind that an event of another log is compared with
 
 STOPPED = re.compile(r"-15\b|SIGTERM|-6\b|SIGABRT")  # by the launcher, or by the abort of its communicator
@@ -58,6 +59,19 @@ SURVIVED = frozenset({
     "abi-mismatch", "compile-failure", "hub-offline", "import-error", "rate-limited", "service-unreachable",
     "shared-library-missing", "system-tool-missing", "version-mismatch", "wandb-login",
 })  # fmt: skip
+
+
+def of_last_program(candidates: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
+    """The candidates of the last end, where one script failed several times in ways of its own: a file collects its errors."""
+    ends = [event for event in candidates if event.record.kind == "exception" and ended_program(event.record)]
+    lines = {event.record.line for event in ends}
+    files = {first_file(event.record) for event in ends}
+    if len(lines) < MIN_ENDS or len(files) > 1 or '"<' in files.pop() or len(logs) > 1 or not logs[0].has_one_process:
+        return list(candidates)
+    kinds = {event.cause.id: event for event in ends}.values()
+    if any(can_follow(event, other) for event in kinds for other in kinds if other is not event):
+        return list(candidates)
+    return [event for event in candidates if event.record.line >= max(lines)]
 
 
 def find_roots(candidates: Sequence[Event], hang: CollectiveHang | None) -> list[Event]:

@@ -26,7 +26,15 @@ from paceline.explain.matches import (
     unexplained_failures,
 )
 from paceline.explain.reader import INCOMPLETE, NOT_TEXT
-from paceline.explain.roots import apply_hang, choose_culprit, find_hang, find_roots, silent_exit, without_consequences
+from paceline.explain.roots import (
+    apply_hang,
+    choose_culprit,
+    find_hang,
+    find_roots,
+    of_last_program,
+    silent_exit,
+    without_consequences,
+)  # fmt: skip
 from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.sentences import (
     clean_values,
@@ -124,7 +132,7 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         errors = [record for record in unexplained if record.kind == "line"]
         return explain_unknown(logs, [*errors, exit_record], progress, consequences=candidates)
     hang = find_hang(candidates, logs, has_steps=progress.steps > 0)
-    candidates = apply_hang(candidates, hang)
+    candidates = apply_hang(of_last_program(candidates, logs), hang)
     roots = without_consequences(find_roots(candidates, hang), logs)
     culprit = choose_culprit(roots, blamed)
     if culprit.cause.id == DIVERGED and culprit.record.kind == "line" and progress.nan_line is not None:

@@ -1,7 +1,7 @@
 """Several runs in one log, and what a run survives: only the last one's end counts, and it must show that it works."""
 
 import pytest
-from log_samples import OOM, OTHER_LINES, STEPS, raised
+from log_samples import OOM, OTHER_LINES, PEER, STEPS, raised
 
 from paceline.explain.reader import read_log
 from paceline.explain.several_runs import reach_verdict
@@ -326,6 +326,14 @@ def test_settings_behind_steps_begin_a_run_where_the_next_steps_count_from_their
     assert verdict(runs).cause == "healthy" and verdict(runs).progress.steps == 4
     on = "".join([settings.format(1), *again, settings.format(2), *steps])  # they are printed in the middle
     assert verdict(on).progress.steps == 20
+
+
+def test_of_a_file_that_collects_the_errors_of_one_script_the_last_one_counts():
+    denied = uncaught("PermissionError: [Errno 13] Permission denied: '/my'")
+    missing = uncaught("RuntimeError: Dataset not found. You can use download=True to download it")
+    assert verdict(denied + uncaught(BUG) + missing).cause == "dataset-missing"
+    assert verdict(denied + missing).cause == "permission-denied"  # two may be processes of one run
+    assert verdict(uncaught(OOM) + 2 * uncaught(PEER)).cause == "cuda-oom"
 
 
 def test_a_jupyter_server_outlives_its_kernels():

@@ -259,17 +259,17 @@ class HostHealth:
 class Curve:
     """A curve that is thinned now and then. Its points are in the order of x: steps, or seconds where nothing counts steps."""
 
-    def __init__(self, *, max_points: int = MAX_POINTS):
-        self.max_points = max_points
+    def __init__(self, *, max_points: int = MAX_POINTS, has_gaps: bool = False):
+        """has_gaps: keeps non-finite values; else they mean that a line lacks the field."""
+        self.max_points, self.has_gaps = max_points, has_gaps
         self.x = self.values = self.times = np.empty(0)
         self._series: Series | None = None
 
     def extend(self, x: ArrayLike, values: ArrayLike, times: ArrayLike) -> None:
-        """Adds points. A point replaces those at its x and behind it; non-finite values are left out."""
+        """Adds points. A point replaces those at its x and behind it."""
         new = [np.asarray(column, dtype=float) for column in (x, values, times)]
-        is_finite = np.isfinite(new[1])
-        if not is_finite.all():
-            new = [column[is_finite] for column in new]
+        if not self.has_gaps:
+            new = [column[np.isfinite(new[1])] for column in new]
         if not len(new[0]):
             return
         if not (np.diff(new[0]) > 0).all():
@@ -333,7 +333,7 @@ class MetricFileCurves:
             for item in series:
                 name = KIND_NAMES.get(item.kind, item.name)
                 name = item.name if name in self.curves or item.name == "val_bpb" else name
-                self.curves[name] = Curve()
+                self.curves[name] = Curve(has_gaps=True)
                 self.curves[name].extend(item.steps, item.values, item.times)
                 self._latest[name] = item.values[-1]
 
@@ -364,7 +364,7 @@ def join_series(attempts: Iterable[Mapping[str, Curve]], *, by_line: bool) -> di
         for curve in joined.values():
             curve.cut(first + shift)
         for name, curve in curves.items():
-            joined.setdefault(name, Curve()).extend(curve.x + shift, curve.values, curve.times)
+            joined.setdefault(name, Curve(has_gaps=True)).extend(curve.x + shift, curve.values, curve.times)
     return {name: curve.series() for name, curve in joined.items()}
 
 
@@ -377,8 +377,9 @@ def extremes(x: NDArray[np.float64], values: NDArray[np.float64], *, max_points:
     starts = np.flatnonzero(np.concatenate([[True], stretch[1:] != stretch[:-1]]))
     sizes, is_kept = np.diff(np.append(starts, len(x))), np.zeros(len(x), dtype=bool)
     is_kept[[0, -1]] = True
-    for extreme in (np.minimum, np.maximum):
-        hits = np.flatnonzero(values == np.repeat(extreme.reduceat(values, starts), sizes))
+    for extreme in (np.fmin, np.fmax):
+        ends = np.repeat(extreme.reduceat(values, starts), sizes)
+        hits = np.flatnonzero((values == ends) | np.isnan(ends))  # NaN: no value of the stretch is a number
         is_first = np.concatenate([[True], stretch[hits[1:]] != stretch[hits[:-1]]])  # of equal points in a stretch
         is_kept[hits[is_first]] = True
     return np.flatnonzero(is_kept)

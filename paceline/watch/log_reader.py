@@ -309,7 +309,7 @@ class LogCurves:
         written = self._written or 0.0
         for name, (steps, values) in points.items():
             times = written - (steps[-1] - np.array(steps)) * self.latest.get("step_ms", 0.0) / 1000
-            self.curves.setdefault(name, Curve()).extend(steps, values, times)
+            self.curves.setdefault(name, Curve(has_gaps=True)).extend(steps, values, times)
 
 
 def progress_lines(block: bytes) -> Iterator[bytes]:

@@ -155,12 +155,14 @@ def tiles(snapshot: Snapshot) -> Iterator[Panel]:
     """Yields the last figures, compared with the plan."""
     for figure in figures(snapshot):
         name = figure.name
-        if name == "total_s" or not known(figure.value):
+        if name == "total_s" or figure.text == "n/a":
             continue
         tile: Panel = {"name": name, "value": figure.text}
         if name == "val_bpb":
             best = min(filter(math.isfinite, snapshot.series.get(name, Series()).values), default=figure.value)
             tile["note"] = f"best {format_figure(name, best)}"
+        elif not known(figure.value):
+            tile |= {"difference": "NaN or infinite", "worse": True}
         elif figure.planned:
             tile |= {"note": f"plan {figure.planned} ", "difference": figure.difference, "worse": figure.worse}
         yield tile

@@ -143,7 +143,7 @@ def explanation(snapshot: Snapshot) -> list[str]:
 
 
 def curves(series: dict[str, Series]) -> str:
-    drawn = {name: values for name, curve in series.items() if len(values := finite(curve.values)) > 1}
+    drawn = {name: curve.values for name, curve in series.items() if len(finite(curve.values)) > 1}
     wide = max(map(cells, drawn), default=0)
     return "\n".join(
         f"{pad(name, wide)}  {sparkline(values, SPARKLINE_WIDTH)}  {format_short(values[0])} to {format_short(values[-1])}"

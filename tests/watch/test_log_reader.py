@@ -398,3 +398,10 @@ def test_the_bytes_of_an_event_file_are_no_lines_of_a_log(tmp_path):
     assert (snapshot.step, snapshot.series["loss"].steps) == (2990, list(range(0, 3000, 10)))
     assert snapshot.series["loss"].values == pytest.approx([4 - n / 100 for n in range(300)])
     assert list(snapshot.series) == ["loss"]
+
+
+def test_a_loss_that_becomes_nan_stays_in_its_curve(tmp_path):
+    text = "".join(f"step {n}/20 | loss {'nan' if n > 7 else 5 - n / 10}\n" for n in range(1, 21))
+    snapshot = write(tmp_path / "out.log", text).update()
+    assert snapshot.series["loss"].steps == list(range(1, 21))
+    assert snapshot.to_json()["series"]["loss"]["values"][6:] == [4.3, *[None] * 13]

@@ -1,6 +1,7 @@
 """The texts of the web page: written in Python, and the same as in the terminal."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,12 @@ from paceline.watch.snapshot import TIME_KINDS, Goodput, LogView, Series, to_tex
 from paceline.watch.summary import attempt_outcome
 from paceline.watch.terminal.head import measures, why_page
 from paceline.watch.terminal.pages import format_once
+
+
+def test_a_loss_that_is_nan_is_a_tile_with_a_warning():
+    snapshot = replace(training(NOW), loss=math.nan)
+    tile = next(tile for tile in run_panels(snapshot, now=NOW)["tiles"] if tile["name"] == "loss")
+    assert tile == {"name": "loss", "value": "nan", "difference": "NaN or infinite", "worse": True}
 
 
 @pytest.mark.parametrize("name", STATES)

@@ -219,6 +219,7 @@ class Chart {
       this.paintMarks(context, box);
       for (const curve of this.curves) this.paintBand(context, curve);
       for (const curve of this.curves) this.paintCurve(context, curve);
+      this.paintGaps(context);
     });
   }
 
@@ -284,6 +285,19 @@ class Chart {
     Object.assign(context, { fillStyle: ink(colour), globalAlpha: 0.16 });
     context.fill();
     context.globalAlpha = 1;
+  }
+
+  // Marks the points that are NaN or infinite, above the x axis.
+  paintGaps(context) {
+    Object.assign(context, { fillStyle: ink('error'), textAlign: 'center', font: FONT });
+    for (const { x, y } of this.lines) {
+      let last = -Infinity;
+      for (const left of x.filter((_, i) => y[i] === null).map((at) => this.left(at))) {
+        if (left - last < 8) continue;
+        context.fillText('×', left, this.height - EDGE.bottom - 3);
+        last = left;
+      }
+    }
   }
 
   // weight: the line's width in pixels, where it is not the usual one.

@@ -70,8 +70,10 @@ def run_panels(snapshot: Snapshot, *, now: float) -> dict[str, Any]:
     }
 
 
-def badge(state: str) -> Panel:
+def badge(state: str, notes: Sequence[str] = ()) -> Panel:
     sign, style = STATE_SIGNS.get(state, STATE_SIGNS["unknown"])
+    if notes and style == "good":
+        sign, style = LEVEL_SIGNS["warning"]
     return {"state": state, "sign": sign, "level": TONES.get(style, style)}
 
 
@@ -380,7 +382,7 @@ def run_row(run: dict[str, Any]) -> Panel:
     """Returns the texts of a run in the list of all runs. run: a RunStatus as a dictionary."""
     num_steps, command = None if run["step"] is None else run["num_steps"], run["command"]
     return {
-        "badge": badge(run["state"]),
+        "badge": badge(run["state"], run["notes"]),
         "command": shlex.join(command) if command else None,
         "share": run["step"] / num_steps if num_steps else None,
         "steps": format_step(run["step"]) + (f" of {num_steps:,}" if num_steps else ""),

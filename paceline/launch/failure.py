@@ -247,7 +247,9 @@ def explain_end(
         explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
     elif hang is not None:
         explanation = explain_hang(explanation, hang, run, recorder_logs=flight_recorder_logs(run, attempt, events))
-    elif was_killed(root) or (memory_ran_out and lost_worker(explanation)):
+    elif was_killed(root) or (
+        memory_ran_out and explanation.cause == WORKER_KILLED and "Killed" in explanation.summary
+    ):
         explanation = explain_kill(explanation, root, run, memory_ran_out=memory_ran_out)
     elif explanation.cause == PORT_IN_USE and (place := own_port(root)):
         explanation = explain_port(explanation, root, place)
@@ -289,9 +291,9 @@ def comparable_error(explanation: Explanation, root: Failure, hang: Mapping[str,
 
 def retry_class(explanation: Explanation, root: Failure, *, rollback: bool) -> Retry:
     """Returns whether a retry can help. rollback: the rank to blame asks for one."""
-    if root.message == SCRIPT_EXIT:
-        return "never"  # the same batches end it at the same step
     is_own_port = explanation.cause == PORT_IN_USE and own_port(root)
+    if root.message == SCRIPT_EXIT or (is_own_port and is_port_of_peer(root)):
+        return "never"  # the same batches end it at the same step; the ranks open the same port
     if explanation.cause in (KILLED, HANG, EXITED, *OF_HOSTS) or rollback or is_own_port:
         return "same"
     if OUT_OF_MEMORY.search(root.message) or NO_PRIMITIVE.search(root.message):
@@ -328,10 +330,19 @@ def explain_hang(
 def explain_port(explanation: Explanation, root: Failure, place: str) -> Explanation:
     """Explains a port in use that no other attempt would change. place: of the script, where it opens the port."""
     holder = port_holder(root.traceback or "") if root.host is None else None
-    held = f"; {holder} holds it" if holder else ""
-    summary = f"{explanation.summary}, which the script itself opens ({place}): paceline cannot change it{held}"
+    reason = f"paceline cannot change it{f'; {holder} holds it' if holder else ''}"
     fix = f"change the port in the script ({place}), or end the process that listens on it: `ss -ltnp` shows it"
-    return replace(explanation, summary=summary, fix=fix)
+    if is_port_of_peer(root):
+        reason = "most likely another rank holds it, since all run this line"
+        fix = f"open it on rank 0 alone, or give each rank a port of its own, such as the port + LOCAL_RANK; else {fix}"
+    return replace(
+        explanation, summary=f"{explanation.summary}, which the script itself opens ({place}): {reason}", fix=fix
+    )
+
+
+def is_port_of_peer(root: Failure) -> bool:
+    """Whether another rank has probably opened the same port: rank 0 is not the one that failed, and nothing holds the port now."""
+    return bool(root.rank) and port_holder(root.traceback or "") is None
 
 
 def own_port(root: Failure) -> str | None:
@@ -370,11 +381,6 @@ def was_killed(root: Failure) -> bool:
     return root.signal == "SIGKILL" and root.traceback is None and not root.consequence
 
 
-def lost_worker(explanation: Explanation) -> bool:
-    """Whether SIGKILL ended a data loader worker."""
-    return explanation.cause == WORKER_KILLED and "Killed" in explanation.summary
-
-
 def explain_kill(explanation: Explanation, root: Failure, run: RunDir, *, memory_ran_out: bool | None) -> Explanation:
     """Explains a rank that SIGKILL ended: the kernel killed it for memory, or somebody outside the run did."""
     subject = "the launch agent" if root.rank is None else f"rank {root.rank}"
@@ -385,9 +391,8 @@ def explain_kill(explanation: Explanation, root: Failure, run: RunDir, *, memory
         limit = f"this host has {format_bytes(host_bytes)}"
         if group is not None and group.limit_bytes < host_bytes:
             limit = f"its cgroup may use {format_bytes(group.limit_bytes)}"
-        summary = f"the kernel killed {subject}: {limit} of memory, and none was left"
-        if explanation.cause == HOST_MEMORY:
-            summary = explanation.summary  # from the kernel's own log
+        own_log = explanation.summary if explanation.cause == HOST_MEMORY else None  # the kernel's
+        summary = own_log or f"the kernel killed {subject}: {limit} of memory, and none was left"
         return replace(explanation, cause=HOST_MEMORY, rank=root.rank, summary=summary, confidence=1.0)
     if explanation.cause not in (HOST_MEMORY, KILLED, UNKNOWN, PEER_DIED):
         return explanation

@@ -71,9 +71,8 @@ NO_PRIMITIVE = re.compile(r"could not (create|execute) a primitive( descriptor)?
 # sent from outside, whatever the program was doing
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP", "SIGUSR1"}
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of a traceback once there is a process group
-BEHIND_A_BAR = re.compile(
-    r"(?<=[^\s\"'`])(?=Traceback \(most recent call last\):$)", re.MULTILINE
-)  # a bar has no newline
+# a progress bar has no newline
+BEHIND_A_BAR = re.compile(r"(?<=[^\s\"'`])(?=Traceback \(most recent call last\):$)", re.MULTILINE)
 ERROR_START = ("Traceback (most recent call last):", "Fatal Python error: ")
 
 # causes that no log shows
@@ -237,6 +236,7 @@ def explain_end(
     events = [event for event in all_events if event.get("attempt") in (None, attempt)]
     hang = next((event for event in reversed(events) if event.get("event") == "hang"), None)
     explanation = replace(explanation, host=root.host or explanation.host)
+    lost_worker = explanation.cause == WORKER_KILLED and "Killed" in explanation.summary  # of a data loader
     if root.cause in OF_HOSTS:
         explanation = explain_host(explanation, root)
     elif root.exit_code == 0:
@@ -247,9 +247,7 @@ def explain_end(
         explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
     elif hang is not None:
         explanation = explain_hang(explanation, hang, run, recorder_logs=flight_recorder_logs(run, attempt, events))
-    elif was_killed(root) or (
-        memory_ran_out and explanation.cause == WORKER_KILLED and "Killed" in explanation.summary
-    ):
+    elif was_killed(root) or (memory_ran_out and lost_worker):
         explanation = explain_kill(explanation, root, run, memory_ran_out=memory_ran_out)
     elif explanation.cause == PORT_IN_USE and (place := own_port(root)):
         explanation = explain_port(explanation, root, place)
@@ -329,15 +327,14 @@ def explain_hang(
 
 def explain_port(explanation: Explanation, root: Failure, place: str) -> Explanation:
     """Explains a port in use that no other attempt would change. place: of the script, where it opens the port."""
-    holder = port_holder(root.traceback or "") if root.host is None else None
-    reason = f"paceline cannot change it{f'; {holder} holds it' if holder else ''}"
+    summary = f"{explanation.summary}, which the script itself opens ({place})"
     fix = f"change the port in the script ({place}), or end the process that listens on it: `ss -ltnp` shows it"
     if is_port_of_peer(root):
-        reason = "most likely another rank holds it, since all run this line"
         fix = f"open it on rank 0 alone, or give each rank a port of its own, such as the port + LOCAL_RANK; else {fix}"
-    return replace(
-        explanation, summary=f"{explanation.summary}, which the script itself opens ({place}): {reason}", fix=fix
-    )
+        return replace(explanation, summary=f"{summary}: most likely another rank did so first", fix=fix)
+    holder = port_holder(root.traceback or "") if root.host is None else None
+    held = f"; {holder} holds it" if holder else ""
+    return replace(explanation, summary=f"{summary}: paceline cannot change it{held}", fix=fix)
 
 
 def is_port_of_peer(root: Failure) -> bool:
@@ -391,8 +388,9 @@ def explain_kill(explanation: Explanation, root: Failure, run: RunDir, *, memory
         limit = f"this host has {format_bytes(host_bytes)}"
         if group is not None and group.limit_bytes < host_bytes:
             limit = f"its cgroup may use {format_bytes(group.limit_bytes)}"
-        own_log = explanation.summary if explanation.cause == HOST_MEMORY else None  # the kernel's
-        summary = own_log or f"the kernel killed {subject}: {limit} of memory, and none was left"
+        summary = f"the kernel killed {subject}: {limit} of memory, and none was left"
+        if explanation.cause == HOST_MEMORY:
+            summary = explanation.summary  # from the kernel's own log
         return replace(explanation, cause=HOST_MEMORY, rank=root.rank, summary=summary, confidence=1.0)
     if explanation.cause not in (HOST_MEMORY, KILLED, UNKNOWN, PEER_DIED):
         return explanation

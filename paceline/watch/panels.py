@@ -31,6 +31,7 @@ from paceline.watch.summary import (
     log_title,
     ranks_and_hosts,
     summarize,
+    time_name,
     time_rows,
 )
 
@@ -168,8 +169,9 @@ def tiles(snapshot: Snapshot) -> Iterator[Panel]:
         elif figure.planned:
             tile |= {"note": f"plan {figure.planned} ", "difference": figure.difference, "worse": figure.worse}
         yield tile
-    if (spent := goodput_share(snapshot)) is not None:
-        yield {"name": "goodput", "value": format_percent(spent), "note": "of the time in steps"}
+    if snapshot.goodput and (spent := goodput_share(snapshot)) is not None:
+        place = time_name("steps", snapshot.goodput)
+        yield {"name": "goodput", "value": format_percent(spent), "note": f"of the time in {place}"}
 
 
 def fields(snapshot: Snapshot) -> dict[str, Panel]:

@@ -168,6 +168,17 @@ def test_a_loss_compares_with_that_of_the_same_step_and_a_speed_with_any():
     assert (steps["loss"], steps["val_bpb"], steps["tok_per_sec"]) == (1240, 1240, None)
 
 
+def test_the_share_of_a_scripts_time_is_not_called_time_in_steps():
+    in_script = Goodput({**dict.fromkeys(TIME_KINDS, 0.0), "steps": 8.0, "start_up": 2.0}, 0, None)
+    [tile] = [
+        tile
+        for tile in run_panels(replace(script(NOW), goodput=in_script), now=NOW)["tiles"]
+        if tile["name"] == "goodput"
+    ]
+    assert (tile["value"], tile["note"]) == ("80 %", "of the time in the script")
+    assert ("in the script", "80 %", "strong") in list(measures(replace(script(NOW), goodput=in_script)))
+
+
 def test_goodput_is_not_shown_before_the_first_step():
     early = replace(starting(), goodput=Goodput({**dict.fromkeys(TIME_KINDS, 0.0), "start_up": 9.0}, 0, None))
     assert "goodput" not in {tile["name"] for tile in run_panels(early, now=NOW)["tiles"]}

@@ -4,7 +4,7 @@
 // moves. Drawing never reads a size from the page, which would force a layout; a ResizeObserver delivers the sizes.
 'use strict';
 
-const EDGE = { left: 52, right: 16, top: 10, bottom: 26 }; // pixels around the plot, for the axes
+const EDGE = { left: 62, right: 16, top: 10, bottom: 26 }; // pixels around the plot, for the axes
 const TALL = { loss: 240, val_bpb: 240 };
 const HEIGHT = 170;
 const WIDE_HEIGHT = 420; // of a chart over the whole width

@@ -19,7 +19,7 @@ class RunsPage {
     this.sort = { name: 'time', isRising: false };
     this.search = el('input', {
       type: 'search',
-      placeholder: 'Find: a text, depth=12  /',
+      placeholder: 'Find a text or depth=12 (key /)',
       'aria-label': 'Find a run by its name, state, tag or note, or by a setting as depth=12',
       oninput: () => this.find(),
     });

@@ -384,7 +384,7 @@ def run_row(run: dict[str, Any]) -> Panel:
     """Returns the texts of a run in the list of all runs. run: a RunStatus as a dictionary."""
     num_steps, command = None if run["step"] is None else run["num_steps"], run["command"]
     return {
-        "badge": badge(run["state"], run["notes"]),
+        "badge": badge(run["state"], run.get("notes", ())),
         "command": shlex.join(command) if command else None,
         "share": run["step"] / num_steps if num_steps else None,
         "steps": format_step(run["step"]) + (f" of {num_steps:,}" if num_steps else ""),

@@ -135,7 +135,7 @@ class RunsPage {
     return el('tr.group', el('td', choose), name, el('td'), cells);
   }
 
-  row({ name, tags, note, notes, texts }) {
+  row({ name, tags, note, notes = [], texts }) {
     const choose = el('input', {
       type: 'checkbox',
       'data-run': name,

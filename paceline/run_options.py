@@ -20,8 +20,8 @@ class RunsOptions(JsonOption):
 
     runs_dir: str = positional("DIR", "the folder that holds the runs", default="runs", has_flag=True)
     sort: str = option(
-        "time", "what to sort by: the lowest loss and val_bpb, the most steps and tok/s first", value="KEY",
-        choices=("time", "name", "state", "step", "loss", "val_bpb", "tok_per_sec"),
+        "time", "time, name, state, step, loss, val_bpb or tok_per_sec: the lowest loss and val_bpb, the most steps first",
+        value="KEY", choices=("time", "name", "state", "step", "loss", "val_bpb", "tok_per_sec"),
     )  # fmt: skip
     tag: tuple[str, ...] = option((), "only runs with this tag; may be repeated, for runs with all of them")
     state: tuple[str, ...] = option(

@@ -56,7 +56,7 @@ XID_TEXTS = {79: ", GPU has fallen off the bus"}  # what the kernel's line says 
 NEARLY_ALL = 0.95  # of memory, or of a disk
 KMSG = Path("/dev/kmsg")
 KERNEL_LOGS = (Path("/var/log/kern.log"), Path("/var/log/messages"), Path("/var/log/syslog"))
-KILL_DELAY_S = 10.0  # by which the kernel may log a kill later than the process ends
+KILL_DELAY_S = 10.0  # by which the kernel may log a kill later than the process ends, and its clock differ
 
 DUMP_NAME = re.compile(rf"(?:nccl_trace_rank_|{RECORDER_DUMP})\d+(?:\.json)?$")
 RAS_NAME = re.compile(r"(?:^|[._-])(?:nccl[_-]?)?ras(?:[_-]\w+)?(?:\.(?:txt|log|out))?$")
@@ -196,13 +196,6 @@ def read_samples(path: Path, *, since: str) -> list[Sample]:
     return [sample for sample in samples if isinstance(sample.get("time"), str) and sample["time"] >= since]
 
 
-def count_lines(path: Path) -> int:
-    """The number of lines of a file, without parsing them."""
-    with suppress(OSError), open_file(path) as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-    return 0
-
-
 def find_xids(host: str, samples: Sequence[Sample], ranks: Mapping[int, int]) -> list[tuple[str, int | None]]:
     """The last Xid error of each GPU of a host as a line of the kernel log, and the rank of the run's process there, if known."""
     xids: dict[int, int] = {}
@@ -326,20 +319,24 @@ def memory_of(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_kernel_errors(
-    ranks: Mapping[int, int], *, kmsg: Path = KMSG, files: tuple[Path, ...] = KERNEL_LOGS
+    ranks: Mapping[int, int],
+    *,
+    since: float,
+    until: float = math.inf,
+    kmsg: Path = KMSG,
+    files: tuple[Path, ...] = KERNEL_LOGS,
 ) -> list[tuple[int, str]]:
-    """Lines of the kernel log about processes of the run, each with the rank; ranks maps process ids to ranks."""
+    """Lines of the kernel log about processes of the run, each with the rank; ranks maps process ids to ranks.
+
+    Only lines between two Unix times count: later and earlier the same id may belong to another process. NaN: not known.
+    """
     if not ranks:
         return []
-    lines = [text for _, text in read_kmsg(kmsg)]
-    if not lines:
-        lines = [
-            line for path in files for line in read_end(path, KERNEL_LOG_BYTES)[0].decode(errors="replace").splitlines()
-        ]
     errors = []
-    for line in filter(KERNEL_ERROR.search, lines):
-        pids = map(int, PID.findall(line))
-        errors += [(ranks[pid], line) for pid in pids if pid in ranks][:1]
+    for at, line in read_kmsg(kmsg) or [line for path in files for line in read_kernel_file(path, near=since)]:
+        if KERNEL_ERROR.search(line) and not (at < since - KILL_DELAY_S or at > until + KILL_DELAY_S):
+            pids = map(int, PID.findall(line))
+            errors += [(ranks[pid], line) for pid in pids if pid in ranks][:1]
     return errors
 
 
@@ -348,18 +345,18 @@ def has_oom_kill(start: float, end: float, *, kmsg: Path = KMSG) -> bool | None:
 
     In a container the process ids differ from the kernel's, so a kill of any process counts.
     """
-    booted = time.time() - time.monotonic()  # the kernel's clock stops during a suspend, as the monotonic one does
-    lines = [(booted + seconds, text) for seconds, text in read_kmsg(kmsg)]
+    lines = read_kmsg(kmsg)
     if not lines or lines[0][0] > start:
         return None  # not readable, or older records were overwritten
     return any(start <= at <= end + KILL_DELAY_S and OOM_KILL.search(text) for at, text in lines)
 
 
 def read_kmsg(path: Path) -> list[tuple[float, str]]:
-    """Seconds since boot and text of each record of /dev/kmsg.
+    """Unix time and text of each record of /dev/kmsg.
 
     One read returns one record, `level,number,microseconds,flags;text`, and none after the last one.
     """
+    booted = time.time() - time.monotonic()  # the kernel's clock stops during a suspend, as the monotonic one does
     lines: list[tuple[float, str]] = []
     # an error ends the reading: there is no such file, or a record was overwritten during the read
     with suppress(OSError), io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
@@ -367,8 +364,18 @@ def read_kmsg(path: Path) -> list[tuple[float, str]]:
             head, _, text = record.decode(errors="replace").partition("\n")[0].partition(";")
             parts = head.split(",")
             if len(parts) > 2 and parts[2].isdecimal():
-                lines.append((int(parts[2]) / 1e6, text))
+                lines.append((booted + int(parts[2]) / 1e6, text))
     return lines
+
+
+def read_kernel_file(path: Path, *, near: float) -> Iterator[tuple[float, str]]:
+    """Unix time and text of each line of a system log; NaN if a line has none. near: a time in the year of the lines."""
+    year = time.localtime(0.0 if math.isnan(near) else near).tm_year
+    for line in read_end(path, KERNEL_LOG_BYTES)[0].decode(errors="replace").splitlines():
+        at = unix_time(line.partition(" ")[0])
+        with suppress(ValueError, OverflowError):
+            at = time.mktime(time.strptime(f"{year} {line[:15]}", "%Y %b %d %H:%M:%S"))
+        yield at, line
 
 
 def slurm_logs(run: RunDir, events: Sequence[Mapping[str, Any]], *, has_attempt: bool = True) -> list[Log]:

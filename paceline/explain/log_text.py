@@ -14,6 +14,7 @@ import lzma
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import reduce
 from itertools import chain
 from pathlib import Path
@@ -137,3 +138,10 @@ def exported_messages(content: bytes, column: str) -> Iterator[bytes]:
         lines.reverse()
     for line in lines:
         yield line.encode("utf-8", "replace") + b"\n"
+
+
+def count_lines(path: Path) -> int:
+    """The number of lines of a file, without parsing them."""
+    with suppress(OSError), open_file(path) as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    return 0

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import CACHE_SPACE
-from paceline.explain.evidence import count_lines
 from paceline.explain.explanation import (
     KERNEL_LOG,
     RECORDED,
@@ -26,6 +25,7 @@ from paceline.explain.explanation import (
     format_failures,
     format_summary,
 )
+from paceline.explain.log_text import count_lines
 from paceline.explain.verdict import HEALTHY, UNKNOWN, explain_health
 from paceline.mounts import free_space
 from paceline.rundir import RunDir, is_locked, is_script_run, read_text, resume_command
@@ -130,7 +130,8 @@ def apply_recorded_end(
     # the supervisor knows how many the kernel killed
     is_kill = not by_kernel and causes <= {KILLED, HOST_MEMORY, WORKER_KILLED}
     shows_less = not explanation.shows_failure or (explanation.cause == UNKNOWN and verdict.get("cause") != UNKNOWN)
-    if has_cause and (verdict["cause"] in SUPERVISOR_CAUSES or shows_less or is_kill):  # no log shows it
+    adds = len(causes) == 1 and str(verdict.get("summary")).startswith(f"{explanation.summary}, ")
+    if has_cause and (verdict["cause"] in SUPERVISOR_CAUSES or shows_less or is_kill or adds):  # no log shows it
         names = ("cause", "rank", "step", "host", "summary", "fix", "confidence")
         fields: dict[str, Any] = {name: verdict.get(name) for name in names}
         evidence = hang_evidence(run, attempt, fields["rank"]) if fields["cause"] == HANG else ()

@@ -26,7 +26,6 @@ from paceline.explain.evidence import (
     Sample,
     clock_texts,
     companion_logs,
-    count_lines,
     fill_texts,
     find_xids,
     flight_recorder_logs,
@@ -49,7 +48,7 @@ from paceline.explain.explanation import (
 from paceline.explain.line_filter import Shapes
 from paceline.explain.log import Log
 from paceline.explain.log_curves import judge_progress
-from paceline.explain.log_text import chunks_from, read_chunks
+from paceline.explain.log_text import chunks_from, count_lines, read_chunks
 from paceline.explain.reader import read_log
 from paceline.explain.recorded_end import (
     DISK_FULL,
@@ -59,6 +58,7 @@ from paceline.explain.recorded_end import (
     WORKER_KILLED,
     apply_recorded_end,
     events_of,
+    find_last,
     note_good_end,
     note_recoveries,
     read_error_file,
@@ -137,7 +137,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         *(log for path, host in far_logs.items() if path.exists() for log in [read_host_log(path, host)]),
         exit_log(all_events, attempt),
         progress_log(run, events),
-        *system_logs(samples, start.get("pids") or (), hosts, far_hosts),
+        *system_logs(samples, events, far_hosts),
         *flight_recorder_logs(run, attempt, events),
         *slurm_logs(run, events),
     ]
@@ -207,19 +207,22 @@ def read_host_log(path: Path, host: str) -> Log:
 
 
 def system_logs(
-    samples: Mapping[str, Sequence[Sample]],
-    pids: Sequence[int],
-    hosts: Mapping[str, Sequence[int]],
-    far_hosts: Sequence[str],
+    samples: Mapping[str, Sequence[Sample]], events: Sequence[Mapping[str, Any]], far_hosts: Sequence[str]
 ) -> list[Log]:
-    """The lines of this host's kernel log about the run's processes, and the Xid errors in the samples in the same format."""
+    """The lines of this host's kernel log about an attempt's processes, and the Xid errors in the samples in the same format."""
+    start, ended = find_last(events, "attempt"), find_last(events, "attempt_ended")
+    pids, hosts = start.get("pids") or (), start.get("hosts") or {}
 
     def ranks_on(*names: str) -> dict[int, int]:
         """By process id; the same one may belong to another process on another host."""
         return {pid: r for r, pid in enumerate(pids) if not hosts or any(r in hosts.get(name, ()) for name in names)}
 
     near = ranks_on(*(host for host in hosts if host not in far_hosts))
-    lines: list[tuple[str, int | None, str]] = [(line, rank, KERNEL_LOG) for rank, line in read_kernel_errors(near)]
+    if ended.get("state") == "finished":  # no rank was killed
+        near = {}
+    last = max((str(sample["time"]) for lines in samples.values() for sample in lines[-1:]), default=None)
+    errors = read_kernel_errors(near, since=unix_time(start.get("time")), until=unix_time(ended.get("time", last)))
+    lines: list[tuple[str, int | None, str]] = [(line, rank, KERNEL_LOG) for rank, line in errors]
     for host, host_samples in samples.items():
         lines += [(line, rank, f"health/{host}") for line, rank in find_xids(host, host_samples, ranks_on(host))]
     return [read_log([line.encode()], rank=rank, source=source) for line, rank, source in lines]

@@ -198,6 +198,7 @@ def explain_end(
     events = [event for event in all_events if event.get("attempt") in (None, attempt)]
     hang = next((event for event in reversed(events) if event.get("event") == "hang"), None)
     explanation = replace(explanation, host=root.host or explanation.host)
+    lost_worker = explanation.cause == WORKER_KILLED and "Killed" in explanation.summary  # of a data loader
     if root.cause in OF_HOSTS:
         explanation = explain_host(explanation, root)
     elif root.exit_code == 0:
@@ -208,7 +209,7 @@ def explain_end(
         explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
     elif hang is not None:
         explanation = explain_hang(explanation, hang, run, recorder_logs=flight_recorder_logs(run, attempt, events))
-    elif was_killed(root) or (memory_ran_out and lost_worker(explanation)):
+    elif was_killed(root) or (memory_ran_out and lost_worker):
         explanation = explain_kill(explanation, root, run, memory_ran_out=memory_ran_out)
     elif explanation.cause == PORT_IN_USE and (place := own_port(root)):
         explanation = explain_port(explanation, root, place)
@@ -250,9 +251,9 @@ def comparable_error(explanation: Explanation, root: Failure, hang: Mapping[str,
 
 def retry_class(explanation: Explanation, root: Failure, *, rollback: bool) -> Retry:
     """Returns whether a retry can help. rollback: the rank to blame asks for one."""
-    if root.message == SCRIPT_EXIT:
-        return "never"  # the same batches end it at the same step
     is_own_port = explanation.cause == PORT_IN_USE and own_port(root)
+    if root.message == SCRIPT_EXIT or (is_own_port and is_port_of_peer(root)):
+        return "never"  # the same batches end it at the same step; the ranks open the same port
     if explanation.cause in (KILLED, HANG, EXITED, *OF_HOSTS) or rollback or is_own_port:
         return "same"
     if OUT_OF_MEMORY.search(root.message) or NO_PRIMITIVE.search(root.message):
@@ -288,11 +289,19 @@ def explain_hang(
 
 def explain_port(explanation: Explanation, root: Failure, place: str) -> Explanation:
     """Explains a port in use that no other attempt would change. place: of the script, where it opens the port."""
+    summary = f"{explanation.summary}, which the script itself opens ({place})"
+    fix = f"change the port in the script ({place}), or end the process that listens on it: `ss -ltnp` shows it"
+    if is_port_of_peer(root):
+        fix = f"open it on rank 0 alone, or give each rank a port of its own, such as the port + LOCAL_RANK; else {fix}"
+        return replace(explanation, summary=f"{summary}: most likely another rank did so first", fix=fix)
     holder = port_holder(root.traceback or "") if root.host is None else None
     held = f"; {holder} holds it" if holder else ""
-    summary = f"{explanation.summary}, which the script itself opens ({place}): paceline cannot change it{held}"
-    fix = f"change the port in the script ({place}), or end the process that listens on it: `ss -ltnp` shows it"
-    return replace(explanation, summary=summary, fix=fix)
+    return replace(explanation, summary=f"{summary}: paceline cannot change it{held}", fix=fix)
+
+
+def is_port_of_peer(root: Failure) -> bool:
+    """Whether another rank has probably opened the same port: rank 0 is not the one that failed, and nothing holds the port now."""
+    return bool(root.rank) and port_holder(root.traceback or "") is None
 
 
 def own_port(root: Failure) -> str | None:
@@ -329,11 +338,6 @@ def explain_host(explanation: Explanation, root: Failure) -> Explanation:
 def was_killed(root: Failure) -> bool:
     """Whether SIGKILL ended the rank itself, before anything else failed."""
     return root.signal == "SIGKILL" and root.traceback is None and not root.consequence
-
-
-def lost_worker(explanation: Explanation) -> bool:
-    """Whether SIGKILL ended a data loader worker."""
-    return explanation.cause == WORKER_KILLED and "Killed" in explanation.summary
 
 
 def explain_kill(explanation: Explanation, root: Failure, run: RunDir, *, memory_ran_out: bool | None) -> Explanation:

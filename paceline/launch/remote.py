@@ -62,6 +62,7 @@ class FarEnd:
         self.run: RunDir | None = None
         self.host = ""  # what the run calls this host
         self.pids: dict[int, int] = {}  # of the attempt's ranks: pid -> rank
+        self.started = 0.0  # when they were, in Unix seconds
         self.has_failed = False  # one of them
         self.shared = False  # the run folder itself is here too: nothing has to travel
         self.is_kept = True  # the copy remains when the link has ended
@@ -191,7 +192,7 @@ class FarEnd:
     def keep_kernel_errors(self) -> None:
         """Writes what this host's kernel log has about its ranks, with torch's own prefix for a rank, beside their logs."""
         assert self.run
-        if lines := [f"[rank{rank}]: {text}\n" for rank, text in read_kernel_errors(self.pids)]:
+        if lines := [f"[rank{rank}]: {text}\n" for rank, text in read_kernel_errors(self.pids, since=self.started)]:
             self.run.kernel_log(self.attempt, self.host).write_text("".join(lines), encoding="utf-8")
 
     def obey(self, line: Line, data: bytes) -> None:
@@ -329,7 +330,7 @@ class FarEnd:
         self.ranks = range(job["first_rank"], job["first_rank"] + job["nproc"])
         self.has_rank_0 = job["first_rank"] == 0 and not self.shared
         self.known = {path.parent.name for path in self.run.checkpoints.glob(f"step_*/{MANIFEST}")}
-        self.pids, self.has_failed = {}, False
+        self.pids, self.started, self.has_failed = {}, time.time(), False
         self.agent = start_agent_process(self.run.launch_log(self.attempt, self.host), lock_fd=self.lock)
         assert self.agent.stdin and self.agent.stdout
         self.lines = Channel(self.agent.stdout.fileno(), self.agent.stdin.fileno())

@@ -1,5 +1,5 @@
 """
-metrics.jsonl and health/<host>.jsonl as curves and as their last values, read as the files grow.
+metrics.jsonl, health/<host>.jsonl and the metrics of other trainers as curves and as their last values, read as the files grow.
 
 Any numeric field becomes a curve. A Curve needs bounded memory, however long the run: it keeps the lowest and the highest point
 of each stretch of steps. Stretches are powers of two wide and begin at zero, so a longer one consists of whole shorter ones, and
@@ -9,24 +9,25 @@ A long health file is not read whole: lines at even distances make the curves, i
 changes stands in some lines only; it holds until a line has it again. launch/health.py writes these files.
 """
 
-import gc
 import math
+import os
 import statistics
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from paceline.errors import PacelineError
+from paceline.explain.series import ALL_STEPS, GRADIENT, LOSS, RATE, VALIDATION, read_series
 from paceline.units import unix_time
-from paceline.watch.growing_file import GrowingFile, JsonRecord, parse_lines
+from paceline.watch.growing_file import GrowingFile, JsonRecord, by_name, parse_lines, paused_collector
 from paceline.watch.snapshot import GpuView, HostView, Series
 from paceline.watch.trend import WHOLE_LINES
 
@@ -50,6 +51,12 @@ HOST_CURVES = (
     "cpu", "ram_used", "cgroup_used", "disk_free", "net_in_bps", "net_out_bps", "disk_read_bps", "disk_write_bps",
 )  # fmt: skip
 HOST_FIELDS = {field.name for field in fields(HostView)} - {"name", "time", "every_s", "gpus"}
+KIND_NAMES = {
+    LOSS: "loss",
+    VALIDATION: "val_loss",
+    GRADIENT: "grad_norm",
+    RATE: "lr",
+}  # of curves that have other names
 GPU_FIELDS = {field.name for field in fields(GpuView)} - {"index", "throttled"}
 
 
@@ -252,17 +259,17 @@ class HostHealth:
 class Curve:
     """A curve that is thinned now and then. Its points are in the order of x: steps, or seconds where nothing counts steps."""
 
-    def __init__(self, *, max_points: int = MAX_POINTS):
-        self.max_points = max_points
+    def __init__(self, *, max_points: int = MAX_POINTS, has_gaps: bool = False):
+        """has_gaps: keeps non-finite values; else they mean that a line lacks the field."""
+        self.max_points, self.has_gaps = max_points, has_gaps
         self.x = self.values = self.times = np.empty(0)
         self._series: Series | None = None
 
     def extend(self, x: ArrayLike, values: ArrayLike, times: ArrayLike) -> None:
-        """Adds points. A point replaces those at its x and behind it; non-finite values are left out."""
+        """Adds points. A point replaces those at its x and behind it."""
         new = [np.asarray(column, dtype=float) for column in (x, values, times)]
-        is_finite = np.isfinite(new[1])
-        if not is_finite.all():
-            new = [column[is_finite] for column in new]
+        if not self.has_gaps:
+            new = [column[np.isfinite(new[1])] for column in new]
         if not len(new[0]):
             return
         if not (np.diff(new[0]) > 0).all():
@@ -300,6 +307,48 @@ class Curve:
         return self._series
 
 
+class MetricFileCurves:
+    """The curves of a file with any trainer's or tracker's metrics, as LogCurves has those of a log: call `read`, then use them."""
+
+    counts_lines = False
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.stat: os.stat_result | None = None  # of the file at the last read; None: it is gone
+        self.step: int | None = None
+        self.notes: list[str] = []
+        self.curves: dict[str, Curve] = {}
+        self._latest: dict[str, float] = {}
+
+    def read(self) -> None:
+        """Reads the file if it has changed, whole: some of these files are written again at each step."""
+        before, self.stat = self.stat, None
+        with suppress(OSError):
+            self.stat = self.path.stat()
+        if self.stat is None or (before and before.st_mtime_ns == self.stat.st_mtime_ns):
+            return
+        with suppress(PacelineError):
+            series, self.notes = read_series([self.path])
+            self.step, self.curves, self._latest = max((item.steps[-1] for item in series), default=None), {}, {}
+            for item in series:
+                name = KIND_NAMES.get(item.kind, item.name)
+                name = item.name if name in self.curves or item.name == "val_bpb" else name
+                self.curves[name] = Curve(has_gaps=True)
+                self.curves[name].extend(item.steps, item.values, item.times)
+                self._latest[name] = item.values[-1]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the file says that all steps are done."""
+        return any(ALL_STEPS in note for note in self.notes)
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of a Snapshot that the file shows."""
+        series = {name: curve.series() for name, curve in self.curves.items()}
+        values = {name: self._latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
+        return {"step": self.step, "eta_s": None, "silence_s": None, "series": series, **values}
+
+
 def join_series(attempts: Iterable[Mapping[str, Curve]], *, by_line: bool) -> dict[str, Series]:
     """Returns curves of several attempts by name; each attempt replaces what an earlier one shows from its first step on.
 
@@ -315,7 +364,7 @@ def join_series(attempts: Iterable[Mapping[str, Curve]], *, by_line: bool) -> di
         for curve in joined.values():
             curve.cut(first + shift)
         for name, curve in curves.items():
-            joined.setdefault(name, Curve()).extend(curve.x + shift, curve.values, curve.times)
+            joined.setdefault(name, Curve(has_gaps=True)).extend(curve.x + shift, curve.values, curve.times)
     return {name: curve.series() for name, curve in joined.items()}
 
 
@@ -328,35 +377,12 @@ def extremes(x: NDArray[np.float64], values: NDArray[np.float64], *, max_points:
     starts = np.flatnonzero(np.concatenate([[True], stretch[1:] != stretch[:-1]]))
     sizes, is_kept = np.diff(np.append(starts, len(x))), np.zeros(len(x), dtype=bool)
     is_kept[[0, -1]] = True
-    for extreme in (np.minimum, np.maximum):
-        hits = np.flatnonzero(values == np.repeat(extreme.reduceat(values, starts), sizes))
+    for extreme in (np.fmin, np.fmax):
+        ends = np.repeat(extreme.reduceat(values, starts), sizes)
+        hits = np.flatnonzero((values == ends) | np.isnan(ends))  # NaN: no value of the stretch is a number
         is_first = np.concatenate([[True], stretch[hits[1:]] != stretch[hits[:-1]]])  # of equal points in a stretch
         is_kept[hits[is_first]] = True
     return np.flatnonzero(is_kept)
-
-
-@contextmanager
-def paused_collector() -> Iterator[None]:
-    """Pauses the garbage collector: it would walk the many new records over and over, for a fifth of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def by_name(records: Sequence[JsonRecord]) -> dict[str, Sequence[Any]]:
-    """Returns the values of each field, None where a record lacks it. Fields that all records share take the fast way."""
-    common = [name for name in records[0] if name in records[-1]]
-    try:
-        rows = map(itemgetter(*common), records) if len(common) > 1 else ((record[common[0]],) for record in records)
-        columns: dict[str, Sequence[Any]] = dict(zip(common, zip(*rows, strict=True), strict=True))
-    except KeyError:
-        columns = {}
-    others = set().union(*[record for record in records if len(record) != len(columns)]) - columns.keys()
-    return columns | {name: [record.get(name) for record in records] for name in others}
 
 
 def numbers(values: Sequence[Any]) -> NDArray[np.float64]:

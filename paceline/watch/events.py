@@ -127,7 +127,7 @@ def event_text(event: JsonRecord, *, labelled: bool = False, max_chars: int | No
 
 def sentence_of(kind: str, event: JsonRecord, *, labelled: bool) -> str | None:
     """Returns the text of an event whose fields need units, or that has several forms; None for one that carries its own."""
-    at = f" at step {event['step']:,}" if "step" in event and not labelled else ""
+    at = f" at step {event['step']:,}" if event.get("step") is not None and not labelled else ""
     match kind:
         case "launch":
             return f"launched: data, plan and checks took {event.get('prepared_s', 0.0):.0f} s"

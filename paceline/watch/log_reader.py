@@ -29,9 +29,10 @@ from paceline.explain.line_measures import BAR, parse_count, read_step_and_loss,
 from paceline.explain.lines import split_prefix, strip_escapes
 from paceline.explain.progress import EPOCH_OF, EpochSteps
 from paceline.explain.run_folder import explain
+from paceline.explain.series import is_metric_file
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.units import format_bytes
-from paceline.watch.curves import Curve, HostHealth
+from paceline.watch.curves import Curve, HostHealth, MetricFileCurves
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, head_and_tail, unreadable
 from paceline.watch.snapshot import LIVE, LogView, Snapshot, State
 from paceline.watch.summary import max_silence_s
@@ -102,42 +103,43 @@ class TrainingLogReader:
 
     def __init__(self, path: Path):
         self.path = path
-        self.curves = LogCurves(path)
+        self.curves = MetricFileCurves(path) if is_metric_file(path) else LogCurves(path)
         self._explanation: dict[str, Any] | None = None
         self._explained_at = (-1, -math.inf)  # size of the log, and the time
 
     def update(self) -> Snapshot:
         self.curves.read()
+        name, path = self.path.name, str(self.path)
         if (stat := self.curves.stat) is None:
-            return Snapshot(self.path.name, str(self.path), "log", "gone", notes=[f"{self.path} does not exist"])
+            return Snapshot(name, path, "log", "gone", notes=[f"{path} does not exist"])
         if error := unreadable(self.path):
-            return Snapshot(
-                self.path.name, str(self.path), "log", "unknown", notes=[f"{self.path} cannot be read: {error}"]
-            )
+            return Snapshot(name, path, "log", "unknown", notes=[f"{path} cannot be read: {error}"])
         explanation = self._explain(stat.st_size)
         fields = self.curves.fields()
         end_s = END_RATIO * max_silence_s(fields["step_ms"], fields["silence_s"])
         state = log_state(explanation, silent=time.time() - stat.st_mtime > end_s)
         notes = [explanation["summary"]] if explanation and explanation["cause"] in GOES_ON else []
         notes += ["no line shows a step: the curves count lines"] if self.curves.counts_lines else []
+        logs = [LogView(1, None, path, stat.st_size)]
+        if isinstance(self.curves, MetricFileCurves):
+            if state in ("running", "broken"):  # few of these files report the end
+                state = "finished" if self.curves.is_complete else "unknown" if state == "broken" else state
+            logs, notes = [], notes + self.curves.notes
         explanation = explanation if state in ("failed", "broken") else None
-        if state != "running":
-            fields["eta_s"] = None
-        if explanation and stat.st_size > EXPLAINED_BYTES:
+        fields["eta_s"] = fields["eta_s"] if state == "running" else None
+        if explanation and logs and stat.st_size > EXPLAINED_BYTES:
             parts = f"the first {FIRST_BYTES >> 20} MiB and the last {(EXPLAINED_BYTES - FIRST_BYTES) >> 20} MiB"
-            whole = format_bytes(stat.st_size)
-            notes += [f"only {parts} of {whole} are searched for the cause; line numbers count within these"]
+            text = f"only {parts} of {format_bytes(stat.st_size)} are searched for the cause"
+            notes.append(f"{text}; line numbers count within these")
         return Snapshot(
-            name=self.path.name, path=str(self.path), kind="log", state=state, updated=stat.st_mtime,
-            logs=[LogView(1, None, str(self.path), stat.st_size)], explanation=explanation, notes=notes,
-            **fields,
+            name, path, "log", state, updated=stat.st_mtime, logs=logs, explanation=explanation, notes=notes, **fields
         )  # fmt: skip
 
     def _explain(self, size: int) -> dict[str, Any] | None:
         explained_size, explained_at = self._explained_at
         if size != explained_size and time.monotonic() - explained_at > EXPLAIN_EVERY_S:
             parts = head_and_tail(self.path, first=FIRST_BYTES, last=EXPLAINED_BYTES - FIRST_BYTES)
-            log = self.path if size <= EXPLAINED_BYTES else parts
+            log = self.path if size <= EXPLAINED_BYTES or is_metric_file(self.path) else parts
             with suppress(PacelineError, OSError):
                 self._explanation = asdict(explain(log))
             self._explained_at = (size, time.monotonic())
@@ -307,7 +309,7 @@ class LogCurves:
         written = self._written or 0.0
         for name, (steps, values) in points.items():
             times = written - (steps[-1] - np.array(steps)) * self.latest.get("step_ms", 0.0) / 1000
-            self.curves.setdefault(name, Curve()).extend(steps, values, times)
+            self.curves.setdefault(name, Curve(has_gaps=True)).extend(steps, values, times)
 
 
 def progress_lines(block: bytes) -> Iterator[bytes]:

@@ -31,6 +31,7 @@ from paceline.watch.summary import (
     log_title,
     ranks_and_hosts,
     summarize,
+    time_name,
     time_rows,
 )
 
@@ -70,8 +71,10 @@ def run_panels(snapshot: Snapshot, *, now: float) -> dict[str, Any]:
     }
 
 
-def badge(state: str) -> Panel:
+def badge(state: str, notes: Sequence[str] = ()) -> Panel:
     sign, style = STATE_SIGNS.get(state, STATE_SIGNS["unknown"])
+    if notes and style == "good":
+        sign, style = LEVEL_SIGNS["warning"]
     return {"state": state, "sign": sign, "level": TONES.get(style, style)}
 
 
@@ -155,17 +158,20 @@ def tiles(snapshot: Snapshot) -> Iterator[Panel]:
     """Yields the last figures, compared with the plan."""
     for figure in figures(snapshot):
         name = figure.name
-        if name == "total_s" or not known(figure.value):
+        if name == "total_s" or figure.text == "n/a":
             continue
         tile: Panel = {"name": name, "value": figure.text}
         if name == "val_bpb":
             best = min(filter(math.isfinite, snapshot.series.get(name, Series()).values), default=figure.value)
             tile["note"] = f"best {format_figure(name, best)}"
+        elif not known(figure.value):
+            tile |= {"difference": "NaN or infinite", "worse": True}
         elif figure.planned:
             tile |= {"note": f"plan {figure.planned} ", "difference": figure.difference, "worse": figure.worse}
         yield tile
-    if (spent := goodput_share(snapshot)) is not None:
-        yield {"name": "goodput", "value": format_percent(spent), "note": "of the time in steps"}
+    if snapshot.goodput and (spent := goodput_share(snapshot)) is not None:
+        place = time_name("steps", snapshot.goodput)
+        yield {"name": "goodput", "value": format_percent(spent), "note": f"of the time in {place}"}
 
 
 def fields(snapshot: Snapshot) -> dict[str, Panel]:
@@ -378,7 +384,7 @@ def run_row(run: dict[str, Any]) -> Panel:
     """Returns the texts of a run in the list of all runs. run: a RunStatus as a dictionary."""
     num_steps, command = None if run["step"] is None else run["num_steps"], run["command"]
     return {
-        "badge": badge(run["state"]),
+        "badge": badge(run["state"], run.get("notes", ())),
         "command": shlex.join(command) if command else None,
         "share": run["step"] / num_steps if num_steps else None,
         "steps": format_step(run["step"]) + (f" of {num_steps:,}" if num_steps else ""),

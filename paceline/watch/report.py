@@ -23,12 +23,12 @@ from paceline.rundir import RunDir
 from paceline.terminal import cells, pad, write_output
 from paceline.units import format_count, format_duration
 from paceline.watch.about import read_about
-from paceline.watch.measures import format_time
+from paceline.watch.measures import format_measure, format_time
 from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
 from paceline.watch.snapshot import Series, Snapshot, changes, to_text
 from paceline.watch.status import open_reader
 from paceline.watch.summary import attempt_outcome, has_hosts, ranks_and_hosts, summarize
-from paceline.watch.terminal.chart import finite, format_short, sparkline
+from paceline.watch.terminal.chart import curve_look, finite, steady_line
 from paceline.watch.view import find_shown
 
 STATIC = Path(__file__).parent / "static"
@@ -143,12 +143,14 @@ def explanation(snapshot: Snapshot) -> list[str]:
 
 
 def curves(series: dict[str, Series]) -> str:
-    drawn = {name: values for name, curve in series.items() if len(values := finite(curve.values)) > 1}
-    wide = max(map(cells, drawn), default=0)
-    return "\n".join(
-        f"{pad(name, wide)}  {sparkline(values, SPARKLINE_WIDTH)}  {format_short(values[0])} to {format_short(values[-1])}"
-        for name, values in drawn.items()
-    )
+    drawn = {name: curve for name, curve in series.items() if len(finite(curve.values)) > 1}
+    wide, lines = max(map(cells, drawn), default=0), []
+    for name, curve in drawn.items():
+        first, last = (format_measure(name, curve.values[at]) for at in (0, -1))
+        lines.append(
+            f"{pad(name, wide)}  {steady_line(curve, SPARKLINE_WIDTH, curve_look(name)[2])}  {first} to {last}"
+        )
+    return "\n".join(lines)
 
 
 def time_spent(snapshot: Snapshot) -> list[str]:

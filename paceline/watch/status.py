@@ -56,7 +56,7 @@ def open_reader(path: Path) -> Reader:
         return TrainingLogReader(path)
     if path.is_dir():
         raise PacelineError(
-            f"{path} is not a run: it has no config.toml", fix="paceline runs lists all runs; or give a log file"
+            f"{path} is not a run: it has no config.toml", fix="give a file in it; or see `paceline runs`"
         )
     raise PacelineError(f"no such file: {path}", fix="give a run folder, or the log of a training")
 

@@ -79,8 +79,6 @@ def check_options(options: WatchOptions) -> None:
     """Raises UsageError for options that contradict each other."""
     if options.run and options.log:
         raise UsageError("watch takes a RUN or a --log, both are given", fix=f"paceline watch --log {options.log}")
-    if options.json and not options.once and not options.web:
-        raise UsageError("--json needs --once", fix="add --once")
     if (options.port is not None or options.open) and not options.web:
         raise UsageError("--port and --open need --web", fix="add --web")
     flags = ("once", "json", "interval_s", "ascii")

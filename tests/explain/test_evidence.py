@@ -1,19 +1,23 @@
 """Evidence outside of logs: flight recorder dumps, samples of the hosts' health, and the kernel log."""
 
 import json
+import math
 import os
 import pickle
 import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from paceline.explain import run_folder
 from paceline.explain.evidence import KMSG, flight_recorder_logs, has_oom_kill, read_kernel_errors, read_kmsg
 from paceline.explain.run_folder import explain, explain_run
 from paceline.rundir import RECORDER_DUMP, RunDir, append_event, append_sample, utc_now
+from paceline.units import unix_time
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
 OOM_KILL = "Nov 21 10:00:00 node-3 kernel: Out of memory: Killed process 4712 (python) total-vm:68719476kB"
@@ -281,7 +285,9 @@ def test_reduced_clocks_are_evidence_for_a_late_rank(tmp_path):
 def test_kernel_errors_of_the_runs_processes_have_their_ranks(tmp_path):
     path = tmp_path / "kern.log"
     path.write_text(f"{OTHER_OOM_KILL}\n{OOM_KILL}\nNov 21 kernel: 4712 packets\n")
-    assert read_kernel_errors({4711: 0, 4712: 1}, kmsg=tmp_path / "none", files=(path,)) == [(1, OOM_KILL)]
+    assert read_kernel_errors({4711: 0, 4712: 1}, since=math.nan, kmsg=tmp_path / "none", files=(path,)) == [
+        (1, OOM_KILL)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -298,12 +304,44 @@ def test_only_a_process_id_of_a_kernel_error_names_a_rank(tmp_path, line, pid):
     path = tmp_path / "kern.log"
     path.write_text(f"[ 957.515074] {line}\n")
     numbers = {int(number): 1 for number in re.findall(r"\d+", path.read_text()) if int(number) != pid}
-    assert read_kernel_errors(numbers, kmsg=tmp_path / "none", files=(path,)) == []
-    assert read_kernel_errors({pid: 0}, kmsg=tmp_path / "none", files=(path,)) == [(0, path.read_text().rstrip())]
+    files = {"kmsg": tmp_path / "none", "files": (path,)}
+    assert read_kernel_errors(numbers, since=time.time(), **files) == []
+    assert read_kernel_errors({pid: 0}, since=time.time(), **files) == [(0, path.read_text().rstrip())]
+
+
+def test_a_kernel_error_of_another_time_is_about_another_process(tmp_path):
+    now, ranks = time.time(), {9: 1}
+    kmsg = kmsg_of(tmp_path / "kmsg", 500, text := "Memory cgroup out of memory: Killed process 9 (python)")
+    assert read_kernel_errors(ranks, since=now - 600, until=now - 495, kmsg=kmsg) == [(1, text)]
+    assert read_kernel_errors(ranks, since=now - 400, until=now, kmsg=kmsg) == []
+    assert read_kernel_errors(ranks, since=now - 800, until=now - 600, kmsg=kmsg) == []
+
+
+@pytest.mark.parametrize("at", ["Nov 21 10:00:00", "2026-11-21T10:00:00.123456+00:00"])
+def test_a_line_of_a_system_log_counts_by_its_time(tmp_path, at, monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    path = tmp_path / "kern.log"
+    path.write_text(f"{at} node-3 kernel: Out of memory: Killed process 4712 (python) total-vm:1kB\n")
+    files, killed = {"kmsg": tmp_path / "none", "files": (path,)}, unix_time("2026-11-21T10:00:00Z")
+    assert len(read_kernel_errors({4712: 1}, since=killed - 60, until=killed + 60, **files)) == 1
+    assert read_kernel_errors({4712: 1}, since=killed + 60, until=killed + 120, **files) == []
+
+
+def test_a_rank_that_ended_well_was_not_killed(tmp_path, monkeypatch):
+    run = RunDir(tmp_path / "books")
+    run.logs(1).mkdir(parents=True)
+    run.rank_log(1, 0).write_text("".join(f"step {step}/9 | loss 2.{9 - step}\n" for step in range(1, 10)))
+    append_event(run, "attempt", attempt=1, nproc=1, pids=[9])
+    kmsg = kmsg_of(tmp_path / "kmsg", 0, "Memory cgroup out of memory: Killed process 9 (python)")
+    monkeypatch.setattr(run_folder, "read_kernel_errors", partial(read_kernel_errors, kmsg=kmsg))
+    assert explain_run(run).cause == "host-oom-killed"
+    append_event(run, "attempt_ended", attempt=1, state="finished", exit_code=0)
+    assert explain_run(run).cause == "healthy"
 
 
 def test_a_kernel_log_that_cannot_be_read_has_no_errors(tmp_path):
-    assert read_kernel_errors({4711: 0}, kmsg=tmp_path / "none", files=(tmp_path / "none",)) == []
+    assert read_kernel_errors({4711: 0}, since=time.time(), kmsg=tmp_path / "none", files=(tmp_path / "none",)) == []
 
 
 def kmsg_of(path, ago: float, text: str):
@@ -314,8 +352,8 @@ def kmsg_of(path, ago: float, text: str):
 
 @pytest.mark.skipif(not os.access(KMSG, os.R_OK), reason="/dev/kmsg is not readable")
 def test_records_of_dev_kmsg_have_times_and_texts():
-    lines = read_kmsg(KMSG)
-    assert lines and all(0 <= seconds <= time.monotonic() + 1 for seconds, _ in lines)
+    booted, lines = time.time() - time.monotonic(), read_kmsg(KMSG)
+    assert lines and all(booted - 1 <= at <= time.time() + 1 for at, _ in lines)
 
 
 def test_a_kernel_log_that_starts_too_late_gives_no_answer(tmp_path):

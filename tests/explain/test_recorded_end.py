@@ -62,6 +62,15 @@ def test_a_run_that_recovered_is_healthy_and_says_what_it_recovered_from(run):
     assert explain_run(run).notes == (alone, recovered)
 
 
+def test_what_the_supervisor_added_to_the_cause_in_the_log_is_in_the_explanation_too(run):
+    run.rank_log(1, 1).write_text("OSError: [Errno 98] Address already in use\n")
+    texts = {"summary": f"{explain_run(run).summary}, which the script itself opens", "fix": "open it on rank 0 alone"}
+    append_event(run, "verdict", attempt=1, cause="port-in-use", rank=1, step=None, confidence=0.97, **texts)
+    explanation = explain_run(run)
+    assert {"summary": explanation.summary, "fix": explanation.fix} == texts
+    assert [item.rank for item in explanation.evidence] == [1]
+
+
 def test_a_damaged_checkpoint_that_a_run_did_not_resume_from_is_a_note_with_what_to_check(run):
     append_event(
         run, "damaged", message="checkpoint step_000060 is damaged (sha256 differs): going on from step_000040"

@@ -25,6 +25,14 @@ def test_few_points_stay_as_they_are():
     assert (series.steps, series.values, series.times) == ([1, 2, 3], [5.0, 4.0, 3.0], [10.0, 20.0, 30.0])
 
 
+def test_where_a_long_curve_is_nan_it_stays_so():
+    curve, steps = Curve(has_gaps=True), np.arange(100_000)
+    curve.extend(steps, np.where((steps > 20_000) & (steps < 60_000), np.nan, 1.0), steps)
+    series = curve.series()
+    gap = [step for step, value in zip(series.steps, series.values, strict=True) if np.isnan(value)]
+    assert len(series.steps) < 2001 and gap[0] < 20_200 and gap[-1] > 59_700 and len(gap) > 200
+
+
 def test_a_million_points_become_two_thousand_and_every_spike_stays():
     spikes = {77_777: 99.0, 400_001: -5.0, 999_990: 42.0}
     series = long_curve(1_000_000, spikes=spikes).series()

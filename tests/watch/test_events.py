@@ -38,6 +38,7 @@ TEXTS = [
         {"event": "verdict", "cause": "hang", "rank": 1, "step": 7, "summary": "no progress"},
         "hang: no progress (rank 1, step 7)",
     ),
+    ({"event": "verdict", "cause": "hang", "rank": 1, "step": None, "summary": "no step"}, "hang: no step (rank 1)"),
     ({"event": "stopping", "signal": "SIGTERM"}, "stopping on SIGTERM"),
     ({"event": "stopping", "reason": "the notice file x"}, "stopping on the notice file x"),
     (

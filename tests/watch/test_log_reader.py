@@ -1,5 +1,6 @@
 """Logs of any training: what a line shows, and what the whole log shows."""
 
+import json
 import os
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.health import live_samples
-from paceline.watch.log_reader import LogAndMachine, framework_of, read_line
+from paceline.watch.log_reader import LogAndMachine, TrainingLogReader, framework_of, read_line
 from paceline.watch.status import open_reader
 
 LINES = {
@@ -369,3 +370,38 @@ def test_a_log_that_waits_for_its_first_collective_has_not_failed_while_it_grows
     os.utime(path, (time.time() - 86_400,) * 2)
     snapshot = open_reader(path).update()
     assert (snapshot.state, snapshot.explanation["cause"]) == ("failed", "nccl-p2p-hang")
+
+
+def test_a_file_of_metrics_shows_the_curves_that_it_has(tmp_path):
+    lines = [f"{10 * n},{4 - n / 40},{4.1 - n / 40 if n % 10 == 0 else ''}" for n in range(100)]
+    snapshot = write(tmp_path / "metrics.csv", "\n".join(["step,train_loss,val_loss", *lines, ""])).update()
+    assert (snapshot.state, snapshot.step, snapshot.loss, snapshot.logs) == ("running", 990, 4 - 99 / 40, [])
+    assert snapshot.series["loss"].steps == list(range(0, 1000, 10))
+    assert snapshot.series["val_loss"].values == [4.1 - n / 40 for n in range(0, 100, 10)]
+
+
+def test_a_file_of_metrics_is_read_again_when_it_has_changed(tmp_path):
+    path, records = tmp_path / "trainer_state.json", [{"step": n, "loss": 4 - n / 40} for n in range(1, 101)]
+    reader = write(path, json.dumps({"max_steps": 100, "global_step": 50, "log_history": records[:50]}))
+    assert (reader.update().state, reader.update().step) == ("running", 50)
+    path.write_text(json.dumps({"max_steps": 100, "global_step": 100, "log_history": records}))
+    assert (reader.update().state, reader.update().step) == ("finished", 100)
+
+
+def test_the_bytes_of_an_event_file_are_no_lines_of_a_log(tmp_path):
+    writer = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard").SummaryWriter(tmp_path)
+    for n in range(300):
+        writer.add_scalar("train/loss", 4 - n / 100, 10 * n)
+    writer.close()
+    [path] = tmp_path.iterdir()
+    snapshot = TrainingLogReader(path).update()
+    assert (snapshot.step, snapshot.series["loss"].steps) == (2990, list(range(0, 3000, 10)))
+    assert snapshot.series["loss"].values == pytest.approx([4 - n / 100 for n in range(300)])
+    assert list(snapshot.series) == ["loss"]
+
+
+def test_a_loss_that_becomes_nan_stays_in_its_curve(tmp_path):
+    text = "".join(f"step {n}/20 | loss {'nan' if n > 7 else 5 - n / 10}\n" for n in range(1, 21))
+    snapshot = write(tmp_path / "out.log", text).update()
+    assert snapshot.series["loss"].steps == list(range(1, 21))
+    assert snapshot.to_json()["series"]["loss"]["values"][6:] == [4.3, *[None] * 13]

@@ -1,7 +1,8 @@
 """The texts of the web page: written in Python, and the same as in the terminal."""
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 
 import pytest
 from snapshots import GIB, NOW, STATES, broken, failed, finished, gpu, recovered, script, starting, training, two_hosts
@@ -9,9 +10,18 @@ from snapshots import GIB, NOW, STATES, broken, failed, finished, gpu, recovered
 from paceline.watch.device_panels import marks
 from paceline.watch.panels import compared_figures, figures, log_levels, log_of, run_panels, run_row, seed_groups
 from paceline.watch.snapshot import TIME_KINDS, Goodput, LogView, Series, to_text
+from paceline.watch.status import RunStatus
 from paceline.watch.summary import attempt_outcome
 from paceline.watch.terminal.head import measures, why_page
+from paceline.watch.terminal.line import plain
 from paceline.watch.terminal.pages import format_once
+from paceline.watch.terminal.runs import RunChoice, runs_page
+
+
+def test_a_loss_that_is_nan_is_a_tile_with_a_warning():
+    snapshot = replace(training(NOW), loss=math.nan)
+    tile = next(tile for tile in run_panels(snapshot, now=NOW)["tiles"] if tile["name"] == "loss")
+    assert tile == {"name": "loss", "value": "nan", "difference": "NaN or infinite", "worse": True}
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -121,7 +131,15 @@ def test_lines_of_a_log_have_the_levels_of_the_terminal_view():
 
 
 def test_a_row_of_the_list_of_runs():
-    run = {"state": "finished", "step": 100, "num_steps": 200, "loss": 3.0, "val_bpb": None, "tok_per_sec": 2e4}
+    run = {
+        "state": "finished",
+        "step": 100,
+        "num_steps": 200,
+        "loss": 3.0,
+        "val_bpb": None,
+        "tok_per_sec": 2e4,
+        "notes": [],
+    }
     row = run_row({**run, "command": None, "time": "2026-11-21T08:33:20.000Z"})
     assert (row["steps"], row["share"], row["loss"], row["val_bpb"]) == ("100 of 200", 0.5, "3.0000", "n/a")
     assert (row["tok_per_sec"], row["time"], row["badge"]["state"]) == ("20,000", NOW, "finished")
@@ -129,6 +147,15 @@ def test_a_row_of_the_list_of_runs():
     assert [run_row({**script_row, "step": step})["steps"] for step in (None, 0, 100)] == [
         "n/a", "0 of 200", "100 of 200",
     ]  # fmt: skip
+
+
+def test_a_good_end_with_a_note_has_another_sign():
+    notes = ["its output shows a failure: rank 1 could not allocate memory"]
+    runs = [RunStatus("x", "runs/x", state, *[None] * 6, 1, None, notes=notes) for state in ("finished", "failed")]
+    badges = [run_row(asdict(run))["badge"] for run in runs]
+    assert [(badge["sign"], badge["level"]) for badge in badges] == [("!", "warning"), ("✗", "error")]
+    lines = [plain(line) for line in runs_page(RunChoice(runs), opened="", width=100)]
+    assert "! finished" in lines[2] and "✗ failed" in lines[3]
 
 
 def test_nothing_of_a_run_that_has_ended_changes_with_the_clock():
@@ -139,6 +166,17 @@ def test_nothing_of_a_run_that_has_ended_changes_with_the_clock():
 def test_a_loss_compares_with_that_of_the_same_step_and_a_speed_with_any():
     steps = {figure["name"]: figure.get("step") for figure in compared_figures(training())}
     assert (steps["loss"], steps["val_bpb"], steps["tok_per_sec"]) == (1240, 1240, None)
+
+
+def test_the_share_of_a_scripts_time_is_not_called_time_in_steps():
+    in_script = Goodput({**dict.fromkeys(TIME_KINDS, 0.0), "steps": 8.0, "start_up": 2.0}, 0, None)
+    [tile] = [
+        tile
+        for tile in run_panels(replace(script(NOW), goodput=in_script), now=NOW)["tiles"]
+        if tile["name"] == "goodput"
+    ]
+    assert (tile["value"], tile["note"]) == ("80 %", "of the time in the script")
+    assert ("in the script", "80 %", "strong") in list(measures(replace(script(NOW), goodput=in_script)))
 
 
 def test_goodput_is_not_shown_before_the_first_step():

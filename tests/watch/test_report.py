@@ -9,7 +9,8 @@ from snapshots import NOW
 
 from paceline.cli import run_command
 from paceline.rundir import append_json_line
-from paceline.watch.report import SPARKLINE_WIDTH, STATIC, hash_of, html_report, markdown_report
+from paceline.watch.report import SPARKLINE_WIDTH, STATIC, curves, hash_of, html_report, markdown_report
+from paceline.watch.snapshot import Series
 from paceline.watch.terminal.chart import sparkline
 
 SECRET = "hf_abcdefghijklmnopqrstuvwx"
@@ -180,6 +181,11 @@ def test_a_run_that_is_not_there_is_an_error_with_a_fix(tmp_path, monkeypatch, c
 def test_a_curve_in_a_line_of_text():
     lines = [sparkline(values, SPARKLINE_WIDTH) for values in ([0, 1, 2, 3, 4, 5, 6, 7], [1.0, 1.0])]
     assert lines == ["▁▂▃▄▅▆▇█", "▁▁"]
+
+
+def test_a_steady_curve_of_the_report_is_level_and_has_units():
+    line = curves({"peak_bytes": Series(list(range(48)), [298e6 + 1e4 * step for step in range(48)])})
+    assert line.endswith("  284 MiB to 285 MiB") and len(set(line[12:60])) <= 2
 
 
 def test_every_file_of_the_page_is_in_its_list():

@@ -5,7 +5,16 @@ import math
 import pytest
 
 from paceline.watch.snapshot import Series
-from paceline.watch.terminal.chart import chart, even_values, format_short, last_part, pulse, round_axis, sparkline
+from paceline.watch.terminal.chart import (
+    chart,
+    even_values,
+    format_short,
+    last_part,
+    pulse,
+    round_axis,
+    smoothed,
+    sparkline,
+)
 from paceline.watch.terminal.line import plain
 
 
@@ -34,6 +43,13 @@ def test_a_spike_of_one_step_in_ten_thousand_is_visible():
     lines = drawn(values)
     assert any(ord(char) > 0x2800 for char in lines[0])
     assert sum(any(ord(char) > 0x2800 for char in line) for line in lines) == 5
+
+
+def test_values_that_are_not_finite_are_crosses_and_belong_to_the_axis():
+    lines = drawn([4.0, 3.0, 2.0, math.nan, math.inf])
+    assert (lines[-2].count("×"), lines[-1].split()) == (2, ["1", "5"])
+    assert sparkline([4.0, math.nan, 2.0, math.nan, math.nan], 5) == "█×▁××"
+    assert smoothed(series([4.0, math.nan, 2.0])).values[::2] == [4.0, 2.0]
 
 
 def test_noise_of_a_steady_value_does_not_fill_the_chart():

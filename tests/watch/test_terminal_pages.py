@@ -87,7 +87,7 @@ def test_the_header_shows_progress_and_remaining_time():
             "lost_host",
             ["2 ranks on 2 hosts", "2 hosts, no GPU", "ada  rank 0  cpu", "cem  lost", "0 ada", "1 bob", "net ↓"],
         ),
-        ("script", ["● running", "train.py --lr 3e-4", "goodput 100 %"]),
+        ("script", ["● running", "train.py --lr 3e-4", "in the script 100 %"]),
         ("trainer_log", ["Hugging Face Trainer", "400/1,500"]),
         ("unknown_log", ["? unknown", "no line of output.txt tells"]),
     ],

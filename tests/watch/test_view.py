@@ -154,7 +154,7 @@ def test_a_terminal_whose_standard_error_is_a_file_gets_one_view_in_place_of_a_b
         (["a", "b"], 2, "watch takes one RUN"),
         (["a", "--log", "b"], 2, "both are given"),
         (["--interval", "0"], 2, "--interval 0 is out of range"),
-        (["--json"], 2, "--json needs --once"),
+        (["--json"], 1, "no runs in runs"),
         (["--port", "80"], 2, "--port and --open need --web"),
         (["--web", "--once", "--json"], 2, "--once cannot be combined with --web"),
         (["--web", "--interval", "5"], 2, "--interval cannot be combined with --web"),

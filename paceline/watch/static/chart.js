@@ -4,7 +4,7 @@
 // moves. Drawing never reads a size from the page, which would force a layout; a ResizeObserver delivers the sizes.
 'use strict';
 
-const EDGE = { left: 52, right: 16, top: 10, bottom: 26 }; // pixels around the plot, for the axes
+const EDGE = { left: 62, right: 16, top: 10, bottom: 26 }; // pixels around the plot, for the axes
 const TALL = { loss: 240, val_bpb: 240 };
 const HEIGHT = 170;
 const WIDE_HEIGHT = 420; // of a chart over the whole width
@@ -219,6 +219,7 @@ class Chart {
       this.paintMarks(context, box);
       for (const curve of this.curves) this.paintBand(context, curve);
       for (const curve of this.curves) this.paintCurve(context, curve);
+      this.paintGaps(context);
     });
   }
 
@@ -284,6 +285,19 @@ class Chart {
     Object.assign(context, { fillStyle: ink(colour), globalAlpha: 0.16 });
     context.fill();
     context.globalAlpha = 1;
+  }
+
+  // Marks the points that are NaN or infinite, above the x axis.
+  paintGaps(context) {
+    Object.assign(context, { fillStyle: ink('error'), textAlign: 'center', font: FONT });
+    for (const { x, y } of this.lines) {
+      let last = -Infinity;
+      for (const left of x.filter((_, i) => y[i] === null).map((at) => this.left(at))) {
+        if (left - last < 8) continue;
+        context.fillText('×', left, this.height - EDGE.bottom - 3);
+        last = left;
+      }
+    }
   }
 
   // weight: the line's width in pixels, where it is not the usual one.

@@ -41,7 +41,7 @@ const formatUnit = (value, unit) => (isNumber(value) ? (UNITS[unit] || plainNumb
 
 const axisPercent = (value) => `${trim(100 * value, 3)} %`;
 const axisBytes = (value) => formatBytes(value).replace('.0 ', ' ');
-const AXIS_UNITS = { bytes: axisBytes, rate: axisBytes, share: axisPercent, percent: axisPercent };
+const AXIS_UNITS = { bytes: axisBytes, rate: (value) => `${axisBytes(value)}/s`, share: axisPercent, percent: axisPercent };
 const formatAxis = (value, unit) => (AXIS_UNITS[unit] || formatShort)(value);
 
 // Returns the unit of the x axis that fits the range, in hours, and its name.

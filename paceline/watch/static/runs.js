@@ -19,7 +19,7 @@ class RunsPage {
     this.sort = { name: 'time', isRising: false };
     this.search = el('input', {
       type: 'search',
-      placeholder: 'Find: a text, depth=12  /',
+      placeholder: 'Find a text or depth=12 (key /)',
       'aria-label': 'Find a run by its name, state, tag or note, or by a setting as depth=12',
       oninput: () => this.find(),
     });
@@ -135,7 +135,7 @@ class RunsPage {
     return el('tr.group', el('td', choose), name, el('td'), cells);
   }
 
-  row({ name, tags, note, texts }) {
+  row({ name, tags, note, notes = [], texts }) {
     const choose = el('input', {
       type: 'checkbox',
       'data-run': name,
@@ -155,7 +155,8 @@ class RunsPage {
     return el(
       'tr',
       el('td', choose),
-      el('th', { scope: 'row' }, link, chips, span('faint command', texts.command), span('muted note', note)),
+      el('th', { scope: 'row' }, link, chips, span('faint command', texts.command), span('muted note', note),
+        notes.map((text) => span('warning note', text))),
       el('td', stateBadge(texts.badge)),
       el('td.steps', texts.share === null ? null : meter(texts.share, 'steps'), texts.steps),
       this.columns.slice(3, -1).map((column) => el('td', texts[column])),

@@ -7,7 +7,7 @@ Pure: a Snapshot or numbers in, lines out.
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
 from operator import itemgetter
@@ -22,7 +22,7 @@ from paceline.watch.terminal.line import EMPTY, Line, clean, heading, side_by_si
 
 CURVES = [name for name in METRICS if name != "peak_bytes"]  # known curves, the most important first
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a character: left and right column, top to bottom
-LEVELS = "▁▂▃▄▅▆▇█"
+LEVELS, NOT_FINITE = "▁▂▃▄▅▆▇█", "×"
 SMOOTH_SHARE = 0.05  # of the steps that are shown
 
 
@@ -59,7 +59,8 @@ def curve_line(name: str, series: Series, *, room: int, is_current: bool) -> Lin
     title, style, least_span = curve_look(name)
     if not (values := series.values):
         return ((f"   {title:<12} n/a", "faint"),)
-    low_text, high_text, last = (format_measure(name, value) for value in (min(values), max(values), values[-1]))
+    ends = finite(values) or values
+    low_text, high_text, last = (format_measure(name, value) for value in (min(ends), max(ends), values[-1]))
     return (
         (" > " if is_current else "   ", "key"),
         (pad(cut(title, 13), 14), "strong" if is_current else ""),
@@ -122,13 +123,12 @@ def value_at(series: Series, share: float) -> tuple[int, float]:
 
 def smoothed(series: Series) -> Series:
     """Returns a curve's means over SMOOTH_SHARE of its steps before each point; the first points are means of fewer."""
-    values, total, first = list[float](), 0.0, 0
+    values, first = list[float](), 0
     span = SMOOTH_SHARE * (series.steps[-1] - series.steps[0]) if series.steps else 0.0
     for index, (step, value) in enumerate(zip(series.steps, series.values, strict=True)):
-        total += value
         while series.steps[first] < step - span:
-            total, first = total - series.values[first], first + 1
-        values.append(total / (index + 1 - first))
+            first += 1
+        values.append(fmean(finite(series.values[first : index + 1])) if math.isfinite(value) else value)
     return Series(series.steps, values, series.times)
 
 
@@ -174,7 +174,15 @@ def chart(
     texts = dict(zip(ticks, labels, strict=True))
     margin = max(5, *map(cells, texts.values()))
     columns = width - margin - 2
-    place: dict[str, Any] = {"low": low, "high": high, "first": points[0][0], "last": points[-1][0]}
+    places = sorted(chain.from_iterable(series.steps for series, _ in curves))
+    first, last = places[0], places[-1]
+    crosses = {
+        round((step - first) / max(1, last - first) * (columns - 1))
+        for series, _ in curves
+        for step, value in zip(series.steps, series.values, strict=True)
+        if not math.isfinite(value)
+    }
+    place: dict[str, Any] = {"low": low, "high": high, "first": first, "last": last}
     place |= {"columns": columns, "rows": rows}
     shown = enumerate(zip(lists, curves, strict=True))
     grids = [(draw(points, is_dashed=i > 0, **place), style) for i, (points, (_, style)) in shown if points]
@@ -183,9 +191,9 @@ def chart(
     lines: list[Line] = []
     for y in range(rows):
         axis: Line = ((f"{texts.get(y, ''):>{margin}} ", "faint"), ("┤" if y in texts else "│", "track"))
-        lines.append((*axis, *chart_row([(grid[y], style) for grid, style in grids], is_plan=y == level, mark=mark)))
-    left, right = f"{points[0][0]:,}", f"{points[-1][0]:,}"
-    middle = f"{(points[0][0] + points[-1][0]) // 2:,}" if columns > 60 else ""
+        row = [(grid[y], style) for grid, style in grids]
+        lines.append((*axis, *chart_row(row, is_plan=y == level, mark=mark, crosses=crosses if y == rows - 1 else ())))
+    left, right, middle = f"{first:,}", f"{last:,}", f"{(first + last) // 2:,}" if columns > 60 else ""
     if len(left + middle + right) >= columns:
         left = middle = ""
     start = (columns - len(middle)) // 2 if middle else len(left)
@@ -193,12 +201,17 @@ def chart(
     return [*lines, ((f"{steps:>{margin + 2 + columns}}", "faint"),)]
 
 
-def chart_row(curves: Sequence[tuple[Sequence[int], str]], *, is_plan: bool, mark: int | None) -> Line:
-    """Joins the dots of several curves; the first one hides the others. mark: the column of the point that is read."""
+def chart_row(
+    curves: Sequence[tuple[Sequence[int], str]], *, is_plan: bool, mark: int | None, crosses: Collection[int] = ()
+) -> Line:
+    """Joins the dots of several curves; the first one hides the others. mark: the column of the point that is read.
+
+    crosses: the columns of values that are not finite.
+    """
     pieces = [
         next(
             ((chr(0x2800 + dots), style) for dots, (_, style) in zip(column, curves, strict=True) if dots),
-            ("┊", "key") if x == mark else ("┈" if is_plan else " ", "faint"),
+            (NOT_FINITE, "red") if x in crosses else ("┊", "key") if x == mark else ("┈" if is_plan else " ", "faint"),
         )
         for x, column in enumerate(zip(*(row for row, _ in curves), strict=True))
     ]
@@ -281,15 +294,16 @@ def draw(
 
 
 def sparkline(values: Sequence[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
-    """Draws values as one line of blocks, each the mean of its column's values."""
+    """Draws values as one line of blocks, each the mean of its column's values; × where none of them is finite."""
     points = finite(values)
     if not points or width < 1:
         return ""
     low, high = min(points) if low is None else low, max(points) if high is None else high
-    columns = min(width, len(points))
-    edges = [len(points) * i // columns for i in range(columns + 1)]
-    shares = [(fmean(points[a:b]) - low) / ((high - low) or 1.0) for a, b in pairwise(edges)]
-    return "".join(LEVELS[min(7, max(0, int(8 * share)))] for share in shares)
+    columns = min(width, len(values))
+    edges = [len(values) * i // columns for i in range(columns + 1)]
+    parts = [finite(values[a:b]) for a, b in pairwise(edges)]
+    shares = [(fmean(part) - low) / ((high - low) or 1.0) if part else None for part in parts]
+    return "".join(NOT_FINITE if share is None else LEVELS[min(7, max(0, int(8 * share)))] for share in shares)
 
 
 def finite(values: Sequence[float]) -> list[float]:
@@ -297,7 +311,10 @@ def finite(values: Sequence[float]) -> list[float]:
 
 
 def even_values(places: Sequence[float], values: Sequence[float], columns: int) -> list[float]:
-    """Returns a value for each of `columns` equal parts of the places: the mean of its values, else the value before."""
+    """Returns a value for each of `columns` equal parts of the places: the mean of its values, else the value before.
+
+    NaN: the part has values, and none is finite.
+    """
     if not places:
         return []
     span = max(1, places[-1] - places[0])
@@ -305,7 +322,7 @@ def even_values(places: Sequence[float], values: Sequence[float], columns: int) 
     means = [math.nan]
     for start, end in pairwise([*edges, len(places)]):
         part = finite(values[start:end])
-        means.append(fmean(part) if part else means[-1])
+        means.append(fmean(part) if part else math.nan if start < end else means[-1])
     return means[1:]
 
 

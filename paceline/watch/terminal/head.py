@@ -16,7 +16,7 @@ from paceline.terminal import ELLIPSIS, cut
 from paceline.units import format_count, format_duration, format_energy, format_percent, format_ranks
 from paceline.watch.measures import METRICS, format_measure, format_time
 from paceline.watch.panels import action_text, figures, goodput_panel, severity_level, why_panel
-from paceline.watch.snapshot import BROKEN, LIVE, EventView, Snapshot
+from paceline.watch.snapshot import BROKEN, LIVE, TIME_KINDS, EventView, Snapshot
 from paceline.watch.summary import (
     LEVEL_SIGNS,
     STATE_SIGNS,
@@ -25,6 +25,7 @@ from paceline.watch.summary import (
     goodput_share,
     ranks_and_hosts,
     summarize,
+    time_name,
 )
 from paceline.watch.terminal.line import Line, Piece, bar, clean, facts_line, fit, heading, paragraph, section, width_of
 
@@ -112,8 +113,9 @@ def measures(snapshot: Snapshot) -> Iterator[tuple[str, str, str]]:
     for name, measure in METRICS.items():
         if name != "peak_bytes" and (value := getattr(snapshot, name, None)) is not None:
             yield measure.label, format_measure(name, value), "strong"
-    if (share := goodput_share(snapshot)) is not None:
-        yield "goodput", format_percent(share), "strong"
+    if snapshot.goodput and (share := goodput_share(snapshot)) is not None:
+        place = time_name("steps", snapshot.goodput)
+        yield "goodput" if place == TIME_KINDS["steps"] else f"in {place}", format_percent(share), "strong"
     if snapshot.peak_bytes is not None:
         yield "peak", format_measure("peak_bytes", snapshot.peak_bytes), "strong"
     if snapshot.tokens_per_step and snapshot.step:

@@ -21,7 +21,7 @@ from paceline.watch.about import read_about
 from paceline.watch.measures import format_figure, format_measure, format_time
 from paceline.watch.snapshot import LIVE, Snapshot, State, finite
 from paceline.watch.status import RunStatus, format_run, format_runs, format_steps, open_reader, run_json, run_status
-from paceline.watch.summary import STATE_SIGNS
+from paceline.watch.summary import LEVEL_SIGNS, STATE_SIGNS
 from paceline.watch.terminal import chart
 from paceline.watch.terminal.line import EMPTY, Line, clean, heading, section, side_by_side, split_width
 
@@ -58,6 +58,8 @@ def runs_page(choice: RunChoice, *, opened: str, width: int) -> list[Line]:
     lines = [heading(f"runs: {len(runs):,}", width), ((titles, "faint"),)]
     for number, run in enumerate(runs):
         sign, style = STATE_SIGNS.get(run.state, STATE_SIGNS["unknown"])
+        if run.notes and style == "good":
+            sign, style = LEVEL_SIGNS["warning"]
         speed = "n/a" if run.tok_per_sec is None else format_count(run.tok_per_sec)
         values = (
             f"{format_steps(run):>15}{format_figure('loss', run.loss):>8}{format_figure('val_bpb', run.val_bpb):>8}"

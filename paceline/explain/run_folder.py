@@ -65,7 +65,7 @@ from paceline.explain.recorded_end import (
 )
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import has_json_metrics, is_metric_file, is_no_log, read_series
-from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, reach_verdict
+from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, newest_run, reach_verdict
 from paceline.explain.verdict import UNKNOWN
 from paceline.heartbeat import read_heartbeats
 from paceline.rundir import (
@@ -304,7 +304,16 @@ def explain_files(files: Sequence[Path]) -> Explanation:
     metrics = {path for path in files if is_metric_file(path)}
     texts = [path for path in files if path not in metrics and not RAS_NAME.search(path.name)]
     metrics |= set(filter(has_json_metrics, texts))  # which may be logs as well
-    runs = choose_runs([*read_files(texts), *companion_logs(files)])
+    logs = read_files(texts)
+    are_numbers = all(path.stem.isdecimal() and int(path.stem) for path in texts)  # of runs, or of ranks but 0
+    note = ""
+    if len(logs) == len(texts) > 1 and (are_numbers or not any(rank is not None for rank in ranks_of(texts))):
+        newest, note = newest_run(texts, logs)
+        if len(newest) < len(texts):
+            explanation = explain_files([path for path in files if path not in texts or path in newest])
+            return replace(explanation, notes=(*explanation.notes, note))
+    runs = choose_runs([*logs, *companion_logs(files)])
+    runs = replace(runs, notes=(*runs.notes, note)) if note else runs
     explanation = explain_chosen(runs, {})
     if not metrics:
         return judge_progress(explanation, runs.logs)

@@ -303,7 +303,7 @@ def explain_files(files: Sequence[Path]) -> Explanation:
         return replace(explanation, notes=(*explanation.notes, other_jobs))
     metrics = {path for path in files if is_metric_file(path)}
     texts = [path for path in files if path not in metrics and not RAS_NAME.search(path.name)]
-    metrics |= set(filter(has_json_metrics, texts))  # which may be logs as well
+    metrics = metrics or set(filter(has_json_metrics, texts))  # which may be logs as well
     logs = read_files(texts)
     are_numbers = all(path.stem.isdecimal() and int(path.stem) for path in texts)  # of runs, or of ranks but 0
     note = ""

@@ -34,6 +34,7 @@ JOB_NAME = re.compile(  # with the number of a job: slurm-100.out, train-100.err
 )
 MIN_JOB = 100  # smaller numbers may be those of ranks, but for Slurm's own names
 APART_S, FINISHED_APART_S = 3600.0, 600.0  # no rank works on for so long without another; nor ends well, if it does
+STREAM = re.compile(r"(?:std)?(?:out|err)|\.[oe](?=\d)")  # in the name of a file, of which one run has two
 ONE_RUN = "these files are read as the logs of one run; where they are of several, explain each alone"
 
 
@@ -123,7 +124,13 @@ def newest_run(files: Sequence[Path], logs: Sequence[Log]) -> tuple[list[Path], 
     by_time = sorted(zip((path.stat().st_mtime for path in files), files, runs, strict=True), key=lambda item: item[0])
     written, name, newest = by_time[-1]
     apart = FINISHED_APART_S if newest.explanation.progress.finished else APART_S
-    older = [path for at, path, run in by_time if run.state != "silent" and written - at > apart]
+    older = [
+        path
+        for at, path, run in by_time
+        if written - at > apart
+        and (run.state == "failed" or run.explanation.progress.finished)
+        and STREAM.sub("", path.name) != STREAM.sub("", name.name)
+    ]
     if older and (newest.state == "worked" or (newest.state == "failed" and not may_follow(newest))):
         note = name_others("runs", f"{name}, written last", [[path] for path in reversed(older)])
         return [path for path in files if path not in older], note

@@ -266,6 +266,8 @@ def test_numbers_in_names_are_those_of_jobs_unless_they_are_ranks_processes_or_d
         ("monday.log tuesday.log", 0.2, f"{TWO_RUNS} tuesday.log, written last, is explained;"),
         ("monday.log tuesday.log", 0.1, "these files are read as the logs of one run"),
         ("0.log 1.log", 1.5, ""),
+        ("train.err train.out", 0.1, "these files are read as the logs of one run"),
+        ("train.err train.out", 1.5, "these files are read as the logs of one run"),
         ("rank1.log rank2.log", 1.5, ""),
     ],
 )  # fmt: skip

@@ -85,10 +85,10 @@ def typed_content(run: RunDir) -> Iterator[None]:
         raise PacelineError(problem, fix="restore its files; paceline explain LOG reads a log alone") from error
 
 
-def find_training_run(name: str, *, runs_dir: str) -> RunDir:
+def find_training_run(name: str, *, runs_dir: str, script_fix: str = "") -> RunDir:
     """find_run, but for a script's run, which has neither our config nor a checkpoint that we can read.
 
-    Raises PacelineError where config.toml is empty or damaged too.
+    Raises PacelineError where config.toml is empty or damaged too. script_fix: instead of the command that resumes the script.
     """
     run = find_run(name, runs_dir=runs_dir)
     if is_queued(run):
@@ -99,7 +99,8 @@ def find_training_run(name: str, *, runs_dir: str) -> RunDir:
     if is_script_run(run):
         raise PacelineError(
             f"{run.name} is the run of a script, not a training run of paceline's own",
-            fix=f"{resume_command(run)} starts it again in its folder; its checkpoints are the script's own",
+            fix=script_fix
+            or f"{resume_command(run)} starts it again in its folder; its checkpoints are the script's own",
         )
     if not read_run_file(run.config_toml, tomllib.loads):
         raise damaged(run.config_toml, "is empty")

@@ -59,6 +59,7 @@ from paceline.noise import (
     start_of_growth,
     turn_of_few,
 )
+from paceline.units import format_number_of
 
 NAN, DIVERGED, STANDS_STILL = "loss-nan", "loss-diverged", "loss-stands-still"
 MEMORY_GROWS, SLOWS_DOWN, OVERFITS = "memory-grows", "throughput-decays", "validation-turns-up"
@@ -81,7 +82,7 @@ VALIDATION_RISE, Z_VALIDATION, WORSE = 0.02, 5.0, 0.98  # of the score at the lo
 FLAT_VALIDATION, MAX_FALL, LOW_ACCURACY = 0.005, 0.05, 0.5  # shares of the first value: less is no fall of a loss
 # of a validation curve alone, as a share of its first value: above it nothing shows that the run works
 NO_HEALTH, CONFIDENCE, FEW_CONFIDENCE = 0.1, 0.8, 0.6
-HIGHER = "compare it with the loss of training: where that falls, use the checkpoint with the lowest validation loss"
+HIGHER = "compare it with the loss of training: where that falls, use the checkpoint with the lowest value"
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,18 @@ def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, name
     if not judged:
         reason = "no curve has the name of a loss, of memory or of a speed"
         if series:
-            reason = f"{', '.join(f'{item.name} {len(item.values)}' for item in series[:3])}: too few points to judge"
+            numbers = (f"{item.name} has {format_number_of(len(item.values), 'point')}" for item in series[:3])
+            reason = f"{', '.join(numbers)}, too few to judge"
         elif notes:
             reason = "nothing whole to read"
-        fix = "pass the log of the run: paceline explain LOG"
+        fix = "pass the log of the run: paceline explain LOG; or name curves as trainers do: train/loss, val/loss"
         return Explanation(UNKNOWN, summary=f"{names}: {reason}", fix=fix, notes=tuple(notes))
-    shown = next((item for item in judged if item.kind == LOSS), judged[0])
+    shown = next((item for kind in (LOSS, VALIDATION, PART_LOSS) for item in judged if item.kind == kind), judged[0])
     first, last = (format_value(shown.name, shown.values[at]) for at in (0, -1))
     points, steps = f"{len(shown.values):,} points", f"step {shown.steps[0]:,} to {shown.steps[-1]:,}"
-    if shown.kind == VALIDATION and shown.values[-1] > (1 + NO_HEALTH) * abs(shown.values[0]):
+    # of several parts, as of a GAN, one may rise
+    is_one = shown.kind == VALIDATION or [item.kind for item in judged if item.kind == PART_LOSS] == [shown.kind]
+    if is_one and shown.values[-1] > (1 + NO_HEALTH) * abs(shown.values[0]):
         summary = f"no failure is certain, but {shown.name} ends above its first value: {first} to {last}, {points}"
         return Explanation(UNKNOWN, summary=summary, fix=HIGHER, curves=(show_curve(shown),), notes=tuple(notes))
     return Explanation(

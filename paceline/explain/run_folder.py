@@ -64,8 +64,8 @@ from paceline.explain.recorded_end import (
     read_error_file,
 )
 from paceline.explain.sentences import clean_values, fill_template
-from paceline.explain.series import is_metric_file, is_no_log, read_series
-from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, reach_verdict
+from paceline.explain.series import has_json_metrics, is_metric_file, is_no_log, read_series
+from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, newest_run, reach_verdict
 from paceline.explain.verdict import UNKNOWN
 from paceline.heartbeat import read_heartbeats
 from paceline.rundir import (
@@ -307,14 +307,27 @@ def explain_files(files: Sequence[Path]) -> Explanation:
         return replace(explanation, notes=(*explanation.notes, other_jobs))
     metrics = {path for path in files if is_metric_file(path)}
     texts = [path for path in files if path not in metrics and not RAS_NAME.search(path.name)]
-    runs = choose_runs([*read_files(texts), *companion_logs(files)])
+    metrics = metrics or set(filter(has_json_metrics, texts))  # which may be logs as well
+    logs = read_files(texts)
+    are_numbers = all(path.stem.isdecimal() and int(path.stem) for path in texts)  # of runs, or of ranks but 0
+    note = ""
+    if len(logs) == len(texts) > 1 and (are_numbers or not any(rank is not None for rank in ranks_of(texts))):
+        newest, note = newest_run(texts, logs)
+        if len(newest) < len(texts):
+            explanation = explain_files([path for path in files if path not in texts or path in newest])
+            return replace(explanation, notes=(*explanation.notes, note))
+    runs = choose_runs([*logs, *companion_logs(files)])
+    runs = replace(runs, notes=(*runs.notes, note)) if note else runs
     explanation = explain_chosen(runs, {})
     if not metrics:
         return judge_progress(explanation, runs.logs)
     curves, notes = read_series(metrics)
+    findings = judge_curves(curves)
+    if not findings and metrics <= set(texts):
+        return judge_progress(explanation, runs.logs)
     if not (explanation.shows_failure or explanation.progress.steps):
         return explain_curves(curves, notes, names=", ".join(sorted(path.name for path in metrics)[:3]))
-    return replace(add_findings(explanation, judge_curves(curves)), notes=(*explanation.notes, *notes))
+    return replace(add_findings(explanation, findings), notes=(*explanation.notes, *notes))
 
 
 def read_files(files: Sequence[Path]) -> list[Log]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -95,7 +95,9 @@ class MetricSeries:
 @cache
 def kind_of(name: str) -> str | None:
     """What a metric of this name measures; None for an unknown name."""
-    words = WORDS.sub("_", name.lower()).strip("_").replace("losses", "loss")
+    if name.endswith(("__MIN", "__MAX")):  # beside each column of W&B's exported CSV, which are named "RUN - NAME"
+        return None
+    words = WORDS.sub("_", name.lower().rpartition(" - ")[2]).strip("_").replace("losses", "loss")
     return next((kind for kind, pattern in KINDS if re.fullmatch(pattern, words)), None)
 
 
@@ -217,6 +219,16 @@ def is_metric_file(path: Path, *, in_folder: bool = False) -> bool:
     return True  # read_series tells why it cannot be read
 
 
+def has_json_metrics(path: Path) -> bool:
+    """Whether a file of any name begins with JSON lines that have a step and a loss."""
+    with suppress(OSError), open_file(path) as file:
+        lines = file.read(START_BYTES).rpartition(b"\n")[0].splitlines()
+        records = list(json_records(lines))
+        steps = [any(name in record for name in STEP_NAMES) for record in records]
+        return len(records) == len(lines) and all(steps) and any(kind_of(name) == LOSS for name in chain(*records))
+    return False
+
+
 def reader_of(path: Path) -> Reader | None:
     return next((reader for pattern, reader in READERS if pattern.search(path.name)), None)
 
@@ -248,8 +260,7 @@ def read_series(files: Iterable[Path]) -> tuple[list[MetricSeries], list[str]]:
     for path in chosen:
         prefix = "" if path.parent == run_of(path)[0] else f"{path.parent.name}/"
         table = tables.setdefault(path.parent, SeriesTable(str(path), prefix=prefix))
-        reader = reader_of(path)
-        assert reader is not None
+        reader = reader_of(path) or read_json_metrics
         messages: list[str] = []
         try:
             with open_file(path) as file:
@@ -299,7 +310,9 @@ def read_trainer_state(file: BinaryIO, table: SeriesTable, report: Report) -> No
 
 def read_csv(file: BinaryIO, table: SeriesTable, report: Report) -> None:
     text, newline, cut = file.read().decode("utf-8-sig", "replace").rpartition("\n")
-    rows = csv.DictReader(io.StringIO(text + newline, newline=""))
+    header = text.partition("\n")[0]
+    delimiter = next((character for character in ",;\t" if character in header), ",")
+    rows = csv.DictReader(io.StringIO(text + newline, newline=""), delimiter=delimiter)
     tag, num_short = TAG.search(Path(table.source).stem), 0
     try:
         names = [name.lower() if name.lower() in STEP_NAMES else name for name in rows.fieldnames or ()]

@@ -3,7 +3,8 @@ Which run of a log an explanation is about, and the sentences on the log's other
 
 A log may hold several runs: restarts that append to it, the programs of a script, the steps of a Slurm job. Each is explained
 alone. The answer is that of the last one that did any work or failed, or of an earlier one that made it fail.
-The logs of several jobs in one folder are several runs too: the answer is that of the newest.
+The logs of several jobs in one folder are several runs too, as are files of which one was written long after the others had
+ended: the answer is that of the newest.
 """
 
 import re
@@ -32,6 +33,9 @@ JOB_NAME = re.compile(  # with the number of a job: slurm-100.out, train-100.err
     r"(?:.*[-_.][oe]?)?(?P<job>[1-9]\d*))(?:[-_.]\d{1,4})?(?:_log)?(?:\.(?:out|err|log|txt|gz|bz2|xz))*"
 )
 MIN_JOB = 100  # smaller numbers may be those of ranks, but for Slurm's own names
+APART_S, FINISHED_APART_S = 3600.0, 600.0  # no rank works on for so long without another; nor ends well, if it does
+STREAM = re.compile(r"(?:std)?(?:out|err)|\.[oe](?=\d)")  # in the name of a file, of which one run has two
+ONE_RUN = "these files are read as the logs of one run; where they are of several, explain each alone"
 
 
 @dataclass(frozen=True)
@@ -108,11 +112,36 @@ def newest_job(files: Sequence[Path]) -> tuple[list[Path], str]:
     newest, *others = sorted(set(jobs.values()), reverse=True) or [0]
     if not others or any(match["job"] and jobs[path] < MIN_JOB for path, match in matches.items()):
         return list(files), ""
-    logs = [[str(path) for path in jobs if jobs[path] == job] for job in others[:MAX_TOLD]]
-    commands = ", ".join(f"`{shlex.join(['paceline', 'explain', *names])}`" for names in logs)
+    logs = [[path for path in jobs if jobs[path] == job] for job in others]
+    return [path for path in files if jobs.get(path, newest) == newest], name_others(
+        "jobs", f"{newest}, the newest", logs
+    )
+
+
+def newest_run(files: Sequence[Path], logs: Sequence[Log]) -> tuple[list[Path], str]:
+    """The files of the run that was written last, where the others had ended long before; a sentence on the others."""
+    runs = [Run(log, explain_one_run([log], {})) for log in choose_runs(logs).logs]
+    by_time = sorted(zip((path.stat().st_mtime for path in files), files, runs, strict=True), key=lambda item: item[0])
+    written, name, newest = by_time[-1]
+    apart = FINISHED_APART_S if newest.explanation.progress.finished else APART_S
+    older = [
+        path
+        for at, path, run in by_time
+        if written - at > apart
+        and (run.state == "failed" or run.explanation.progress.finished)
+        and STREAM.sub("", path.name) != STREAM.sub("", name.name)
+    ]
+    if older and (newest.state == "worked" or (newest.state == "failed" and not may_follow(newest))):
+        note = name_others("runs", f"{name}, written last", [[path] for path in reversed(older)])
+        return [path for path in files if path not in older], note
+    return list(files), ONE_RUN if {"failed", "worked"} <= {run.state for run in runs} else ""
+
+
+def name_others(kind: str, newest: str, others: Sequence[Sequence[Path]]) -> str:
+    """The sentence on the logs that are not explained, the newest first."""
+    commands = (f"`{shlex.join(['paceline', 'explain', *map(str, files)])}`" for files in others[:MAX_TOLD])
     more = f" and {len(others) - MAX_TOLD} older" if len(others) > MAX_TOLD else ""
-    note = f"these are the logs of {len(others) + 1} jobs, and {newest}, the newest, is explained; the others: {commands}{more}"
-    return [path for path in files if jobs.get(path, newest) == newest], note
+    return f"these are the logs of {len(others) + 1} {kind}, and {newest}, is explained; the others: {', '.join(commands)}{more}"
 
 
 def split_runs(log: Log) -> list[Run]:
@@ -138,13 +167,18 @@ def is_consequence(run: Run, before: Run) -> bool:
     cause = run.explanation.cause
     if run.state != "failed" or run.log.is_later or cause == before.explanation.cause:
         return False
-    if cause == UNKNOWN:  # how a launcher reports the end of what failed before
-        return all(record.kind != "exception" for record in run.log.records)
-    if run.explanation.progress.steps:
+    if cause != UNKNOWN and run.explanation.progress.steps:
         return False
     is_script = run.log.by_command and before.log.by_command
-    follows = cause in load_catalogue().causes and load_catalogue().causes[cause].follows is True
-    return follows or (is_script and cause in MISSING_FILES)
+    return may_follow(run) or (is_script and cause in MISSING_FILES)
+
+
+def may_follow(run: Run) -> bool:
+    """Whether a failure may be the consequence of one that its log does not show."""
+    cause = run.explanation.cause
+    if cause == UNKNOWN:  # how a launcher reports the end of what failed before
+        return all(record.kind != "exception" for record in run.log.records)
+    return cause in load_catalogue().causes and load_catalogue().causes[cause].follows is True
 
 
 def describe_others(runs: Sequence[Run], place: int) -> list[str]:
@@ -154,7 +188,8 @@ def describe_others(runs: Sequence[Run], place: int) -> list[str]:
         failed = [run.explanation for run in others if run.state == "failed"]
         causes = [f"{explanation.cause} (line {explanation.line:,})" for explanation in failed if explanation.line]
         if failed:
-            subject = f"{format_number_of(len(failed), f'{word} run')} in this file failed"
+            file = next((record.source for run in runs for record in run.log.records if record.source), "this file")
+            subject = f"{format_number_of(len(failed), f'{word} run')} in {file} failed"
             more = f" and {len(causes) - MAX_TOLD} more" if len(causes) > MAX_TOLD else ""
             sentences.append(f"{subject}: {', '.join(causes[-MAX_TOLD:])}{more}")
     return sentences

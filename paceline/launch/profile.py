@@ -51,6 +51,7 @@ ENOUGH_USE = 0.8  # of a step, in computing
 LEAST_GAIN = 0.03  # of a fix that is suggested
 PLANNED_PHASES = {"forward": ("forward", "loss"), "backward": ("backward",), "update": ("optimizer",)}
 PERFETTO = "https://ui.perfetto.dev"
+SCRIPT_FIX = "use torch.profiler in the script; py-spy record --pid PID shows the Python code of a rank while it runs"
 
 
 def profile_steps(options: ProfileOptions) -> tuple[dict[str, Any], Plan]:
@@ -65,7 +66,7 @@ def profile_steps(options: ProfileOptions) -> tuple[dict[str, Any], Plan]:
         make = planner(dataset)
         plan, run = make(config, machine), session_folder(cache_dir(config) / "profile")
     else:
-        source = find_training_run(name, runs_dir=options.keys.get("runs_dir", "runs"))
+        source = find_training_run(name, runs_dir=options.keys.get("runs_dir", "runs"), script_fix=SCRIPT_FIX)
         config, plan, dataset, make = plan_of_run(source, machine, options.keys)
         run = session_folder(
             source.path / "profile",

@@ -292,12 +292,13 @@ class LogRows:
         self.step: int | None = None
         self.epoch_steps = EpochSteps()
         self.values: dict[str, float] = {}
+        self.written = 0.0
 
     def read(self, *, last: bool) -> Iterator[tuple[int, float, dict[str, float]]]:
-        """Yields steps. Times in logs cannot be compared, so a step has the time of the file's last change, or the present."""
+        """Yields steps. Times in logs cannot be compared, so a step has the time of the file's last change."""
         self.file.restarted()
         for block in self.file.blocks(to_end=last):
-            written = min(time.time(), self.path.stat().st_mtime)
+            self.written = min(time.time(), self.path.stat().st_mtime)
             for raw in progress_lines(block):
                 line = read_line(raw.decode(errors="replace"))
                 if line is None:
@@ -305,11 +306,11 @@ class LogRows:
                 line = counted(line, self.epoch_steps)
                 if line.step is not None and line.step != self.step:
                     if self.step is not None and self.values:
-                        yield self.step, written, self.values
+                        yield self.step, self.written, self.values
                     self.step, self.values = line.step, {}
                 self.values |= dict(measures(line.values))
         if last and self.step is not None and self.values:
-            yield self.step, time.time(), self.values
+            yield self.step, self.written, self.values
 
 
 def on_hosts(values: Iterable[tuple[str, float]], places: Mapping[str, str]) -> Iterator[tuple[str, float]]:
@@ -320,7 +321,7 @@ def on_hosts(values: Iterable[tuple[str, float]], places: Mapping[str, str]) -> 
 
 
 def measures(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yields every finite number of a record by its path: gpus/0/use, rank_ms/3."""
+    """Yields every number of a record by its path: gpus/0/use, rank_ms/3."""
     for name, value in record.items():
         if name in SKIPPED:
             continue
@@ -328,7 +329,7 @@ def measures(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
             value = {str(item.get("index", i) if isinstance(item, dict) else i): item for i, item in enumerate(value)}
         if isinstance(value, dict):
             yield from measures(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        elif isinstance(value, int | float) and not isinstance(value, bool):
             yield prefix + name, value
 
 

@@ -42,7 +42,7 @@ SIGNS = {level: sign for level, (sign, _) in LEVEL_SIGNS.items()} | {"warning": 
 TONES = {"blue": "busy", "faint": "calm"}  # of the terminal's styles; the others are called the same
 MARKED = ("verdict", "hang", "trouble", "rollback", "resumed")  # events that charts show
 SEVERITIES: dict[str, Level] = {"stop": "error", "warn": "warning"}
-ATTEMPT_STATES = {"no end recorded": "broken"}
+ATTEMPT_STATES = {"no end recorded": "broken", "interrupted": "stopped", "regrouped": "recovering"}
 COMMAND = re.compile(r"(?:paceline|--|[A-Z_]+=|pip|sudo|export)\b ?|--")
 
 

@@ -361,7 +361,7 @@ def test_metrics_that_are_healthy_or_too_few_say_how_much_was_judged():
     healthy = explain_curves([series(LOSS, falling(Noise(1, 0.01), 100))], [], names="x.csv")
     assert healthy.cause == "healthy" and "step 10 to 1,000, 100 points" in healthy.summary
     few = explain_curves([series(LOSS, [3.0, 2.0])], [], names="x.csv")
-    assert (few.cause, few.summary) == ("unknown", "x.csv: loss 2: too few points to judge")
+    assert (few.cause, few.summary) == ("unknown", "x.csv: loss has 2 points, too few to judge")
     assert explain_curves([], [], names="x.csv").cause == "unknown"
 
 

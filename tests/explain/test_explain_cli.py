@@ -32,6 +32,13 @@ step 00002/00100 | loss 3.000
 [rank1]: OSError: [Errno 28] No space left on device
 [rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:12455
 """
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    main()
+KeyError: 'x'
+"""
+TWO_RUNS = "these are the logs of 2 runs, and"
 KEYS = {"cause", "also", "confidence", "rank", "step", "host", "line", "summary", "fix", "evidence", "consequences"}
 
 
@@ -262,6 +269,49 @@ def test_numbers_in_names_are_those_of_jobs_unless_they_are_ranks_processes_or_d
     files = [Path(name) for name in names.split()]
     newest, note = newest_job(files)
     assert note.startswith(f"these are the logs of {num_jobs} jobs") if num_jobs > 1 else newest == files
+
+
+@pytest.mark.parametrize(
+    ("names", "hours", "note"),
+    [
+        ("1.log 2.log", 1.5, f"{TWO_RUNS} 2.log, written last, is explained; the others: `paceline explain 1.log`"),
+        ("monday.log tuesday.log", 0.2, f"{TWO_RUNS} tuesday.log, written last, is explained;"),
+        ("monday.log tuesday.log", 0.1, "these files are read as the logs of one run"),
+        ("0.log 1.log", 1.5, ""),
+        ("train.err train.out", 0.1, "these files are read as the logs of one run"),
+        ("train.err train.out", 1.5, "these files are read as the logs of one run"),
+        ("rank1.log rank2.log", 1.5, ""),
+    ],
+)  # fmt: skip
+def test_of_logs_of_which_one_ends_long_after_the_others_the_last_is_explained(
+    names, hours, note, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    first, last = map(Path, names.split())
+    first.write_text(f"step 1 loss 4.0\nstep 2 loss 3.9\n{TRACEBACK}")
+    last.write_text("".join(f"step {step} loss {4 - step / 50}\n" for step in range(100)) + "training finished\n")
+    os.utime(first, (0, 0))
+    os.utime(last, (0, 3600 * hours))
+    explanation = json.loads(explained(capsys, ".", "--json"))
+    assert explanation["cause"] == ("healthy" if "written last" in note else "user-code-exception")
+    assert [text[: len(note)] for text in explanation["notes"]] == [note] * bool(note)
+
+
+def test_an_earlier_run_that_failed_is_named_with_its_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    steps = "".join(f"step {step} loss {4 - step / 50}\n" for step in range(100))
+    Path("a.log").write_text(f"{TRACEBACK}+ python train.py\n{steps}")
+    Path("b.log").write_text(steps)
+    assert "1 earlier run in a.log failed: user-code-exception (line 1)\n" in explained(capsys, "a.log", "b.log")
+
+
+def test_a_timeout_that_follows_from_a_rank_that_ended_long_before_is_explained_with_it(tmp_path, capsys):
+    (tmp_path / "ada.log").write_text(TRACEBACK)
+    message = "Some NCCL operations have failed or timed out. Due to the asynchronous nature of CUDA kernels, "
+    watchdog = "[rank0]:[E1 ProcessGroupNCCL.cpp:607] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL("
+    (tmp_path / "bob.log").write_text(f"step 1 loss 4.0\nstep 2 loss 3.9\n{watchdog}SeqNum=9)\n{message}\n")
+    os.utime(tmp_path / "ada.log", (0, 0))
+    assert explained(capsys, tmp_path).startswith("user-code-exception: KeyError")
 
 
 def test_an_error_with_a_fix_that_a_rank_reported_itself_replaces_the_catalogues(run, capsys):

@@ -34,7 +34,7 @@ NAMES = {
     LOSS: [
         "loss", "train/loss", "train_loss", "train_loss_step", "train_loss_epoch", "Loss/train", "lm loss", "step_loss",
         "loss_metrics/global_avg_loss", "reduced_train_loss", "Train/Samples/train_loss", "train/epoch_loss", "loss_train/loss",
-        "training_losses", "mse_step",
+        "training_losses", "mse_step", "run-a - train/loss",
     ],
     VALIDATION: [
         "eval_loss", "eval/loss", "eval_wikitext_loss", "val_loss", "val/loss", "val_bpb", "val/bpb", "valid_loss", "Loss/val",
@@ -55,6 +55,7 @@ NAMES = {
     None: [
         "epoch", "train/epoch", "eval_runtime", "eval_samples_per_second", "memory/num_alloc_retries", "mfu",
         "rewards/chosen", "train_runtime", "loss-scale", "lm loss vs samples", "tokens",
+        "run-a - train/loss__MIN", "run-a - train/loss__MAX",
     ],
 }  # fmt: skip
 TURN = 60  # where the loss of LOSSES begins to rise
@@ -338,6 +339,31 @@ def test_a_file_of_rewards_or_accuracies_alone_shows_that_a_run_works(tmp_path, 
     assert exported.startswith("healthy: no failure found: train_return -19 to 10, step 1 to 30")
     parts = summary("a.csv", "Epoch,Batch,Gen Loss,Disc Loss", lambda n: f"{n // 9},{n % 9},{n / 20},0.4")
     assert parts.startswith("healthy: no failure found: Gen Loss 0.05 to 1.5, step 1 to 30")
+
+
+def test_a_loss_that_rises_in_an_exported_table_of_wandb_or_with_semicolons_or_an_unknown_name_shows_no_health(
+    tmp_path, capsys
+):
+    def explained_table(header, row):
+        (tmp_path / "a.csv").write_text("".join(f"{line}\n" for line in [header, *map(row, range(100), LOSSES)]))
+        return explained(capsys, tmp_path / "a.csv").splitlines()[0]
+
+    columns = ["Step", *(f"run-a - train/loss{end}" for end in ("", "__MIN", "__MAX"))]
+    table = explained_table(",".join(f'"{column}"' for column in columns), lambda n, loss: f"{n},{loss},1,1")
+    assert table.startswith("loss-diverged: the loss diverges: run-a - train/loss is ")
+    assert explained_table("step;loss", lambda n, loss: f"{n};{loss}").startswith("loss-diverged: ")
+    table = explained_table("step,my_loss", lambda n, loss: f"{n},{1 + n / 50}")
+    assert table == "unknown: no failure is certain, but my_loss ends above its first value: 1 to 2.98, 100 points"
+
+
+@pytest.mark.parametrize("name", ["train_log.jsonl", "out.txt"])
+def test_json_lines_of_any_name_are_judged_by_their_curves(name, tmp_path, capsys):
+    lines = [json.dumps({"step": n, "loss": LOSSES[min(n, TURN)], "lr": max(0, TURN - n)}) for n in range(150)]
+    (tmp_path / name).write_text("\n".join([*lines, ""]))
+    output = explained(capsys, tmp_path / name)
+    assert output.startswith(f"loss-stands-still: the loss stands still from step {TURN} on: ")
+    (tmp_path / name).write_text("\n".join([*lines, "Traceback (most recent call last):", "KeyError: 'x'", ""]))
+    assert explained(capsys, tmp_path / name).startswith("user-code-exception: KeyError")
 
 
 def test_losses_of_parts_are_nan_if_half_of_them_are(tmp_path, capsys):

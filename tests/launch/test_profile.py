@@ -123,7 +123,7 @@ def test_the_rank_that_the_others_wait_for_is_named_with_what_it_computes():
         (["books"], 1, "no run books", "paceline train makes one"),
         (["books.toml"], 1, "config file books.toml does not exist", "give one that does"),
         (["--steps", "0"], 2, "--steps 0 is out of range", "an integer from 1 to 1,000"),
-        (["script"], 1, "script is the run of a script", "paceline resume runs/script starts it again in its folder"),
+        (["script"], 1, "script is the run of a script", "use torch.profiler in the script; py-spy record --pid PID"),
         (["active"], 1, "active is training", "wait for it to end"),
         (["ended", "--depth", "3"], 1, "depth is 4 in ended", "paceline profile runs/ended/config.toml --depth 3"),
     ],

@@ -103,6 +103,19 @@ def test_the_rows_of_a_script_come_from_its_output(run):
     assert rows_of(run, position) == []
 
 
+def test_a_script_s_loss_that_is_nan_is_a_point_of_its_curve_and_its_last_step_has_the_time_of_its_log(run):
+    run.metrics.unlink()
+    run.rank_log(1, 0).parent.mkdir(parents=True)
+    run.rank_log(1, 0).write_text("step 1/3 | loss 3.25\nstep 2/3 | loss inf\nstep 3/3 | loss nan\n")
+    os.utime(run.rank_log(1, 0), (START - 1e8, START - 1e8))
+    track_all(run, "tensorboard")
+    folder = run.path / "track" / "tensorboard"
+    assert (
+        repr(read_scalars(folder, "loss"))
+        == "[(1, 3.25, -100000000.0), (2, inf, -100000000.0), (3, nan, -100000000.0)]"
+    )
+
+
 def test_the_steps_of_a_script_with_epochs_are_counted_over_all_of_them(run):
     run.metrics.unlink()
     run.rank_log(1, 0).parent.mkdir(parents=True)

@@ -165,6 +165,9 @@ def test_clipping_takes_outliers_off_the_axis(page, port):
     whole = page.evaluate(f"{LOSS}.y.range")
     page.keyboard.press("o")
     assert page.evaluate(f"{LOSS}.y.range[1]") < whole[1]
+    losses = [6 - step / 20 for step in range(30)] + [900]
+    ends = "y => yRange([{ x: y.map((_, i) => i), y }], [0, 30], { clipped: true, most: 5 })"
+    assert page.evaluate(ends, losses)[1] < 7, "also one of few points"
 
 
 @pytest.mark.soak

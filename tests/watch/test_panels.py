@@ -92,6 +92,17 @@ def test_only_attempts_that_tell_more_than_the_page_are_listed():
     assert badges == ["failed", "running"]
 
 
+def test_an_attempt_that_was_stopped_has_the_sign_of_a_stopped_run():
+    snapshot = recovered(NOW)
+    attempts = [replace(attempt, state="interrupted") for attempt in snapshot.attempts]
+    panels = run_panels(replace(snapshot, state="stopped", attempts=attempts), now=NOW)
+    assert (
+        {attempt["badge"]["sign"] for attempt in panels["attempts"]}
+        == {span["sign"] for span in panels["spans"]}
+        == {"■"}
+    )
+
+
 def test_a_slow_rank_and_a_throttled_gpu_are_marked():
     panels = run_panels(two_hosts(NOW), now=NOW)
     assert panels["ranks"]["labels"]["5"] == {"sub": "node-1", "value": "761 ms", "mark": "▲ slow"}

@@ -100,6 +100,14 @@ def test_blocks_and_pulse():
     assert pulse([1.0, 0.5, 0.0]) == "━─·"
 
 
+def test_a_logarithmic_axis_has_round_numbers():
+    def ticks(*values):
+        return [line.split("┤")[0].strip() for line in drawn(values, height=15, log=True) if "┤" in line]
+
+    assert ticks(5.0, 4.0) == ["5.00", "4.70", "4.50", "4.30", "4.00"]
+    assert ticks(10.0, 0.01) == ["8.00", "2.00", "0.400", "0.0900", "0.0200"]
+
+
 def test_unevenly_logged_steps_become_equal_parts():
     assert even_values([0, 1, 2, 3, 99], [1.0, 2.0, 3.0, 4.0, 9.0], 4) == [2.5, 2.5, 2.5, 9.0]
     assert even_values([], [], 4) == []

@@ -32,7 +32,8 @@ function smooth(values, weight) {
   });
 }
 
-// Returns the ends of the y axis for the values at x in [from, to]. clipped: cuts off the outermost hundredths.
+// Returns the ends of the y axis for the values at x in [from, to]. clipped: cuts off the outermost hundredths and what is
+// ten times the distance of the quartiles beyond them.
 // steady: the figure hardly changes in a good run, and its noise must not fill the chart. span: ends that are always shown.
 // most: about how many ticks the axis has room for.
 function yRange(curves, [from, to], { clipped, log, steady, span, most }) {
@@ -46,6 +47,11 @@ function yRange(curves, [from, to], { clipped, log, steady, span, most }) {
   const sorted = Float64Array.from(values).sort();
   const cut = clipped ? Math.floor(sorted.length * 0.02) : 0;
   let [low, high] = [sorted[cut], sorted[sorted.length - 1 - cut]];
+  if (clipped) { // a hundredth of few points is none
+    const [lower, upper] = [sorted[sorted.length >> 2], sorted[(3 * sorted.length) >> 2]];
+    low = Math.max(low, sorted.find((value) => value >= lower - 10 * (upper - lower)));
+    high = Math.min(high, sorted.findLast((value) => value <= upper + 10 * (upper - lower)));
+  }
   if (log) return roundLow([low / 1.04, high * 1.04], logTicks, most);
   if (span) return [Math.min(low, span[0]), Math.max(high, span[1])];
   if (steady) {

@@ -169,7 +169,7 @@ def chart(
         planned = math.log10(planned) if planned and planned > 0 else None
     bounds = [value for points in lists for _, value in points] + ([] if planned is None else [planned])
     low, high = widen(min(bounds), max(bounds), least_span=least_span, log=log)
-    low, high, ticks = (even_axis if log else round_axis)(low, high, rows)
+    low, high, ticks = (log_axis if log else round_axis)(low, high, rows)
     labels = [format_short(10**tick) for tick in ticks.values()] if log else tick_labels(list(ticks.values()))
     texts = dict(zip(ticks, labels, strict=True))
     margin = max(5, *map(cells, texts.values()))
@@ -240,14 +240,23 @@ def round_axis(low: float, high: float, rows: int) -> tuple[float, float, dict[i
         ticks = {row: (last - (row - first) // apart) * step for row in range(first % apart, rows, apart)}
         if top - rows * row_span <= low and len(ticks) >= min(2, rows // 2):
             return top - rows * row_span, top, ticks or {0: (low + high) / 2}
-    return even_axis(low, high, rows)
+    return low, high, {row: high - (row + 0.5) * (high - low) / rows for row in range(0, rows, max(2, rows // 5))}
 
 
-def even_axis(low: float, high: float, rows: int) -> tuple[float, float, dict[int, float]]:
-    """The same for logarithms: ticks at every second row or so, round or not."""
+def log_axis(low: float, high: float, rows: int) -> tuple[float, float, dict[int, float]]:
+    """The same for logarithms: a tick in each third row or so, where a number of few digits lies in its row."""
     row_span = (high - low) / rows
-    apart = max(2, rows // 5)
-    return low, high, {row: high - (row + 0.5) * row_span for row in range(0, rows, apart)}
+
+    def roundest(row: int) -> tuple[int, int, float]:
+        """Returns the digits of the shortest number in a row, the row, and the number's logarithm."""
+        middle = high - (row + 0.5) * row_span
+        numbers = ((digits, math.log10(float(f"{10**middle:.{digits}g}"))) for digits in range(1, 6))
+        inside = ((digits, row, number) for digits, number in numbers if abs(number - middle) <= row_span / 2)
+        return next(inside, (6, row, middle))
+
+    apart = max(3, rows // 4)
+    groups = (range(start, min(start + apart - 1, rows)) for start in range(0, rows, apart))
+    return low, high, dict(min(map(roundest, group))[1:] for group in groups)
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:

@@ -65,7 +65,7 @@ from paceline.explain.recorded_end import (
 )
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import has_json_metrics, is_metric_file, is_no_log, read_series
-from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, newest_run, reach_verdict
+from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, newest_run, ranks_of, reach_verdict
 from paceline.explain.verdict import UNKNOWN
 from paceline.heartbeat import read_heartbeats
 from paceline.rundir import (
@@ -94,12 +94,6 @@ LOG_NAMES = re.compile(
 )
 SCRIPT_NAMES = re.compile(r"\.(?:py|sh|bash|slurm|sbatch|pbs)$")
 ERROR_NAMES = re.compile(r"(?:^|[._-])error\.json$")
-RANK_NAME = re.compile(
-    r"(?:^|[^a-z])(?:rank|worker(?:log)?|process|proc|task)[-_.]?(?P<rank>\d{1,6})(?!\d)", re.IGNORECASE
-)
-RANK_FILE = re.compile(
-    r"(?:^|/)(?P<rank>\d{1,5})(?:/(?:stdout|stderr)\.log|\.(?:log|out|err|txt|error\.json)|/error\.json)$"
-)
 
 
 def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
@@ -309,13 +303,10 @@ def explain_files(files: Sequence[Path]) -> Explanation:
     texts = [path for path in files if path not in metrics and not RAS_NAME.search(path.name)]
     metrics = metrics or set(filter(has_json_metrics, texts))  # which may be logs as well
     logs = read_files(texts)
-    are_numbers = all(path.stem.isdecimal() and int(path.stem) for path in texts)  # of runs, or of ranks but 0
-    note = ""
-    if len(logs) == len(texts) > 1 and (are_numbers or not any(rank is not None for rank in ranks_of(texts))):
-        newest, note = newest_run(texts, logs)
-        if len(newest) < len(texts):
-            explanation = explain_files([path for path in files if path not in texts or path in newest])
-            return replace(explanation, notes=(*explanation.notes, note))
+    newest, note = newest_run(texts, logs)
+    if len(newest) < len(texts):
+        explanation = explain_files([path for path in files if path not in texts or path in newest])
+        return replace(explanation, notes=(*explanation.notes, note))
     runs = choose_runs([*logs, *companion_logs(files)])
     runs = replace(runs, notes=(*runs.notes, note)) if note else runs
     explanation = explain_chosen(runs, {})
@@ -392,15 +383,6 @@ def is_text(path: Path) -> bool:
             return b"\0" not in file.read(4096)
     except OSError:
         return False
-
-
-def ranks_of(files: Sequence[Path]) -> list[int | None]:
-    """The ranks in the names, if the files have different ones; one file alone may hold the output of many ranks."""
-    names = ["/".join(path.parts[-2:]) for path in files]
-    matches = [RANK_NAME.search(name) or RANK_FILE.search(name) for name in names]
-    ranks = [int(match["rank"]) if match else None for match in matches]
-    is_one = len(files) == 1 and not files[0].stem.isdecimal()  # a number alone can be that of a job
-    return ranks if is_one or len(set(ranks) - {None}) > 1 else [None] * len(files)
 
 
 def error_log(path: Path, *, rank: int | None) -> list[Log]:

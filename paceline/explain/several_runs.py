@@ -33,6 +33,12 @@ JOB_NAME = re.compile(  # with the number of a job: slurm-100.out, train-100.err
     r"(?:.*[-_.][oe]?)?(?P<job>[1-9]\d*))(?:[-_.]\d{1,4})?(?:_log)?(?:\.(?:out|err|log|txt|gz|bz2|xz))*"
 )
 MIN_JOB = 100  # smaller numbers may be those of ranks, but for Slurm's own names
+RANK_NAME = re.compile(
+    r"(?:^|[^a-z])(?:rank|worker(?:log)?|process|proc|task)[-_.]?(?P<rank>\d{1,6})(?!\d)", re.IGNORECASE
+)
+RANK_FILE = re.compile(
+    r"(?:^|/)(?P<rank>\d{1,5})(?:/(?:stdout|stderr)\.log|\.(?:log|out|err|txt|error\.json)|/error\.json)$"
+)
 APART_S, FINISHED_APART_S = 3600.0, 600.0  # no rank works on for so long without another; nor ends well, if it does
 STREAM = re.compile(r"(?:std)?(?:out|err)|\.[oe](?=\d)")  # in the name of a file, of which one run has two
 ONE_RUN = "these files are read as the logs of one run; where they are of several, explain each alone"
@@ -118,8 +124,20 @@ def newest_job(files: Sequence[Path]) -> tuple[list[Path], str]:
     )
 
 
+def ranks_of(files: Sequence[Path]) -> list[int | None]:
+    """The ranks in the names, if the files have different ones; one file alone may hold the output of many ranks."""
+    names = ["/".join(path.parts[-2:]) for path in files]
+    matches = [RANK_NAME.search(name) or RANK_FILE.search(name) for name in names]
+    ranks = [int(match["rank"]) if match else None for match in matches]
+    is_one = len(files) == 1 and not files[0].stem.isdecimal()  # a number alone can be that of a job
+    return ranks if is_one or len(set(ranks) - {None}) > 1 else [None] * len(files)
+
+
 def newest_run(files: Sequence[Path], logs: Sequence[Log]) -> tuple[list[Path], str]:
     """The files of the run that was written last, where the others had ended long before; a sentence on the others."""
+    are_numbers = all(path.stem.isdecimal() and int(path.stem) for path in files)  # of runs, or of ranks but 0
+    if not len(logs) == len(files) > 1 or not (are_numbers or set(ranks_of(files)) == {None}):
+        return list(files), ""
     runs = [Run(log, explain_one_run([log], {})) for log in choose_runs(logs).logs]
     by_time = sorted(zip((path.stat().st_mtime for path in files), files, runs, strict=True), key=lambda item: item[0])
     written, name, newest = by_time[-1]

@@ -371,6 +371,12 @@ def read_kmsg(path: Path) -> list[tuple[float, str]]:
     return lines
 
 
+def unstarted_job(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Returns how the run's last job of Slurm ended, where that was before it began an attempt."""
+    last = next((event for event in reversed(events) if event.get("event") in ("attempt", "slurm_job")), None)
+    return last if last and last["event"] == "slurm_job" and "attempt" not in last else None
+
+
 def slurm_logs(run: RunDir, events: Sequence[Mapping[str, Any]], *, has_attempt: bool = True) -> list[Log]:
     """How Slurm says that the job ended, and the lines of its own in the log of the job's last start.
 
@@ -385,6 +391,8 @@ def slurm_logs(run: RunDir, events: Sequence[Mapping[str, Any]], *, has_attempt:
         if event.get("state") not in ("COMPLETED", "FAILED")  # of FAILED the run itself knows why
     ]
     paths = sorted(run.path.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
+    if ends:
+        paths = [path for path in paths if path.name == f"slurm-{ends[-1].get('job_id')}.log"]
     for path in paths[-1:] if ends or not has_attempt else ():
         text = read_end(path, SAMPLE_BYTES)[0].rpartition(b"\nslurm   job ")[2]
         lines = [line for line in text.splitlines(keepends=True) if SLURM_LINE.match(line) or not has_attempt]

@@ -8,9 +8,10 @@ Slurm forgets its jobs.
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import INTERRUPTED, PacelineError, TrainingFailed
 from paceline.launch.requeue import job_of
@@ -116,7 +117,7 @@ def record_job_end(run: RunDir) -> str | None:
         return None
     events = list(read_json_lines(run.events))
     if not any(event.get("event") == "slurm_job" and event.get("job_id") == job_id for event in events):
-        attempt = max((event["attempt"] for event in events if event.get("event") == "attempt"), default=None)
+        attempt = attempt_of_job(events, job_id)
         facts = {"exit_code": job.exit_code, "nodes": job.nodes, "limit_s": job.limit_s} if job else {}
         known = {name: value for name, value in facts.items() if value not in (None, "", float("inf"))}
         append_event(
@@ -129,6 +130,17 @@ def record_job_end(run: RunDir) -> str | None:
             **known,
         )
     return state
+
+
+def attempt_of_job(events: Sequence[Mapping[str, Any]], job_id: JobId) -> int | None:
+    """Returns the last attempt of a job; None where it ended before its run began."""
+    attempt = None
+    for event in events:
+        if event.get("event") == "submitted" and event.get("job_id") == job_id:
+            attempt = None
+        elif event.get("event") == "attempt":
+            attempt = max(attempt or 0, event["attempt"])
+    return attempt
 
 
 def record_job_ends(names: Sequence[str], *, runs_dir: str) -> None:

@@ -64,8 +64,10 @@ def follow_job(run: RunDir, job_id: JobId) -> int:
     time.sleep(LOOK_S)  # for a file system that shows the last lines late
     log.poll()
     state = record_job_end(run) or (job.state if job else "n/a")
-    print(f"slurm   job {job_id} {state}", flush=True)
-    return {"finished": 0, "stopped": INTERRUPTED}.get(run_status(run).state, TrainingFailed.exit_code)
+    end = run_status(run).state
+    # of the exit code 130 of a stop on request Slurm makes a failure
+    print(f"slurm   job {job_id} {state}" + ": the run was stopped" * (end == "stopped"), flush=True)
+    return {"finished": 0, "stopped": INTERRUPTED}.get(end, TrainingFailed.exit_code)
 
 
 def format_next_commands(run: RunDir) -> str:

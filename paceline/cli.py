@@ -257,6 +257,7 @@ def data(args: options.DataOptions) -> None:
     if args.verify:
         with show_progress() as progress:
             verify(dataset, progress=progress)
+        print(f"verify  {len(dataset.meta['files'])} files: every hash agrees", file=sys.stderr)
     if args.json or isinstance(args, options.DataInfoOptions):
         facts = data_info(dataset)
         table = facts if args.json else {**facts.pop("splits"), **facts, "files": len(facts["files"])}

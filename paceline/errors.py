@@ -131,3 +131,11 @@ def nearest_choice(value: Any, choices: Iterable[str], expected: str) -> str:
     """
     meant = nearest(str(value).lower(), choices)
     return f"{meant}, or another {expected}" if meant else expected
+
+
+class UnreadableFile(PacelineError):
+    """A source file that is broken, missing or not text; others may be fine. file_fix: of a fault that more files may have."""
+
+    def __init__(self, message: str, *, fix: str, file_fix: FileFix | None = None):
+        super().__init__(message, fix=fix)
+        self.file_fix = file_fix

@@ -5,11 +5,12 @@ Nothing of the hub's packages is imported here: they take seconds, and without a
 """
 
 import os
+import sys
 import threading
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.errors import expand_home
+from paceline.errors import UnreadableFile, expand_home
 
 PACKAGES = ("datasets", "pyarrow")
 OFFLINE_NAMES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -55,6 +56,20 @@ def reach_fix(error: str) -> str:
     """Returns what may bring the hub into reach. error: why it gave no answer."""
     name = error.partition(" ")[0]
     return f"unset {name}" if name in OFFLINE_NAMES else f"export HF_ENDPOINT={MIRROR}"
+
+
+def check_hub(name: str) -> None:
+    """Raises UnreadableFile at once where the hub does not answer and has nothing in the cache; with a copy there, that is read."""
+    status, error = ask_hub(name)
+    if status is not None:
+        return
+    if not is_cached(name):
+        raise UnreadableFile(
+            f"dataset {name} is not in the cache, and {endpoint()} is out of reach: {error}",
+            fix=f"{reach_fix(error or '')}, or connect this machine",
+        )
+    print(f"note    {endpoint()} is out of reach ({error}): reading {name} from the cache", file=sys.stderr)
+    os.environ.update(dict.fromkeys(OFFLINE_NAMES, "1"))  # otherwise datasets tries for half a minute
 
 
 def _request(name: str, deadline_s: float) -> tuple[int | None, str | None]:

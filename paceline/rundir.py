@@ -238,9 +238,8 @@ def check_readable(run: RunDir) -> None:
 
 def unreadable_file(error: OSError) -> PacelineError:
     """Returns the error for a file or a folder that is there and cannot be read."""
-    fix = (
-        "restore the file" if error.errno == errno.EINVAL else "ask its owner for the right to read it (chmod -R a+rX)"
-    )
+    right = "ask its owner for the right to read it (chmod -R a+rX)"
+    fix = right if isinstance(error, PermissionError) else "restore the file, or look at its disk or mount"
     closed = next((path for path in reversed(Path(str(error.filename)).parents) if not os.access(path, os.X_OK)), None)
     return PacelineError(f"{closed or error.filename} cannot be read: {error.strerror}", fix=fix)
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.units import format_duration, format_list, format_number_of
@@ -358,3 +359,9 @@ def read_partitions(*, timeout_s: float = ANSWER_S) -> list[Partition]:
     return [
         parse_partition(record, "\n".join(nodes.get(read_record(record)["PartitionName"], ()))) for record in records
     ]
+
+
+def unstarted_job(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Returns how the run's last job of Slurm ended, where that was before it began an attempt."""
+    last = next((event for event in reversed(events) if event.get("event") in ("attempt", "slurm_job")), None)
+    return last if last and last["event"] == "slurm_job" and "attempt" not in last else None

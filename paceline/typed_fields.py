@@ -26,6 +26,7 @@ from paceline.rundir import (
     read_json_lines,
     read_text,
     resume_command,
+    unreadable_file,
 )
 
 T = TypeVar("T")
@@ -113,9 +114,10 @@ def read_run_file(path: Path, parse: Callable[[str], T]) -> T:
         text = read_text(path)
     except FileNotFoundError:
         raise damaged(path, "is missing") from None
-    except (OSError, UnicodeDecodeError) as error:
-        problem = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error.strerror}"
-        raise damaged(path, problem) from error
+    except OSError as error:
+        raise unreadable_file(error) from error
+    except UnicodeDecodeError as error:
+        raise damaged(path, "is not UTF-8") from error
     if not text.strip():
         raise damaged(path, "is empty")
     try:

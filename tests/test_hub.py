@@ -9,7 +9,8 @@ from paceline.check.probes.storage_probe import probe_text
 from paceline.check.ready import find_findings
 from paceline.check.verdicts.rules import Intent
 from paceline.data.corpus import list_files
-from paceline.data.readers import UnreadableFile, read_documents
+from paceline.data.readers import read_documents
+from paceline.errors import UnreadableFile
 from paceline.hub import OFFLINE_NAMES, ask_hub, is_cached, missing_packages
 
 

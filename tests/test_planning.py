@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from paceline.cli import run_command
+from paceline.config import KEYS
 from paceline.plan import query
 from paceline.plan.gpu_table import find_gpu
 from paceline.units import MIB
@@ -159,6 +160,19 @@ def test_a_card_without_a_time_stands_beside_those_that_cost_something(capsys):
     assert rows[0][-5:] == ["n/a"] * 5 and float(rows[1][-1].replace(",", "")) > 0
 
 
+def test_cards_in_different_numbers_are_compared(capsys):
+    words = ("configs/balanced.toml", "--compare", "2x RTX 5090,H100")
+    rows = json.loads(plan(capsys, *words, "--json"))
+    assert [(row["GPU"], row["world_size"]) for row in rows] == [("2x RTX 5090", 2), ("H100", 1)]
+
+
+def test_a_key_with_a_fixed_list_is_swept_over_it(capsys):
+    values = {"precision": KEYS["precision"].choices, "activation_checkpointing": ("False", "True", "relu", "mlp")}
+    for key, names in values.items():
+        _, *rows = table(plan(capsys, "configs/balanced.toml", "--gpu", "H100", "--sweep", key))
+        assert [row[0] for row in rows[: len(names)]] == list(names)
+
+
 def test_a_card_on_which_nothing_fits_has_its_line_and_its_reason(capsys):
     text = plan(capsys, "--depth", "24", "--compare", "RTX 3060,H200", "--num-steps", "10")
     small, large, _, reason = text.splitlines()[1:]
@@ -275,6 +289,8 @@ REFUSALS = [
     (["--gpu", "RTX 4060 Ti"], "the name of 2 cards", "RTX 4060 Ti 8GB"),
     (["--gpus", "0", "--gpu", "5090"], "--gpus 0 is out of range", "from 1"),
     ([*TWO, "--link", "warp"], "warp is not a known link", "10GbE"),
+    (["balanced", "--gpus", "5", "--gpu", "H100", "--link", "warp"], "warp is not a known link", "10GbE"),
+    ([*TWO, "--slurm-args", "--time=3"], "--slurm-args is about --slurm", "--slurm, or leave it out"),
     ([*TWO, "--price", "3"], "does not say what is paid for", "2.50/gpu-hour"),
     ([*TWO, "--price", "-1/kWh"], "does not say what is paid for", "2.50/gpu-hour"),
     (["--device", "cpu", "--price", "2/gpu-hour"], "this CPU was not measured yet", "paceline plan --measure"),
@@ -293,7 +309,7 @@ REFUSALS = [
     ([*TWO, "--compare", ","], "names no GPU", "--compare"),
     ([*TWO, "--epochs", "2"], "given in epochs", "--num-steps N"),
     ([*TWO, "--compare", "H100"], "--compare makes a table, which takes no --gpu", "leave --gpu out"),
-    (["--compare", "H100", "--time", "1h"], "takes no --time", "leave --time out, or --compare"),
+    (["--compare", "H100", "--time", "1h"], "takes no --time", "--depth N or a CONFIG, whose length --time then is"),
     (["--compare", "H100", "--sweep", "depth"], "takes no --sweep", "leave --sweep out"),
     (["--compare", "H100", "--exact"], "takes no --exact", "leave --exact out"),
     ([*TWO, "--sweep", "depth", "--budget", "9", "--price", "1/gpu-hour"], "takes no --budget", "leave --budget out"),

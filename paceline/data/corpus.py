@@ -5,8 +5,8 @@ The text of a run: a source string becomes files, files become documents, and so
     PATH                one file, or a folder with everything under it but runs: .txt .md .py .jsonl .parquet .txt.gz .jsonl.gz
     hf:NAME[:CONFIG]    the `train` split of a dataset in Hugging Face `datasets` format; NAME may be a local folder
 
-A document is one text file, or the text in one line of jsonl or one row of a table; a long one is cut at line ends into
-parts, each a document of its own. This module does not depend on tokens.
+A document is one text file, or in a .txt file what is between two marks <|endoftext|>; or the text in one line of jsonl or
+one row of a table. A long one is cut at line ends into parts, each a document of its own. This module does not depend on tokens.
 """
 
 import errno
@@ -26,11 +26,10 @@ from paceline.data.readers import (
     Document,
     ReadNotes,
     SourceFile,
-    UnreadableFile,
     is_saved_dataset,
     read_documents,
 )
-from paceline.errors import FileFix, PacelineError, expand_home
+from paceline.errors import FileFix, PacelineError, UnreadableFile, expand_home
 from paceline.units import format_bytes, format_list, format_number_of
 
 Progress = Callable[[str, float, float], None]  # label of the work, amount done, in all (0: unknown)
@@ -53,12 +52,13 @@ CONVERT = {  # commands that make a file that can be read
     ".zst": FileFix('zstd -d "$f"', " unpacks it"),
     ".xz": FileFix('xz -dk "$f"', " unpacks it"),
     ".bz2": FileFix('bzip2 -dk "$f"', " unpacks it"),
-    ".zip": FileFix('unzip "$f"', " unpacks it"),
+    ".zip": FileFix('unzip "$f" -d "$f.d"', " unpacks it"),
     ".csv": FileFix(TO_LINES.format("excel"), ", which writes FILE.jsonl"),
     ".tsv": FileFix(TO_LINES.format("excel-tab"), ", which writes FILE.jsonl"),
     ".json": JSON_LINES,
 }
 PACKED = (".zst", ".xz", ".bz2", ".zip")
+CONVERTED = {".zip": "{0}.d"} | dict.fromkeys((".csv", ".tsv", ".json"), "{0}.jsonl")  # the others lose their suffix
 NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 RUN_FILES = ({".lock", "config.toml"}, {".lock", "preparing.json"})  # of a run folder, or of one that is being prepared
 
@@ -95,7 +95,10 @@ def list_files(source: str, *, print_note: bool = False) -> list[SourceFile]:
     status = _stat_file(name := str(path.absolute()))
     if (kind := _format(name)) is None:
         fix = f"these can: {' '.join(FORMATS)}; plain text under another name only needs renaming"
-        raise PacelineError(f"{path} is not of a type that can be read", fix=_conversion([str(path)]) or fix)
+        if command := _conversion([str(path)]):
+            converted = CONVERTED.get(path.suffix.lower(), "{0.parent}/{0.stem}").format(path)
+            fix = f"{command}; then --data {shlex.quote(converted)}"
+        raise PacelineError(f"{path} is not of a type that can be read", fix=fix)
     if status.st_size == 0:
         raise PacelineError(f"{path} is empty", fix="put text into it, or give another path")
     return [_source_file(name, kind, status)]

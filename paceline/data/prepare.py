@@ -111,6 +111,8 @@ def prepare(
         if meta["empty_rows"]:
             rows = format_number_of(meta["empty_rows"], "row")
             print(f"note    {source}: left out {rows} whose text is null or empty", file=sys.stderr)
+        if meta["num_marked"]:
+            print(f"note    {source}: split into documents at <|endoftext|>", file=sys.stderr)
         request = {"source": source, "requested_vocab_size": None if tokenizer else vocab_size}
         meta = {"format_version": FORMAT_VERSION, "fingerprint": path.name} | request | meta
         write_atomic(folder / META, json.dumps(meta, indent=1) + "\n")
@@ -322,7 +324,7 @@ def format_prepared(dataset: TokenDataset, config: Config, *, file: str | None, 
     seconds = (facts.get("train_tokenizer_s") or 0.0) + facts["tokenize_s"]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in keys.items()]
     lines = {
-        "text": f"{facts['source']}: {files}, {documents}, {format_bytes(facts['num_bytes'])}",
+        "text": f"{config.data}: {files}, {documents}, {format_bytes(facts['num_bytes'])}",
         "tokens": f"{facts['num_tokens']:,}: {train:,} to train on, {val:,} held out; vocabulary {facts['vocab_size']:,}",
         "rows": packed,
         "size": f"{facts['bytes_per_token']:.2f} bytes per token, {format_bytes(facts['disk_bytes'])} on disk",

@@ -8,7 +8,6 @@ file can be broken becomes an UnreadableFile that names the file and the place i
 import gzip
 import hashlib
 import json
-import os
 import re
 import shlex
 import sys
@@ -22,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from paceline.encoding import not_utf8, utf16_as_utf8, zeros_in_text
-from paceline.errors import FileFix, PacelineError
-from paceline.hub import OFFLINE_NAMES, PACKAGES, ask_hub, endpoint, is_cached, missing_packages, reach_fix
+from paceline.errors import FileFix, PacelineError, UnreadableFile
+from paceline.hub import PACKAGES, check_hub, missing_packages
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -44,18 +43,11 @@ PRINT_ROWS = (
 )
 KEEPS_ORIG = ", which writes FILE.jsonl and keeps FILE.orig"
 JSON_LINES = FileFix('zcat -f "$f" | jq -c "arrays[], objects" > "$f.jsonl" && mv "$f" "$f.orig"', KEEPS_ORIG)
+MARK = b"<|endoftext|>"  # between the documents of a .txt file, as in TinyStories and in GPT-2's data
 BOM = b"\xef\xbb\xbf"
 BATCH_ROWS = 1024
 Parts = Iterator[tuple[bytes, float]]  # of the text, each with the share of the file up to its end
 STRING_TYPES = ("string", "large_string", "string_view")  # of Arrow
-
-
-class UnreadableFile(PacelineError):
-    """A source file that is broken, missing or not text; others may be fine. file_fix: of a fault that more files may have."""
-
-    def __init__(self, message: str, *, fix: str, file_fix: FileFix | None = None):
-        super().__init__(message, fix=fix)
-        self.file_fix = file_fix
 
 
 @dataclass(frozen=True)
@@ -85,6 +77,7 @@ class ReadNotes:
 
     empty_rows: Counter[str] = field(default_factory=Counter)  # by file: rows of which the text is null or empty
     text_fields: set[str] = field(default_factory=set)  # the fields of records that hold the text
+    marked: set[str] = field(default_factory=set)  # text files that were split at MARK
 
 
 def read_documents(file: SourceFile, *, part_bytes: int, notes: ReadNotes | None = None) -> Iterator[Document]:
@@ -118,19 +111,36 @@ def cut_at_line_ends(content: bytes, part_bytes: int) -> Iterator[bytes]:
         yield content[start:]
 
 
-def _read_text(file: SourceFile, part_bytes: int, _: ReadNotes) -> Parts:
+def _read_text(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Parts:
+    """Yields the parts of a text; of a .txt file each text between two MARKs is a document, without line ends around the marks."""
+    mark = MARK if ".txt" in file.path.lower()[-7:] else None
+    is_behind_mark = False
     with _opened(file) as (stream, raw):
         tail = stream.read(part_bytes)
         offset = len(BOM) if tail.startswith(BOM) else 0  # in the file, where the part begins
         tail, block = tail[offset:], tail
         while block:
             block = stream.read(part_bytes)
-            parts = list(cut_at_line_ends(tail + block, part_bytes))
-            tail = parts.pop() if block else b""
-            for part in parts:
-                check_utf8(file.path, part, offset=offset)
-                yield part, min(1.0, raw.tell() / file.num_bytes) if block else 1.0
-                offset += len(part)
+            contents = (tail + block).split(mark) if mark else [tail + block]
+            for number, content in enumerate(contents, start=1):
+                is_ended = number < len(contents)
+                split = (
+                    len(content) if is_ended or not block else max(0, len(content) - len(MARK))
+                )  # may hold half a mark
+                parts = list(cut_at_line_ends(content[:split], part_bytes))
+                if not is_ended:
+                    tail = (parts.pop() if block and parts else b"") + content[split:]
+                for index, part in enumerate(parts, start=1):
+                    check_utf8(file.path, part, offset=offset)
+                    offset += len(part)
+                    text = part.lstrip(b"\r\n") if is_behind_mark else part
+                    text = text.rstrip(b"\r\n") if is_ended and index == len(parts) else text
+                    is_behind_mark = is_behind_mark and not text
+                    if text:
+                        yield text, min(1.0, raw.tell() / file.num_bytes) if block else 1.0
+                if is_ended:
+                    offset, is_behind_mark = offset + len(MARK), True
+                    notes.marked.add(file.path)
 
 
 def check_utf8(path: str, part: bytes, *, offset: int) -> None:
@@ -233,7 +243,7 @@ def _load_hf(file: SourceFile) -> "Dataset":
     """The `train` split; a local folder written by save_to_disk, a local folder of data files, or a name on the hub."""
     folder = Path(file.path)
     if not missing_packages() and not folder.exists():
-        _check_hub(file.path)
+        check_hub(file.path)
     try:
         import datasets
     except ImportError as error:
@@ -258,20 +268,6 @@ def _load_hf(file: SourceFile) -> "Dataset":
             fix="save the split you want as parquet or with save_to_disk, and give that path",
         )
     return loaded["train"]
-
-
-def _check_hub(name: str) -> None:
-    """Raises UnreadableFile at once where the hub does not answer and has nothing in the cache; with a copy there, that is read."""
-    status, error = ask_hub(name)
-    if status is not None:
-        return
-    if not is_cached(name):
-        raise UnreadableFile(
-            f"dataset {name} is not in the cache, and {endpoint()} is out of reach: {error}",
-            fix=f"{reach_fix(error or '')}, or connect this machine",
-        )
-    print(f"note    {endpoint()} is out of reach ({error}): reading {name} from the cache", file=sys.stderr)
-    os.environ.update(dict.fromkeys(OFFLINE_NAMES, "1"))  # otherwise datasets tries for half a minute
 
 
 @contextmanager

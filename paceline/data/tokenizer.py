@@ -155,9 +155,9 @@ class Tokenizer:
         return text
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token; of one that is only a part of a character, the vocabulary's name for it."""
+        """Returns the text of each token; of one that is only a part of a character, its bytes, as <0xC3>."""
         texts = [(self.decode([i]), i) for i in ids]
-        return [text if text.strip("\ufffd") else self.inner.id_to_token(i) or text for text, i in texts]
+        return [text if text.strip("\ufffd") else _byte_names(self.inner.id_to_token(i) or text) for text, i in texts]
 
     def token_bytes(self) -> "npt.NDArray[np.int64]":
         """Returns the UTF-8 length of each token, (vocab_size,) int64: 0 for special tokens and unused ids.
@@ -361,6 +361,15 @@ def read_tokenizer_file(path: Path, *, otherwise: str = "") -> bytes:
     if not content.strip():
         raise PacelineError(f"tokenizer {path} is empty", fix="copy or train it again: paceline tokenizer train")
     return content
+
+
+def _byte_names(token: str) -> str:
+    """Returns <0xC3> for each character that stands for a byte in GPT-2's alphabet: printable ones for themselves."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    names = {byte: f"<0x{byte:02X}>" for byte in printable}
+    names |= {256 + number: f"<0x{byte:02X}>" for number, byte in enumerate(others)}
+    return token if token.startswith("<0x") else token.translate(names)
 
 
 def _marked_bytes(token: str) -> int:

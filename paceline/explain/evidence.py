@@ -391,7 +391,8 @@ def slurm_logs(run: RunDir, events: Sequence[Mapping[str, Any]], *, has_attempt:
         for event in ends[-1:]
         if event.get("state") not in ("COMPLETED", "FAILED")  # of FAILED the run itself knows why
     ]
-    paths = sorted(run.path.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
+    names = f"slurm-{ends[-1].get('job_id')}.log" if ends else "slurm-*.log"
+    paths = sorted(run.path.glob(names), key=lambda path: path.stat().st_mtime)
     for path in paths[-1:] if ends or not has_attempt else ():
         text = read_end(path, SAMPLE_BYTES)[0].rpartition(b"\nslurm   job ")[2]
         lines = [line for line in text.splitlines(keepends=True) if SLURM_LINE.match(line) or not has_attempt]

@@ -79,6 +79,7 @@ from paceline.rundir import (
     read_json_lines,
     resume_command,
 )
+from paceline.slurm import unstarted_job
 from paceline.typed_fields import damaged_files, typed_content, well_typed
 from paceline.units import format_number_of, parse_time, unix_time
 
@@ -106,16 +107,19 @@ def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
 
 def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     """Explains an attempt of a run, by default the last one; its fields are as the files have them."""
-    attempt = attempt or max(
-        (int(path.name) for path in run.path.glob("logs/*") if path.name.isdecimal()), default=None
-    )
-    if attempt is None and (ends := slurm_logs(run, list(read_json_lines(run.events)), has_attempt=False)):
-        return reach_verdict(ends, values=run_values(run))
+    all_events = list(read_json_lines(run.events))
+    job = unstarted_job(all_events)
+    logs = slurm_logs(run, all_events, has_attempt=False) if attempt is None else []
+    numbers = [int(path.name) for path in run.path.glob("logs/*") if path.name.isdecimal()]
+    attempt = attempt or max(numbers, default=None)
+    if logs and (job or attempt is None):
+        explanation = reach_verdict(logs, values=run_values(run))
+        begin = f"Slurm's job {job.get('job_id')} ended before its run began: " if job else ""
+        return replace(explanation, summary=f"{begin}{explanation.summary}")
     if attempt is None:
         fix = f"paceline watch {run.quoted}" if is_queued(run) else resume_command(run)
         raise PacelineError(f"{run.name} has no logs: nothing was started", fix=fix)
-    all_events = list(read_json_lines(run.events))
-    events = events_of(all_events, attempt)
+    events = events_of([event for event in all_events if event is not job], attempt)
     starts = {event.get("attempt"): event.get("time") for event in all_events if event.get("event") == "attempt"}
     start = next((event for event in events if event.get("event") == "attempt"), {})
     paths = run.health_dir.glob("*.jsonl") if start.get("time") else ()

@@ -20,11 +20,9 @@ from paceline.config import Config, cache_dir
 from paceline.config_file import find_config, format_toml_value, load_config, resolve_config
 from paceline.errors import PacelineError, UsageError, check_new_file, expand_home
 from paceline.launch.job import stop_grace_s
-from paceline.options import PlanOptions
 from paceline.plan.forecast import forecast
-from paceline.plan.machine import Machine
+from paceline.plan.machine import Machine, machine_of, num_hosts
 from paceline.plan.planner import Plan
-from paceline.plan.query import machine_of, num_hosts
 from paceline.run_options import EmitOptions
 from paceline.terminal import write_output
 from paceline.typed_fields import find_training_run
@@ -89,7 +87,7 @@ def cluster_job(options: EmitOptions) -> ClusterJob:
     if config.epochs is not None:
         fix = "--num-steps N; train prints how many steps the epochs are"
         raise UsageError("the length is given in epochs, and a plan does not read the text", fix=fix)
-    machine = machine_of(PlanOptions(gpu=options.gpu, gpus=options.gpus), options.gpu, num_hosts(config))
+    machine = machine_of(options.gpu, options.gpus, num_hosts(config))
     plan = forecast(
         replace(config, hosts=None), machine, cache=cache_dir(config), vocab_size=config.vocab_size, num_rows=0
     ).plan

@@ -8,9 +8,10 @@ Slurm forgets its jobs.
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import INTERRUPTED, PacelineError, TrainingFailed
 from paceline.launch.requeue import job_of
@@ -66,8 +67,10 @@ def follow_job(run: RunDir, job_id: JobId) -> int:
     time.sleep(LOOK_S)  # for a file system that shows the last lines late
     log.poll()
     state = record_job_end(run) or (job.state if job else "n/a")
-    print(f"slurm   job {job_id} {state}", flush=True)
-    return {"finished": 0, "stopped": INTERRUPTED}.get(run_status(run).state, TrainingFailed.exit_code)
+    end = run_status(run).state
+    # of the exit code 130 of a stop on request Slurm makes a failure
+    print(f"slurm   job {job_id} {state}" + ": the run was stopped" * (end == "stopped"), flush=True)
+    return {"finished": 0, "stopped": INTERRUPTED}.get(end, TrainingFailed.exit_code)
 
 
 def format_next_commands(run: RunDir) -> str:
@@ -119,7 +122,7 @@ def record_job_end(run: RunDir) -> str | None:
         return None
     events = list(read_json_lines(run.events))
     if not any(event.get("event") == "slurm_job" and event.get("job_id") == job_id for event in events):
-        attempt = max((event["attempt"] for event in events if event.get("event") == "attempt"), default=None)
+        attempt = attempt_of_job(events, job_id)
         facts = {"exit_code": job.exit_code, "nodes": job.nodes, "limit_s": job.limit_s} if job else {}
         known = {name: value for name, value in facts.items() if value not in (None, "", float("inf"))}
         append_event(
@@ -132,6 +135,17 @@ def record_job_end(run: RunDir) -> str | None:
             **known,
         )
     return state
+
+
+def attempt_of_job(events: Sequence[Mapping[str, Any]], job_id: JobId) -> int | None:
+    """Returns the last attempt of a job; None where it ended before its run began."""
+    attempt = None
+    for event in events:
+        if event.get("event") == "submitted" and event.get("job_id") == job_id:
+            attempt = None
+        elif event.get("event") == "attempt":
+            attempt = max(attempt or 0, event["attempt"])
+    return attempt
 
 
 def record_job_ends(names: Sequence[str], *, runs_dir: str) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.plan.shapes import ParamShape
+from paceline.rundir import unreadable_file
 from paceline.units import format_number_of
 
 FORMAT = 1
@@ -33,6 +34,7 @@ MANIFEST = "manifest.json"
 HASHING_THREADS = 4  # one reads and hashes about 1.5 GB/s, a disk gives more
 CLEARLY_HIGHER = 1.01  # times a val_bpb
 CHUNK_BYTES = 4 << 20  # hashing and writing release the interpreter once per chunk
+IS_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # of a file of a checkpoint
 _json = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False)
 
 
@@ -113,6 +115,14 @@ class DamagedCheckpoint(PacelineError):
         )
 
 
+class UnreadableCheckpoint(PacelineError):
+    """A checkpoint whose file `path` is there and cannot be read: no permission, or a mount that is away. It may be intact."""
+
+    def __init__(self, path: Path, error: OSError):
+        problem = unreadable_file(OSError(error.errno, error.strerror, str(path)))
+        super().__init__(problem.message, fix=problem.fix)
+
+
 @dataclass(frozen=True)
 class Part:
     """Rows [lo, hi) of a tensor are the tensor `name` of the safetensors file `file`."""
@@ -157,10 +167,10 @@ class Manifest:
 
 
 def list_checkpoints(directory: Path) -> list[tuple[Path, Manifest]]:
-    """Returns the checkpoints newest first, by their manifests alone, without those whose manifest is damaged."""
+    """Returns the checkpoints newest first, by their manifests alone, without those whose manifest is of no use."""
     checkpoints = []
     for path in step_folders(directory):
-        with suppress(DamagedCheckpoint):
+        with suppress(DamagedCheckpoint, UnreadableCheckpoint):
             checkpoints.append((path, read_manifest(path)))
     return checkpoints
 
@@ -196,7 +206,10 @@ def better_checkpoint(directory: Path, step: int) -> Manifest | None:
 
 
 def verify(path: Path) -> None:
-    """Reads every byte of the checkpoint; raises DamagedCheckpoint with the first file that is not as it was written."""
+    """Reads every byte of the checkpoint.
+
+    Raises DamagedCheckpoint with the first file that is not as it was written, UnreadableCheckpoint with one that cannot be read.
+    """
     files = read_manifest(path).files
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         for name, damage in zip(files, pool.map(lambda name: _damage(path / name, files[name]), files), strict=True):
@@ -208,7 +221,8 @@ def newest_good(directory: Path, *, set_aside: bool) -> tuple[Path, list[str]]:
     """Returns the newest checkpoint that verifies, and one line for each newer one that does not.
 
     set_aside renames those to step_000060.damaged: the evidence stays, and the step can be saved again. It is for the process that
-    continues training; one that only reads leaves them where they are. Raises NoCheckpoint, or PacelineError if all are damaged.
+    continues training; one that only reads leaves them where they are. Raises NoCheckpoint, UnreadableCheckpoint where one that may
+    be intact cannot be read, or PacelineError if all are damaged.
     """
     damaged: list[tuple[Path, DamagedCheckpoint]] = []
     for path in step_folders(directory):
@@ -238,9 +252,11 @@ def newest_good(directory: Path, *, set_aside: bool) -> tuple[Path, list[str]]:
 
 
 def last_good_step(directory: Path) -> int:
-    """Returns the step of the newest checkpoint that verifies; 0 if there is none."""
+    """Returns the step of the newest checkpoint that verifies; 0 if there is none. Raises UnreadableCheckpoint."""
     try:
         path, _ = newest_good(directory, set_aside=False)
+    except UnreadableCheckpoint:
+        raise
     except PacelineError:
         return 0
     return step_of(path)
@@ -271,8 +287,10 @@ def read_manifest(path: Path) -> Manifest:
     """Reads the manifest of the checkpoint folder `path`; raises DamagedCheckpoint if it is not as it was written."""
     try:
         raw = (path / MANIFEST).read_bytes()
-    except OSError as error:
+    except IS_ABSENT as error:
         raise DamagedCheckpoint(path, f"{MANIFEST}: {error.strerror}") from None
+    except OSError as error:
+        raise UnreadableCheckpoint(path / MANIFEST, error) from error
     head, _, tail = raw.rpartition(b",\n")
     if not head or tail != _seal(head):
         raise DamagedCheckpoint(path, f"{MANIFEST}: its own sha256 differs")
@@ -341,8 +359,10 @@ def _damage(path: Path, entry: FileEntry) -> str | None:
             return f"{num_bytes:,} bytes instead of {entry.bytes:,}"
         with path.open("rb", buffering=0) as file:
             intact = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
-    except OSError as error:
+    except IS_ABSENT as error:
         return error.strerror
+    except OSError as error:
+        raise UnreadableCheckpoint(path, error) from error
     return None if intact else "sha256 differs"
 
 

@@ -22,6 +22,7 @@ from paceline.units import MIB
 
 SAME_MEMORY = 0.08  # ECC on or off moves it by a sixteenth, old drivers print 2 % less; variants differ by a fifth
 NOT_A_NAME = re.compile(r"nvidia|geforce|tesla|generation|edition|[^a-z0-9]")
+COUNTED = re.compile(r"([1-9]\d{0,2}) ?[x×] ?(.+)", re.IGNORECASE)
 MOST_NAMES = 8  # in an error
 
 
@@ -107,7 +108,7 @@ def find_gpu(name: str) -> GpuSpec:
             gpu = find_gpu(sized[1])
             if abs(int(sized[2]) * 1024 / gpu.memory_mib - 1) <= SAME_MEMORY:
                 return gpu
-    if counted := re.fullmatch(r"(\d+) ?[x×] ?(.+)", name.strip().lower()):
+    if counted := COUNTED.fullmatch(name.strip()):
         fix = f'--gpu "{find_gpu(counted[2]).name}" --gpus {counted[1]}'
         raise PlanError(f"{name} is not the name of one GPU", fix=fix)
     if len(parts := re.split(r" *[,+] *", name.strip(" ,+"))) > 1:
@@ -115,7 +116,11 @@ def find_gpu(name: str) -> GpuSpec:
         fix = f'--gpu "{least.name}" --gpus {len(parts)}: the ranks have equal shares, so the smallest and slowest card decides'
         raise PlanError(f"{name} is not the name of one GPU", fix=fix)
     near = join_names(nearest_names(name))
-    fix = f"the nearest known: {near}" if near else "a known card, such as RTX 4090, RTX 5090 or H100 SXM"
+    fix = (
+        f"the nearest known: {near}"
+        if near
+        else "a known card, such as RTX 4090, RTX 5090 or H100 SXM; docs/plan.md lists all"
+    )
     raise PlanError(f"no GPU called {name} is known", fix=fix)
 
 

@@ -9,9 +9,9 @@ the table stays usable, with `spec` None.
 import os
 from dataclasses import dataclass, field, replace
 
-from paceline.config import ATTENTION, FLASH, ModelConfig
-from paceline.errors import PlanError
-from paceline.plan.gpu_table import GpuSpec, spec_of
+from paceline.config import ATTENTION, FLASH, MAX_HOSTS, Config, ModelConfig
+from paceline.errors import PlanError, UsageError
+from paceline.plan.gpu_table import GpuSpec, find_gpu, spec_of
 from paceline.plan.host import probe_cpu_bf16, probe_cpu_cores, probe_memory_bytes
 from paceline.plan.nvml import list_gpus, visible_devices
 from paceline.plan.shapes import window_sizes
@@ -107,6 +107,28 @@ def imagined_machine(spec: GpuSpec, *, gpus: int, hosts: int) -> Machine:
     """Returns hosts with these GPUs that need not exist. Their CPUs are not known: one core for each GPU, no bf16, memory 0."""
     cards = tuple(Gpu(i, spec.driver_names[0], spec.memory_mib * MIB, spec.capability, spec) for i in range(gpus))
     return Machine(gpus=cards, cpu_cores=gpus, cpu_bf16=False, memory_bytes=0, hosts=hosts)
+
+
+def machine_of(gpu: str | None, num_gpus: int | None, hosts: Machine | int) -> Machine:
+    """Returns these hosts, or as many like this one, with the named GPUs or with num_gpus of their own where that is set."""
+    if gpu is not None:
+        spec, count = find_gpu(gpu), hosts if isinstance(hosts, int) else hosts.hosts
+        machine = imagined_machine(spec, gpus=num_gpus or 1, hosts=count)
+        return machine if isinstance(hosts, int) else replace(machine, names=hosts.names, link=hosts.link)
+    machine = replace(probe_machine(), hosts=hosts) if isinstance(hosts, int) else hosts
+    if num_gpus is None:
+        return machine
+    if not machine.gpus:
+        raise UsageError(f"--gpus {num_gpus}, but no GPU is here", fix=f'--gpu "RTX 5090" --gpus {num_gpus}')
+    return replace(machine, gpus=tuple(replace(machine.gpus[0], index=index) for index in range(num_gpus)))
+
+
+def num_hosts(config: Config) -> int:
+    """Returns the number of hosts that the config gives; they need not exist."""
+    count = int(config.hosts or "1")
+    if not 1 <= count <= MAX_HOSTS:
+        raise UsageError(f"--hosts {count} is out of range", fix=f"a number from 1 to {MAX_HOSTS:,}, or names")
+    return count
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.config import KEYS, MAX_HOSTS, Config, cache_dir, format_flags
+from paceline.config import KEYS, Config, cache_dir, format_flags
 from paceline.config_file import load_config, packaged_configs, resolve_config, unknown_key, with_values
 from paceline.errors import PacelineError, PlanError, UsageError, nearest
 from paceline.options import ConfigsOptions, PlanOptions
@@ -33,8 +33,9 @@ from paceline.plan.advice import (
     parse_price,
 )
 from paceline.plan.forecast import Forecast, forecast, format_exact, format_forecast, format_kwh, format_seconds
-from paceline.plan.gpu_table import find_gpu
-from paceline.plan.machine import Machine, imagined_machine, probe_machine
+from paceline.plan.gpu_table import COUNTED
+from paceline.plan.links import read_link
+from paceline.plan.machine import Machine, machine_of, num_hosts
 from paceline.plan.planner import Plan, make_model_config, memory_setup
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, num_params
 from paceline.plan.sizing import DoesNotFit, divisors
@@ -45,8 +46,6 @@ from paceline.units import format_bytes, format_count, format_duration, format_p
 SWEPT = {  # values of --sweep KEY alone; device_batch_size takes the divisors of a device's rows
     "depth": (4, 8, 12, 16, 20, 24, 28, 32),
     "sequence_len": (512, 1024, 2048, 4096, 8192),
-    "profile": ("conservative", "balanced", "aggressive"),
-    **{key: KEYS[key].choices for key in ("optimizer", "optimizer_states")},
 }
 DEFAULTS_OF_A_PLAN = {"depth": 12}  # for a machine that is not here; train's default is too small to show anything
 FOLLOWED_ROWS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))
@@ -84,7 +83,7 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], count_r
     def forecast_of(config: Config, gpu: str | None = options.gpu, **settings: bool) -> Forecast:
         return forecast(
             config,
-            machine_of(options, gpu, hosts or num_hosts(config)),
+            planned_machine(options, gpu, hosts or num_hosts(config)),
             cache=cache_dir(config),
             vocab_size=config.vocab_size,
             num_rows=num_rows,
@@ -119,17 +118,31 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], count_r
     return "\n\n".join([*blocks, format_forecast(result), *([format_exact(exact)] if exact else [])])
 
 
+def planned_machine(options: PlanOptions, gpu: str | None, hosts: Machine | int) -> Machine:
+    """Returns the machine of a plan; a name of --compare may begin with a number of cards. Raises PlanError for a wrong --link."""
+    counted = COUNTED.fullmatch(gpu) if gpu and options.compare else None
+    count, gpu = (int(counted[1]), counted[2]) if counted else (options.gpus, gpu)
+    machine = machine_of(gpu, count, hosts)
+    if options.link is not None:  # the plan may fail before its link is read, and so may every fix of it
+        read_link(options.link, machine.gpus[0].spec if machine.gpus else None)
+    return machine
+
+
 def check_together(options: PlanOptions, *, device: str | None) -> None:
     """Raises UsageError for options of which one would be ignored. device: of the config."""
     names = {name for name, value in vars(options).items() if value not in (None, False)}
     for table_name, others in NOT_BESIDE.items():
         if table_name in names and (unused := [name for name in others if name in names]):
             fix = f"leave --{unused[0]} out, or --{table_name}"
+            if (table_name, unused[0]) == ("compare", "time"):
+                fix = f"--depth N or a CONFIG, whose length --time then is; or {fix}"
             raise UsageError(f"--{table_name} makes a table, which takes no --{unused[0]}", fix=fix)
     if device == "cpu" and (gpus := [name for name in ("gpu", "gpus", "compare") if name in names]):
         raise UsageError(
             f"--{gpus[0]} is about GPUs, but device is cpu", fix=f"--device cuda, or leave --{gpus[0]} out"
         )
+    if options.slurm_args and not options.slurm:
+        raise UsageError("--slurm-args is about --slurm", fix="--slurm, or leave it out")
     if options.follow_rows and options.sweep is None:
         raise UsageError(NO_ROWS, fix="--sweep device_batch_size --follow-rows")
 
@@ -192,29 +205,6 @@ def config_facts(name: str, path: Path) -> dict[str, Any]:
     }
 
 
-def machine_of(options: PlanOptions, gpu: str | None, hosts: Machine | int) -> Machine:
-    """Returns these hosts, or as many like this one, with the named GPUs or with --gpus of their own where that is set."""
-    num_gpus = options.gpus
-    if gpu is not None:
-        spec, count = find_gpu(gpu), hosts if isinstance(hosts, int) else hosts.hosts
-        machine = imagined_machine(spec, gpus=num_gpus or 1, hosts=count)
-        return machine if isinstance(hosts, int) else replace(machine, names=hosts.names, link=hosts.link)
-    machine = replace(probe_machine(), hosts=hosts) if isinstance(hosts, int) else hosts
-    if num_gpus is None:
-        return machine
-    if not machine.gpus:
-        raise UsageError(f"--gpus {num_gpus}, but no GPU is here", fix=f'--gpu "RTX 5090" --gpus {num_gpus}')
-    return replace(machine, gpus=tuple(replace(machine.gpus[0], index=index) for index in range(num_gpus)))
-
-
-def num_hosts(config: Config) -> int:
-    """Returns the number of hosts that the config gives; they need not exist."""
-    count = int(config.hosts or "1")
-    if not 1 <= count <= MAX_HOSTS:
-        raise UsageError(f"--hosts {count} is out of range", fix=f"a number from 1 to {MAX_HOSTS:,}, or names")
-    return count
-
-
 def measure_here(forecast: Forecast, options: PlanOptions, *, cache: Path) -> None:
     """Times the pieces of a step on the device here, which takes some seconds, and keeps the speeds for every later plan."""
     if options.gpu is not None:
@@ -246,7 +236,9 @@ def advise_depth(
     def run_of_depth(depth: int, **keys: Any) -> Advice:
         result = forecast_of(with_values(config, depth=depth, time=None, **keys), find_fix=False)
         if result.run is None:
-            raise PlanError(result.step.assumptions[0], fix="--gpu NAME of a known card, or measure this device")
+            raise PlanError(
+                result.step.assumptions[0], fix="--gpu NAME of a known card, or paceline plan --measure first"
+            )
         bpb = expected_bpb(result.plan.model, data=config.data)
         return Advice(result.setup, result.plan.num_steps, result.run.hours.scaled(HOUR_S), bpb)
 
@@ -310,9 +302,9 @@ def swept(text: str, forecast_once: Callable[[], Forecast]) -> tuple[str, list[A
     if key == "device_batch_size":
         plan = forecast_once().plan
         return key, sorted(divisors(plan.device_batch_size * plan.grad_accum_steps))
-    if key not in SWEPT:
+    if not (choices := SWEPT.get(key) or KEYS[key].choices):
         raise UsageError(f"--sweep {key}: which values?", fix=f"--sweep {key}=A,B,C")
-    return key, list(SWEPT[key])
+    return key, [*([False, True] if bool in KEYS[key].kinds else []), *choices]
 
 
 def table(name: str, makes: Sequence[tuple[Any, Callable[[], Forecast]]], *, as_json: bool) -> str:

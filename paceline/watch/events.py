@@ -209,6 +209,7 @@ def end_notes(state: State, attempts: Sequence[AttemptView]) -> Iterator[str]:
     elif state == "stopped":
         failed = (attempt for attempt in attempts if attempt.state in ("failed", None) and attempt.cause)
         yield from format_failures((attempt.attempt, str(attempt.cause), attempt.summary or "") for attempt in failed)
+        yield from (attempt.job for attempt in attempts[-1:] if attempt.job)
     yield from (attempt.damage for attempt in attempts if attempt.damage)
 
 
@@ -221,6 +222,11 @@ def attempt_views(events: Sequence[JsonRecord]) -> list[AttemptView]:
             attempts[number] = {"time": event["time"]}
         elif kind == "damaged" and attempts:  # of the attempt that resumes from another checkpoint
             attempts[max(attempts)] |= {"damage": event.get("message")}
+        elif kind == "requeued" and attempts:
+            attempts[max(attempts)] |= {"job": f"its Slurm job was requeued: {event.get('why')}"}
+        elif kind == "slurm_job" and "attempt" not in event and attempts:
+            text = f"Slurm's job {event.get('job_id')} ended before its run began: {event.get('state')}"
+            attempts[max(attempts)] |= {"job": text}
         elif number in attempts:
             attempts[number] |= {name: event.get(name) for name in ATTEMPT_FIELDS.get(kind, ())}
             with suppress(TypeError, ValueError):  # a damaged step

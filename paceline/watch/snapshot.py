@@ -134,6 +134,7 @@ class AttemptView:
     action: str | None = None
     why: str | None = None
     damage: str | None = None  # the checkpoint that it could not resume from
+    job: str | None = None  # what became of Slurm's job behind it
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -226,7 +227,7 @@ def test_a_table_and_json_come_with_the_command_that_makes_lines_of_all_files(tm
     for path in (tmp_path / f"{name}.{ending}" for name in names):
         path.parent.mkdir(exist_ok=True)
         path.write_text(content)
-    assert len(names) > 1 or refused(path).fix == refused(tmp_path).fix
+    assert len(names) > 1 or refused(path).fix == f"{refused(tmp_path).fix}; then --data '{path}.jsonl'"
     subprocess.run(refused(tmp_path).fix.partition(", which")[0], shell=True, check=True)
     assert texts(tmp_path) == ['a, "quoted"\nline', "b"] * len(names)
 
@@ -268,8 +269,22 @@ def test_a_file_of_another_type_says_which_can_be_read(tmp_path):
     (tmp_path / "a.docx").write_bytes(b"PK")
     assert refused(tmp_path / "a.docx").message == f"{tmp_path}/a.docx is not of a type that can be read"
     (tmp_path / "x's.jsonl.zst").write_bytes(b"")
-    command, _, ending = refused(tmp_path / "x's.jsonl.zst").fix.rpartition(" unpacks it")
-    assert (shlex.split(command), ending) == (["zstd", "-d", f"{tmp_path}/x's.jsonl.zst"], "")
+    command, _, ending = refused(tmp_path / "x's.jsonl.zst").fix.rpartition(" unpacks it; then ")
+    assert shlex.split(command) == ["zstd", "-d", f"{tmp_path}/x's.jsonl.zst"]
+    assert shlex.split(ending) == ["--data", f"{tmp_path}/x's.jsonl"]
+
+
+@pytest.mark.skipif(shutil.which("unzip") is None, reason="no unzip here")
+def test_the_command_for_an_archive_unpacks_it_where_the_text_is_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "text"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "b.zip", "w") as archive:
+        archive.writestr("b.txt", "a text")
+    command, _, source = refused(folder / "b.zip").fix.partition(" unpacks it; then --data ")
+    subprocess.run(refused(folder).fix.removesuffix(" unpacks it"), shell=True, check=True, stdout=subprocess.DEVNULL)
+    assert refused(tmp_path / "text" / "b.zip").fix.startswith(command)
+    assert texts(folder) == texts(source) == ["a text"]
 
 
 def test_a_broken_link_is_named_with_where_it_points(tmp_path):

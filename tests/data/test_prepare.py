@@ -77,6 +77,25 @@ def test_the_field_of_the_text_is_reported_at_each_start_and_recorded(tmp_path, 
     assert prepared("a.jsonl", tmp_path, vocab_size=260).meta["text_fields"] == ["content"]
 
 
+def test_the_split_at_marks_is_reported_and_so_are_a_good_hash_and_the_name_that_was_given(
+    tmp_path, monkeypatch, capsys
+):
+    from paceline.cli import run_command
+
+    monkeypatch.chdir(tmp_path)
+    Path("text").mkdir()
+    Path("text/a.txt").write_text("<|endoftext|>".join(f"tale {number} has an end" for number in range(40)))
+    flags = ["--vocab-size", "260", "--cache-dir", "cache"]
+    assert run_command(["data", "prepare", "--data", "text", *flags]) == 0
+    shown = capsys.readouterr()
+    assert "note    text: split into documents at <|endoftext|>\n" in shown.err
+    assert shown.out.startswith("text    text: 1 file, 40 documents, ")
+    assert run_command(["data", "prepare", "--data", "text/a.txt", *flags]) == 0
+    assert capsys.readouterr().out.startswith("text    text/a.txt: 1 file, ")
+    assert run_command(["data", "info", "--verify", "--json", "--data", "text", *flags]) == 0
+    assert "verify  5 files: every hash agrees\n" in capsys.readouterr().err
+
+
 def test_the_shards_are_the_same_bytes_for_any_number_of_workers(source, tmp_path):
     hashes = [
         prepared(source, tmp_path, cache_dir=tmp_path / f"cache{n}", num_workers=n).meta["files"] for n in (1, 2, 5)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,20 @@ def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path, part_byte
     assert max(len(part.encode()) for part in parts) <= part_bytes
     assert texts(write(tmp_path / "a.txt.gz", gzip.compress(content.encode())), part_bytes) == parts
     assert texts(write(tmp_path / "a.jsonl", jsonl({"text": content})), part_bytes) == parts
+
+
+@pytest.mark.parametrize("part_bytes", [16, 17, 18, 19, 29, 64, 4096])
+@pytest.mark.parametrize("between", ["\n<|endoftext|>\n", "<|endoftext|>", "\r\n\r\n<|endoftext|>\r\n"])
+def test_a_text_file_has_a_document_between_two_marks(tmp_path, part_bytes, between):
+    stories = [f"tale {number} " + "é" * (number % 4) + "<|end" * (number % 2) for number in range(60)]
+    content = between.join(stories) + between
+    path = write(tmp_path / "a.txt", content)
+    assert texts(path, max(part_bytes, 64)) == stories
+    assert re.sub(r"[\r\n]", "", "".join(texts(path, part_bytes))) == "".join(stories)
+    assert texts(write(tmp_path / "a.txt.gz", gzip.compress(content.encode())), 64) == stories
+    assert texts(write(tmp_path / "a.py", content), 1 << 20) == [content]
+    broken = write(tmp_path / "b.txt", content.encode() + b"ab\xff")
+    assert f"byte 0xff at offset {len(content.encode()) + 2:,}" in refused(broken).message
 
 
 def test_a_part_ends_with_a_line_where_there_is_one():

@@ -273,7 +273,7 @@ def test_info_of_a_text_shows_its_tokens_as_text(tokenizer, tmp_path, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert len(facts["tokens"]) == facts["sample_tokens"]
     assert "".join(facts["tokens"][:-3]) == "def a\n"
-    assert facts["tokens"][-3:] == [tokenizer.inner.id_to_token(i) for i in tokenizer.encode("€")]  # a byte each
+    assert facts["tokens"][-3:] == ["<0xE2>", "<0x82>", "<0xAC>"]
     assert run_command(words) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens "))
     assert line.split(maxsplit=1)[1] == " ".join(map(repr, facts["tokens"]))

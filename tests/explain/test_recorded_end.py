@@ -248,7 +248,7 @@ def test_a_notice_that_the_time_is_over_is_told(run):
 @pytest.mark.parametrize("later, summary, fix", [
     ([], "stopped by SIGUSR1, a batch system's warning", "`paceline resume"),
     ([("requeued", {"why": "its time was nearly over"})], "its Slurm job requeued: its time was nearly over", "job 4711 continues"),
-    ([("requeued", {"why": "by Slurm"}), ("slurm_job", {"state": "CANCELLED"})], "requeued: by Slurm", "`paceline resume"),
+    ([("requeued", {"why": "by Slurm"}), ("slurm_job", {"attempt": 1})], "requeued: by Slurm", "`paceline resume"),
     ([("launch", {}), ("requeued", {"why": "of the next attempt"})], "stopped by SIGUSR1", "`paceline resume"),
 ])  # fmt: skip
 def test_the_warning_of_a_batch_system_is_no_failure_and_says_whether_the_job_continues(run, later, summary, fix):

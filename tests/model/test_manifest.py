@@ -17,6 +17,7 @@ from paceline.model.manifest import (
     DamagedCheckpoint,
     NoCheckpoint,
     RawTensor,
+    UnreadableCheckpoint,
     clean_leftovers,
     list_checkpoints,
     newest_good,
@@ -129,6 +130,38 @@ def test_each_damaged_checkpoint_gets_a_line(tmp_path: Path):
     path, notes = newest_good(tmp_path, set_aside=True)
     assert path.name == "step_000020"
     assert [note.rpartition(", ")[2] for note in notes] == ["40 steps are done again", "20 steps are done again"]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", SHARD])
+def test_a_checkpoint_without_the_right_to_read_it_is_refused_and_stays(tmp_path: Path, name: str):
+    save_steps(tmp_path, 20, 40)
+    (tmp_path / "step_000040" / name).chmod(0)
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from paceline.model.manifest import UnreadableCheckpoint, last_good_step, newest_good\n"
+        "for find in (lambda path: newest_good(path, set_aside=True), last_good_step):\n"
+        "    try: find(Path(sys.argv[1]))\n    except UnreadableCheckpoint as error: print(error.message, error.fix, sep='\\n')\n"
+    )
+    rights = "-dac_override,-dac_read_search"
+    drop = ["setpriv", "--bounding-set", rights, "--inh-caps", rights] if os.geteuid() == 0 else []
+    done = subprocess.run([*drop, sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    path, fix = tmp_path / "step_000040" / name, "ask its owner for the right to read it (chmod -R a+rX)"
+    assert done.stdout == 2 * f"{path} cannot be read: Permission denied\n{fix}\n"
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step_000020", "step_000040"]
+
+
+def test_a_file_behind_links_that_lead_to_each_other_is_not_called_damaged(tmp_path: Path):
+    save_steps(tmp_path, 20)
+    path = tmp_path / "step_000020" / SHARD
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(UnreadableCheckpoint, match="cannot be read: Too many levels") as error:
+        verify(tmp_path / "step_000020")
+    assert error.value.fix == "restore the file, or look at its disk or mount"
+    manifest = tmp_path / "step_000020" / "manifest.json"
+    manifest.unlink()
+    manifest.symlink_to(manifest)
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_set_aside_renames_damaged_checkpoints(tmp_path: Path):

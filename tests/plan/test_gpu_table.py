@@ -225,3 +225,8 @@ def test_a_peak_that_has_no_source_is_absent():
     assert find_gpu("RTX 5090").peak_flops["bf16"] == 209.5e12
     assert "bf16" not in find_gpu("T4").peak_flops
     assert "bf16" not in find_gpu("RTX PRO 4000").peak_flops
+
+
+def test_the_docs_list_every_card():
+    text = " ".join((Path(__file__).parents[2] / "docs/plan.md").read_text().split())
+    assert f"The cards that `--gpu` knows: {', '.join(gpu.name for gpu in gpu_table())}. " in text

@@ -306,7 +306,13 @@ def test_a_non_finite_loss_is_a_warning_and_null_in_json(script):
     script.begin_script()
     script.print("step 1/10 loss: 2.5\nstep 2/10 loss: nan\nstep 3/10 loss: nan\n")
     snapshot = script.look()
-    assert (snapshot.step, math.isnan(snapshot.loss), snapshot.series["loss"].values) == (3, True, [2.5])
+    values = snapshot.series["loss"].values
+    assert (snapshot.step, math.isnan(snapshot.loss), values[0], list(map(math.isnan, values))) == (
+        3,
+        True,
+        2.5,
+        [False, True, True],
+    )
     assert summarize(snapshot, now=time.time()) == Summary("warning", "The loss is NaN or infinite.")
     assert json.loads(json.dumps(snapshot.to_json(), allow_nan=False))["loss"] is None
     script.print("step 4/10 loss: 2.25\n")

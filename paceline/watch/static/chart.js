@@ -307,13 +307,17 @@ class Chart {
     const isAside = this.view.alone && this.view.alone !== label;
     Object.assign(context, { strokeStyle: ink(colour), fillStyle: ink(colour), lineWidth: weight });
     Object.assign(context, { globalAlpha: isAside ? 0.18 : faint ? 0.4 : 1, lineJoin: 'bevel' });
+    context.lineCap = dash ? 'butt' : 'round'; // a point between two gaps is a dot
     context.setLineDash(dash || []);
     context.beginPath();
     let last = -Infinity;
     for (let i = Math.max(0, indexAt(x, from)); i < x.length; i += 1) {
-      if (!isNumber(y[i])) continue;
+      if (!isNumber(y[i])) {
+        last = -Infinity;
+        continue;
+      }
       if (x[i] - last > gap || last === -Infinity) context.moveTo(this.left(x[i]), this.top(y[i]));
-      else context.lineTo(this.left(x[i]), this.top(y[i]));
+      context.lineTo(this.left(x[i]), this.top(y[i]));
       last = x[i];
       if (last > to) break;
     }

@@ -200,7 +200,6 @@ CASES = [
      "lists all 6 runs"),
     ("the browser for a folder that is not there", lambda d: ["watch", "--web", "--runs-dir", str(d / "no")], 1,
      "no folder of runs", "--runs-dir"),
-    ("watch a run as JSON", lambda d: ["watch", make_run(d), "--json"], 2, "needs --once", "fix: add --once"),
     (
         "tokenizer train onto a file",
         lambda d: ["tokenizer", "train", "--vocab-size", "300", "--out", put(d, "t.json", "{}")],

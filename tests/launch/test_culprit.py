@@ -9,10 +9,12 @@ from paceline.launch.stacks import Frame
 from paceline.launch.watchdog import RankState, describe_hang, find_culprits, record_hang, shows_wait
 from paceline.rundir import RunDir
 
+MODULE = Frame("<module>", "/home/me/train.py", 60)
 IN_ALL_REDUCE = (
     Frame("all_reduce", "/v/site-packages/torch/distributed/distributed_c10d.py", 3252),
     Frame("wrapper", "/v/site-packages/torch/distributed/c10d_logger.py", 83),
     Frame("one_step", "/src/paceline/train/loop.py", 190),
+    MODULE,
 )
 IN_BACKWARD = (
     Frame("_engine_run_backward", "/v/site-packages/torch/autograd/graph.py", 979),
@@ -20,7 +22,7 @@ IN_BACKWARD = (
     Frame("Tensor.backward", "/v/site-packages/torch/_tensor.py", 623),
     Frame("<module>", "/home/me/ddp.py", 34),
 )
-IN_LOADER = (Frame("tokenize", "/home/me/data.py", 12), Frame("one_step", "/src/paceline/train/loop.py", 170))
+IN_LOADER = (Frame("tokenize", "/home/me/data.py", 12), Frame("one_step", "/src/paceline/train/loop.py", 170), MODULE)
 
 
 def rank(number, phase="reduce", *, step=11, state="S", frames=(), cores=0.0):

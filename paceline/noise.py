@@ -19,6 +19,7 @@ GROWTH_BLOCKS, GROWTH_LATE, Z_GROWTH = 8, 0.38, 5.0  # the share of the growth i
 MIN_BLOCK = 4  # points
 SPIKE = 5  # points over which a median removes spikes
 STILL_CHANGE, STILL_ERROR = 0.004, 0.0016  # of the level: between thirds of a curve, and the standard error of that
+NEAR_ZERO = 0.04  # of the first points
 MIN_LEVEL, STUCK_FALL = 6, 0.01  # points of a third; the share of the level, from the first points
 SAME_VALUES, MIN_PERIOD = 20, 6  # in a row; points of an epoch that is repeated
 EVEN_RISES, MAX_EVEN_RISES = 5, GROWTH_BLOCKS * MIN_BLOCK - 2  # in a row, of a curve too short for such blocks
@@ -248,3 +249,9 @@ def is_stuck(values: Sequence[float]) -> bool:
 
 def clip(value: float, limit: float) -> float:
     return max(-limit, min(limit, value))
+
+
+def comes_down_to_zero(values: Sequence[float]) -> bool:
+    """Whether a curve ends at 0 and was near it in its last value above."""
+    above = [value for value in values if value]
+    return bool(above) and values[-1] == 0 and 0 < above[-1] < NEAR_ZERO * max(above[:SPIKE])

@@ -39,6 +39,7 @@ from paceline.noise import (
     MIN_POINTS,
     SAME_VALUES,
     SPIKE,
+    comes_down_to_zero,
     constant_tail,
     falls,
     grows,
@@ -267,7 +268,7 @@ def find_still(
                 continue
             after = [value for step, value in zip(steps, values, strict=True) if step >= max(starts)]
             first, last = after[: len(after) // 3], after[-len(after) // 3 :]
-            if len(after) >= SAME_VALUES and not is_learned(finite) and standard_errors_below(last, first) <= 3:
+            if len(after) >= SAME_VALUES and not comes_down_to_zero(values) and standard_errors_below(last, first) <= 3:
                 yield finding_at(STANDS_STILL, series, max(starts), reason)
                 break
         else:

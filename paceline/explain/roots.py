@@ -61,17 +61,16 @@ SURVIVED = frozenset({
 })  # fmt: skip
 
 
-def of_last_program(candidates: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
-    """The candidates of the last end, where one script failed several times in ways of its own: a file collects its errors."""
-    ends = [event for event in candidates if event.record.kind == "exception" and ended_program(event.record)]
+def of_last_program(roots: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
+    """The roots of the last end, where one script failed several times in ways of its own: a file collects its errors."""
+    ends = [event for event in roots if event.record.kind == "exception" and ended_program(event.record)]
     lines = {event.record.line for event in ends}
     files = {first_file(event.record) for event in ends}
-    if len(lines) < MIN_ENDS or len(files) > 1 or '"<' in files.pop() or len(logs) > 1 or not logs[0].has_one_process:
-        return list(candidates)
-    kinds = {event.cause.id: event for event in ends}.values()
-    if any(can_follow(event, other) for event in kinds for other in kinds if other is not event):
-        return list(candidates)
-    return [event for event in candidates if event.record.line >= max(lines)]
+    if len(ends) < len(roots) or len(lines) < MIN_ENDS or len(files) > 1 or '"<' in files.pop():
+        return list(roots)
+    if len(logs) > 1 or not logs[0].has_one_process:
+        return list(roots)
+    return [event for event in roots if event.record.line == max(lines)]
 
 
 def find_roots(candidates: Sequence[Event], hang: CollectiveHang | None) -> list[Event]:

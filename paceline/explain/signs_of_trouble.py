@@ -117,7 +117,8 @@ NO_TROUBLE = re.compile(
     # Debian's packages, the head of nccl-tests' table, logging's own report, what docker build quotes of a command
     r"|^(?:debconf|invoke-rc\.d): |\bbusbw\b|--- Logging error ---|^#\d+ \d+\.\d+ "
     # widgets of a notebook, a build's profile, samples of a translation, its target and its output
-    r"|No such comm\b|^profiling:.*\.gcda:Cannot open|^[<>=] +[a-z]"
+    r"|No such comm\b|^profiling:.*\.gcda:Cannot open"
+    r"|^[<>=] +(?!(?:(?:fatal|internal) )?(?:error|fail|exception|abort|killed))[a-z]"
     r"|^Repo card metadata block was not found|^Welcome to bitsandbytes\b|\bto save notebook history$"
     r"|\bis approximately [\d.]+, error is \d"
 )

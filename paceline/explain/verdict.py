@@ -132,8 +132,8 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         errors = [record for record in unexplained if record.kind == "line"]
         return explain_unknown(logs, [*errors, exit_record], progress, consequences=candidates)
     hang = find_hang(candidates, logs, has_steps=progress.steps > 0)
-    candidates = apply_hang(of_last_program(candidates, logs), hang)
-    roots = without_consequences(find_roots(candidates, hang), logs)
+    candidates = apply_hang(candidates, hang)
+    roots = of_last_program(without_consequences(find_roots(candidates, hang), logs), logs)
     culprit = choose_culprit(roots, blamed)
     if culprit.cause.id == DIVERGED and culprit.record.kind == "line" and progress.nan_line is not None:
         return explain_divergence(culprit.cause, progress.nan_line, progress, values)

@@ -103,7 +103,7 @@ class TrainingLogReader:
 
     def __init__(self, path: Path):
         self.path = path
-        self.curves = MetricFileCurves(path) if is_metric_file(path) else LogCurves(path)
+        self.curves = MetricFileCurves(path) if is_metric_file(path) and path.suffix != ".jsonl" else LogCurves(path)
         self._explanation: dict[str, Any] | None = None
         self._explained_at = (-1, -math.inf)  # size of the log, and the time
 

@@ -149,6 +149,10 @@ def test_a_loss_that_rises_before_it_is_nan_shows_both():
 def test_a_loss_that_has_come_down_to_zero_needs_no_gradients():
     fallen = [max(0.0, 3 - step / 10) for step in range(100)]
     assert judge_curves([series(LOSS, fallen), series(GRADIENT, [1.0] * 30 + [0.0] * 70)]) == []
+    [finding] = judge_curves(
+        [series(LOSS, [2 - step / 100 for step in range(30)] + [0.0] * 70), series(GRADIENT, [1.0] * 30 + [0.0] * 70)]
+    )
+    assert finding.cause == "loss-stands-still"  # at once, as NaN that was written as 0
 
 
 def test_gradients_that_overflow_now_and_then_are_fp16_and_five_in_a_row_are_not():

@@ -1,5 +1,7 @@
 """Several runs in one log, and what a run survives: only the last one's end counts, and it must show that it works."""
 
+import re
+
 import pytest
 from log_samples import OOM, OTHER_LINES, PEER, STEPS, raised
 
@@ -325,6 +327,8 @@ def test_settings_behind_steps_begin_a_run_where_the_next_steps_count_from_their
     runs = "".join([settings.format(1), *steps, settings.format(2), *again[:4]])
     assert verdict(runs).cause == "healthy" and verdict(runs).progress.steps == 4
     on = "".join([settings.format(1), *again, settings.format(2), *steps])  # they are printed in the middle
+    level = [re.sub("loss:.*", "loss:0.001", line) for line in again]  # an evaluation printed them
+    assert verdict("".join([settings.format(1), *again, settings.format(2), *level])).progress.steps == 20
     assert verdict(on).progress.steps == 20
 
 
@@ -334,6 +338,9 @@ def test_of_a_file_that_collects_the_errors_of_one_script_the_last_one_counts():
     assert verdict(denied + uncaught(BUG) + missing).cause == "dataset-missing"
     assert verdict(denied + missing).cause == "permission-denied"  # two may be processes of one run
     assert verdict(uncaught(OOM) + 2 * uncaught(PEER)).cause == "cuda-oom"
+    lost = "NVRM: Xid (PCI:0000:3b:00): 79, pid=811, GPU has fallen off the bus.\n"
+    ranks = 3 * uncaught("RuntimeError: CUDA error: unspecified launch failure")
+    assert verdict(lost + ranks).cause == "gpu-hardware-error"
 
 
 def test_a_jupyter_server_outlives_its_kernels():

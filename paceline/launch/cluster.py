@@ -26,7 +26,7 @@ from paceline.launch.copies import Copies
 from paceline.launch.gather import RUN_FILES, Arrivals, folder_frames
 from paceline.launch.hosts import HostEntry, parse_ports
 from paceline.launch.member import QUICK_FOR_S, Member, Reach
-from paceline.model.manifest import MANIFEST, newest_good, read_manifest
+from paceline.model.manifest import MANIFEST, NoCheckpoint, newest_good, read_manifest
 from paceline.plan.machine import Machine
 from paceline.rundir import RunDir, append_event
 
@@ -262,7 +262,7 @@ class Cluster:
         assert self.run
         run, others = self.run, [m for m in self.begin() if not m.is_here and not m.shared]
         newest: Path | None = None
-        with suppress(PacelineError):
+        with suppress(NoCheckpoint):  # where none is good the others' copies may be the last ones: they stay
             newest, _ = newest_good(run.checkpoints, set_aside=False)
         step = read_manifest(newest).step if newest else 0
         for member in others:

@@ -7,13 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 
+from paceline.errors import PacelineError
 from paceline.launch.channel import Channel, wait
+from paceline.launch.cluster import Cluster
 from paceline.launch.copies import Copies
 from paceline.launch.hosts import HostEntry
 from paceline.launch.member import Member
 from paceline.launch.remote import FarEnd
 from paceline.launch.train import adopt_copy
-from paceline.model.manifest import FileEntry, Manifest, encode_manifest
+from paceline.model.manifest import FileEntry, Manifest, UnreadableCheckpoint, encode_manifest
 from paceline.rundir import RunDir, RunInUse, append_event, lock_run
 
 SHARDS = {f"shard_{rank:05d}_of_00002.safetensors": os.urandom(200_000) for rank in range(2)}  # more than a pipe holds
@@ -84,6 +86,23 @@ def test_the_host_of_the_copy_has_the_history_before_the_first_checkpoint_too(tm
             copies.follow(members, keep_last=1)
             assert files(bob_end) == ["history/events.jsonl"]
         assert files(cem_end) == []
+
+
+def test_no_copy_is_given_up_where_the_checkpoints_here_cannot_be_used(tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.launch.cluster.SEND_S", 0.1)  # for an answer, if it asks
+    run = RunDir(tmp_path)
+    checkpoint(run, 4)
+    shard = run.checkpoints / "step_000004" / "shard_00000_of_00002.safetensors"
+    with linked("bob", first_rank=1) as (member, far):
+        cluster = Cluster([], None, nproc=1)
+        cluster.run, cluster.members = run, [member]
+        shard.unlink()
+        with pytest.raises(PacelineError, match="no good checkpoint"):
+            cluster.settle()
+        shard.symlink_to(shard)
+        with pytest.raises(UnreadableCheckpoint):
+            cluster.settle()
+        assert not member.channel.has_more and not list(far.read())
 
 
 def test_one_other_host_is_asked_for_a_copy_of_each_new_checkpoint_and_may_be_unable(tmp_path):

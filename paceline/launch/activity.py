@@ -219,8 +219,9 @@ def uncaught_error(log: Path, frames: Sequence[Frame] | None, *, logs: Iterable[
     if end is None or PEER_LOST.search(texts[end]) or not all(map(BEHIND_ERROR.match, lines[end + 1 :])):
         return None
     is_thread = start > 0 and "Exception in thread " in lines[start - 1]
-    is_over = frames is None or (waits_for_thread(frames) if is_thread else has_ended(frames) is not False)
     is_hook = texts[start] != lines[start]
+    is_ended = has_ended(frames) if frames else is_hook  # without stacks nothing else is certain
+    is_over = frames is None or (waits_for_thread(frames) if is_thread else is_ended)
     is_newest = not any(path.exists() and path.stat().st_mtime_ns > log.stat().st_mtime_ns for path in logs)
     return texts[end].removeprefix(GROUP_MARGIN) if is_over and (is_hook or is_newest) else None
 

@@ -56,7 +56,9 @@ def logs(tmp_path):
         (BOOM + "step 7\n", SHUTDOWN, None),  # caught, and the exit hangs
         (BOOM + AT_EXIT + "step 7\n", SHUTDOWN, None),
         (AT_EXIT, SHUTDOWN, None),
-        (BOOM, (), "ValueError: boom"),
+        (BOOM, (), None),
+        (RICH, (), None),
+        (BY_HOOK, (), "ValueError: boom"),
         (BOOM, (MAIN,), None),  # caught
         (PEER, SHUTDOWN, None),
         ("step 7\n", SHUTDOWN, None),
@@ -79,7 +81,7 @@ def test_an_exception_that_ended_a_program_and_not_its_process_is_told_from_one_
 
 @pytest.mark.parametrize(
     ("text", "frames", "error"),
-    [(BOOM, SHUTDOWN, None), (BOOM, (), None), (IN_THREAD, IN_QUEUE, None), (BY_HOOK, SHUTDOWN, "ValueError: boom")],
+    [(BOOM, SHUTDOWN, None), (IN_THREAD, IN_QUEUE, None), (BY_HOOK, SHUTDOWN, "ValueError: boom")],
 )
 def test_an_error_is_survived_if_another_rank_has_printed_since_unless_torch_itself_calls_it_uncaught(
     logs, text, frames, error

@@ -174,15 +174,6 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             job_end, explanation = current_job_end(), outcome.explanation
             if job_end:
                 explanation = explain_job_end(job_end, explanation, job.run)
-            stops = [e for e in read_json_lines(job.run.events) if e.get("event") == "stopping"]
-            is_during = any(stop.get("attempt") == number for stop in stops)
-            if signals.first or is_during:
-                record_verdict(job, number, explanation)
-                job.show(["no further attempt: the run was stopped"])
-                decision = decide(Situation(history, recovery, job.abilities(end)))
-                if is_during or signals.by_person or decision.action == "stop":
-                    return replace(outcome, explanation=explanation)
-                return Outcome("interrupted", INTERRUPTED, number, [], between_attempts=True)
             abilities = replace(
                 job.abilities(end), min_hosts=job.options.min_hosts, is_job_over=job_end is not None,
                 is_folder_moved=job.is_folder_moved,
@@ -191,6 +182,14 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             decision = decide(Situation(history, recovery, abilities))
             if decision.action == "stop" and abilities.lost_hosts and not job_end:
                 explanation = explain_end_without_host(explanation, job.run, abilities)
+            stops = [e for e in read_json_lines(job.run.events) if e.get("event") == "stopping"]
+            is_during = any(stop.get("attempt") == number for stop in stops)
+            if signals.first or is_during:
+                record_verdict(job, number, explanation)
+                job.show(["no further attempt: the run was stopped"])
+                if is_during or signals.by_person or decision.action == "stop":
+                    return replace(outcome, explanation=explanation)
+                return Outcome("interrupted", INTERRUPTED, number, [], between_attempts=True)
             outcome = replace(outcome, explanation=explanation)
             record_verdict(job, number, explanation)
             record_decision(job, end, decision, explanation, number)

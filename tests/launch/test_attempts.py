@@ -307,6 +307,9 @@ def test_in_a_slurm_job_that_was_cancelled_nothing_is_tried_again_and_the_job_is
     assert job.lines == ["no further attempt: the Slurm job that gave the nodes is over"]
     explanation = explain_run(job.run)
     assert explanation.summary == text and f"paceline resume {tmp_path}" in explanation.fix
+    job = FakeJob(tmp_path / "stopped", KILLED, on_attempt=lambda number: os.kill(os.getpid(), signal.SIGTERM))
+    outcome = run_attempts(job, Recovery())  # SIGTERM comes with the end of a job
+    assert (outcome.state, outcome.exit_code, outcome.explanation.cause) == ("failed", 3, "job-over")
 
 
 def test_the_fix_is_shown_where_the_run_goes_on_with_less(tmp_path):

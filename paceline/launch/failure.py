@@ -300,8 +300,8 @@ def explain_port(explanation: Explanation, root: Failure, place: str) -> Explana
 
 
 def is_port_of_peer(root: Failure) -> bool:
-    """Whether another rank has probably opened the same port: rank 0 is not the one that failed, and nothing holds the port now."""
-    return bool(root.rank) and port_holder(root.traceback or "") is None
+    """Whether another rank has opened the same port: rank 0 did not fail, and nobody here listens now where the error shows."""
+    return bool(root.rank) and root.host is None and find_listeners(root.traceback or "") == set()
 
 
 def own_port(root: Failure) -> str | None:
@@ -312,14 +312,21 @@ def own_port(root: Failure) -> str | None:
 
 def port_holder(traceback: str) -> str | None:
     """Returns 'process 4711 (python serve.py)', which listens on a port that the traceback shows; None if none or several do."""
+    with suppress(psutil.Error):  # it has just ended
+        match list(find_listeners(traceback) or ()):
+            case [int(pid)]:
+                command = " ".join(strip_escapes(shlex.join(psutil.Process(pid).cmdline())).split())
+                return f"process {pid} ({redact_text(command)[:MAX_COMMAND]})"
+    return None
+
+
+def find_listeners(traceback: str) -> set[int | None] | None:
+    """Returns who listens on a port that the traceback shows, None for another user's process; None if it shows no port."""
     ports = {first or second for first, second in ADDRESS.findall(FRAME.sub("", traceback))}
-    holders = set()
-    with suppress(psutil.Error, OSError):  # other users' processes, or it has just ended
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.pid and str(connection.laddr.port) in ports:
-                command = " ".join(strip_escapes(shlex.join(psutil.Process(connection.pid).cmdline())).split())
-                holders.add(f"process {connection.pid} ({redact_text(command)[:MAX_COMMAND]})")
-    return holders.pop() if len(holders) == 1 else None
+    with suppress(psutil.Error, OSError):
+        connections = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        return {c.pid for c in connections if str(c.laddr.port) in ports} if ports else None
+    return None
 
 
 def explain_host(explanation: Explanation, root: Failure) -> Explanation:

@@ -86,15 +86,23 @@ def test_a_port_that_the_script_opens_itself_is_told_from_the_ranks_own_with_the
         assert explanation.fix.startswith("change the port in the script (serve at code/serve.py:4)")
 
 
-def test_a_port_that_each_rank_of_a_script_opens_is_not_retried(run):
+@pytest.mark.parametrize(
+    ("host", "shows_port", "retry"), [(None, True, "never"), ("bob", True, "same"), (None, False, "same")]
+)
+def test_a_port_that_each_rank_of_a_script_opens_is_not_retried_where_it_is_seen_that_nobody_holds_it(
+    run, host, shows_port, retry
+):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1] if shows_port else "port"
     traceback = (
-        'Traceback (most recent call last):\n  File "/code/serve.py", line 4, in serve\n    listen(port)\nOSError: x\n'
+        f'Traceback (most recent call last):\n  File "/code/serve.py", line 4, in serve\n    listen(("", {port}))\n'
     )
-    root = Failure(1, 1, None, "OSError: x", 1.0, consequence=False, traceback=traceback)
+    root = Failure(1, 1, None, "OSError: x", 1.0, consequence=False, traceback=f"{traceback}OSError: x\n", host=host)
     end, explanation = explain_end(run, 1, root, Explanation("port-in-use", summary="taken"), memory_ran_out=None)
-    assert end.retry == "never"
-    assert explanation.summary.endswith("(serve at code/serve.py:4): most likely another rank did so first")
-    assert explanation.fix.startswith("open it on rank 0 alone, or give each rank a port of its own")
+    assert end.retry == retry
+    is_peer = retry == "never"
+    assert explanation.summary.endswith("most likely another rank did so first") == is_peer
+    assert explanation.fix.startswith("open it on rank 0 alone, or give each rank a port of its own") == is_peer
 
 
 def test_a_number_that_is_no_address_names_no_process_that_listens_there():

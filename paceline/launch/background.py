@@ -158,7 +158,7 @@ def continuing_fix(run: RunDir) -> str:
 
 def state_of(run: RunDir) -> dict[str, Any]:
     """Returns the state of a run that was stopped, and the step of its newest checkpoint."""
-    steps = [int(path.name.removeprefix("step_")) for path, _ in list_checkpoints(run.checkpoints)]
+    steps = [manifest.step for _, manifest in list_checkpoints(run.checkpoints, skip_unreadable=True)]
     state = run_status(run).state if run.config_toml.is_file() else "stopped"
     return {"state": state, "checkpoint_step": max(steps, default=None)}
 

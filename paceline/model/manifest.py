@@ -166,11 +166,11 @@ class Manifest:
     state: Mapping[str, Any]
 
 
-def list_checkpoints(directory: Path) -> list[tuple[Path, Manifest]]:
-    """Returns the checkpoints newest first, by their manifests alone, without those whose manifest is of no use."""
-    checkpoints = []
+def list_checkpoints(directory: Path, *, skip_unreadable: bool = False) -> list[tuple[Path, Manifest]]:
+    """Returns the checkpoints newest first, by their manifests alone, without the damaged ones. Raises UnreadableCheckpoint."""
+    checkpoints, skipped = [], (DamagedCheckpoint, *([UnreadableCheckpoint] if skip_unreadable else []))
     for path in step_folders(directory):
-        with suppress(DamagedCheckpoint, UnreadableCheckpoint):
+        with suppress(*skipped):
             checkpoints.append((path, read_manifest(path)))
     return checkpoints
 
@@ -200,7 +200,7 @@ def format_shape(shape: Sequence[int] | None) -> str:
 
 def better_checkpoint(directory: Path, step: int) -> Manifest | None:
     """Returns the best checkpoint, where the val_bpb of that of `step` is clearly higher."""
-    manifests = {manifest.step: manifest for _, manifest in list_checkpoints(directory)}
+    manifests = {manifest.step: manifest for _, manifest in list_checkpoints(directory, skip_unreadable=True)}
     best, score = best_checkpoint(manifests.values()), manifests[step].val_bpb if step in manifests else None
     return best if best and best.val_bpb and score and score > CLEARLY_HIGHER * best.val_bpb else None
 

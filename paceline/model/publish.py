@@ -179,7 +179,8 @@ def copy_weights(source: Path, directory: Path) -> None:
 
 def prune(directory: Path, *, step: int, keep_last: int) -> None:
     """Removes all checkpoints up to `step` but the newest keep_last and the best; newer ones stay."""
-    listed = [(path, manifest) for path, manifest in list_checkpoints(directory) if manifest.step <= step]
+    checkpoints = list_checkpoints(directory, skip_unreadable=True)
+    listed = [(path, manifest) for path, manifest in checkpoints if manifest.step <= step]
     best = best_checkpoint(manifest for _, manifest in listed)
     for path, manifest in listed[keep_last:]:
         if manifest is not best:

@@ -127,7 +127,7 @@ def answer_trouble(run: RunDir, error: LossTrouble, *, on_nan: str, rank: int, b
 
 def explain_bad_weight(run: RunDir, error: LossTrouble, name: str) -> tuple[str, str, bool]:
     """Returns message and fix where the weights of a step are NaN or infinite, and that no batch is skipped."""
-    saved = list_checkpoints(run.checkpoints)
+    saved = list_checkpoints(run.checkpoints, skip_unreadable=True)
     has_them = saved and saved[0][1].step == error.trouble.step - 1
     message = f"{error.message}: the weights held NaN or infinity before it, first in {name}"
     return message, resume_before(saved[0][0]) if has_them else lower_rates(run), False

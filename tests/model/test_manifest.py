@@ -161,7 +161,9 @@ def test_a_file_behind_links_that_lead_to_each_other_is_not_called_damaged(tmp_p
     manifest = tmp_path / "step_000020" / "manifest.json"
     manifest.unlink()
     manifest.symlink_to(manifest)
-    assert list_checkpoints(tmp_path) == []
+    with pytest.raises(UnreadableCheckpoint):  # it may be the best one
+        list_checkpoints(tmp_path)
+    assert list_checkpoints(tmp_path, skip_unreadable=True) == []
 
 
 def test_set_aside_renames_damaged_checkpoints(tmp_path: Path):

@@ -22,11 +22,19 @@ from torch import Tensor
 
 import paceline
 from paceline.errors import PacelineError, nearest
-from paceline.model.manifest import RawTensor, check_shapes, num_rows, read_manifest, step_folders, step_of
+from paceline.model.manifest import (
+    RawTensor,
+    UnreadableCheckpoint,
+    check_shapes,
+    num_rows,
+    read_manifest,
+    step_folders,
+    step_of,
+)
 from paceline.model.publish import NoSpace, PendingSave, explained, give_up, prune, publish, shard_name, write_part
 from paceline.mounts import free_space
 from paceline.plan.shapes import ParamShape
-from paceline.rundir import RunDir, resume_command
+from paceline.rundir import RunDir, open_file, resume_command
 
 LOOK_S = 2.0  # between looks at the free space after a save that found none
 # until the next save where the disk showed room and refused, as with a quota; doubled by each further failure
@@ -271,8 +279,11 @@ class CheckpointReader:
     def _file(self, name: str) -> Any:
         if name not in self._open_files:
             try:
+                open_file(self.path / name).close()  # its error tells more than that of safetensors
                 self._open_files[name] = safe_open(self.path / name, framework="pt")
-            except (OSError, SafetensorError) as error:
+            except OSError as error:
+                raise UnreadableCheckpoint(self.path / name, error) from error
+            except SafetensorError as error:
                 raise PacelineError(
                     f"checkpoint {self.path} cannot be read ({name}: {error})",
                     fix=f"{resume_command(RunDir(self.path.parent.parent))} goes on from the newest one that is whole",

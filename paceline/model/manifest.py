@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -119,8 +120,12 @@ class UnreadableCheckpoint(PacelineError):
     """A checkpoint whose file `path` is there and cannot be read: no permission, or a mount that is away. It may be intact."""
 
     def __init__(self, path: Path, error: OSError):
-        problem = unreadable_file(OSError(error.errno, error.strerror, str(path)))
-        super().__init__(problem.message, fix=problem.fix)
+        problem, folder = unreadable_file(OSError(error.errno, error.strerror or str(error), str(path))), path.parent
+        move = shlex.join(["mv", str(folder), f"{folder}.lost"])
+        way_out = (
+            "" if isinstance(error, PermissionError) else f"; where it is lost for good, {move} leaves the one before"
+        )
+        super().__init__(problem.message, fix=f"{problem.fix}{way_out}")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from paceline.errors import PacelineError
 from paceline.model import checkpoint, publish
 from paceline.model.checkpoint import CheckpointReader, CheckpointWriter, Piece
-from paceline.model.manifest import clean_leftovers, list_checkpoints, newest_good
+from paceline.model.manifest import UnreadableCheckpoint, clean_leftovers, list_checkpoints, newest_good
 from paceline.model.publish import NoSpace
 
 MIB = 1 << 20
@@ -235,3 +235,14 @@ def test_half_a_checkpoint_of_a_killed_save_is_removed_not_read(two_checkpoints)
     clean_leftovers(two_checkpoints)
     assert newest_good(two_checkpoints, set_aside=False) == (two_checkpoints / "step_000020", [])
     assert not list(two_checkpoints.glob(".step*"))
+
+
+def test_a_shard_that_this_host_cannot_open_is_refused_as_on_rank_0(two_checkpoints):
+    folder = two_checkpoints / "step_000020"
+    [shard] = folder.glob("*.safetensors")
+    reader = CheckpointReader(folder)
+    shard.unlink()
+    shard.symlink_to(shard)
+    with pytest.raises(UnreadableCheckpoint, match="cannot be read: Too many levels") as error:
+        reader.read(reader.keys()[0])
+    assert f"mv {folder} {folder}.lost" in error.value.fix

@@ -157,7 +157,11 @@ def test_a_file_behind_links_that_lead_to_each_other_is_not_called_damaged(tmp_p
     path.symlink_to(path)
     with pytest.raises(UnreadableCheckpoint, match="cannot be read: Too many levels") as error:
         verify(tmp_path / "step_000020")
-    assert error.value.fix == "restore the file, or look at its disk or mount"
+    folder = tmp_path / "step_000020"
+    assert error.value.fix == (
+        "restore the file, or look at its disk or mount; where it is lost for good,"
+        f" mv {folder} {folder}.lost leaves the one before"
+    )
     manifest = tmp_path / "step_000020" / "manifest.json"
     manifest.unlink()
     manifest.symlink_to(manifest)

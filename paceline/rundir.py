@@ -233,15 +233,15 @@ def check_readable(run: RunDir) -> None:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
-            raise unreadable_file(error) from error
+            raise unreadable_file(path, error) from error
 
 
-def unreadable_file(error: OSError) -> PacelineError:
+def unreadable_file(path: Path, error: OSError) -> PacelineError:
     """Returns the error for a file or a folder that is there and cannot be read."""
     right = "ask its owner for the right to read it (chmod -R a+rX)"
     fix = right if isinstance(error, PermissionError) else "restore the file, or look at its disk or mount"
-    closed = next((path for path in reversed(Path(str(error.filename)).parents) if not os.access(path, os.X_OK)), None)
-    return PacelineError(f"{closed or error.filename} cannot be read: {error.strerror}", fix=fix)
+    closed = next((folder for folder in reversed(path.parents) if not os.access(folder, os.X_OK)), None)
+    return PacelineError(f"{closed or path} cannot be read: {error.strerror or error}", fix=fix)
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -209,7 +209,7 @@ def silence(stream: TextIO) -> None:
 def problem_of(error: OSError) -> PacelineError:
     """Returns the user's problem behind an error: a file that cannot be read, a full disk behind stdout. Raises any other."""
     if isinstance(error, PermissionError) and error.filename is not None:
-        return unreadable_file(error)
+        return unreadable_file(Path(str(error.filename)), error)
     if error.errno == errno.ENAMETOOLONG:
         return PacelineError(f"{error.filename} cannot be a path: {error.strerror}", fix="check the name and the path")
     if error.errno not in NO_SPACE or error.filename is not None:

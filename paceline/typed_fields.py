@@ -115,7 +115,7 @@ def read_run_file(path: Path, parse: Callable[[str], T]) -> T:
     except FileNotFoundError:
         raise damaged(path, "is missing") from None
     except OSError as error:
-        raise unreadable_file(error) from error
+        raise unreadable_file(path, error) from error
     except UnicodeDecodeError as error:
         raise damaged(path, "is not UTF-8") from error
     if not text.strip():

@@ -20,6 +20,7 @@ from paceline.rundir import (
     unwritable_run,
     write_atomic,
 )
+from paceline.typed_fields import read_run_file
 
 
 def test_a_half_written_last_line_is_passed_over(tmp_path):
@@ -93,5 +94,9 @@ def test_writers_of_one_file_do_not_take_each_other_s_half(tmp_path):
 def test_a_file_in_a_closed_folder_is_reported_as_that_folder(tmp_path, monkeypatch):
     closed = tmp_path / "closed"
     monkeypatch.setattr(os, "access", lambda path, mode: closed not in (path, *path.parents))
-    error = PermissionError(errno.EACCES, "Permission denied", str(closed / "run" / "slurm.json"))
-    assert unreadable_file(error).message == f"{closed} cannot be read: Permission denied"
+    error = PermissionError(errno.EACCES, "Permission denied")  # as from read(), which names no file
+    assert unreadable_file(closed / "slurm.json", error).message == f"{closed} cannot be read: Permission denied"
+    path = tmp_path / "config.toml"
+    path.symlink_to("/proc/self/mem")
+    with pytest.raises(PacelineError, match=f"{path} cannot be read: Input/output error"):
+        read_run_file(path, str)

@@ -120,7 +120,7 @@ class UnreadableCheckpoint(PacelineError):
     """A checkpoint whose file `path` is there and cannot be read: no permission, or a mount that is away. It may be intact."""
 
     def __init__(self, path: Path, error: OSError):
-        problem, folder = unreadable_file(OSError(error.errno, error.strerror or str(error), str(path))), path.parent
+        problem, folder = unreadable_file(path, error), path.parent
         move = shlex.join(["mv", str(folder), f"{folder}.lost"])
         way_out = (
             "" if isinstance(error, PermissionError) else f"; where it is lost for good, {move} leaves the one before"

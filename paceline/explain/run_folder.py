@@ -114,7 +114,8 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     attempt = attempt or max(numbers, default=None)
     if logs and (job or attempt is None):
         explanation = reach_verdict(logs, values=run_values(run))
-        begin = f"Slurm's job {job.get('job_id')} ended before its run began: " if job else ""
+        point = "it continued the run" if attempt else "its run began"
+        begin = f"Slurm's job {job.get('job_id')} ended before {point}: " if job else ""
         return replace(explanation, summary=f"{begin}{explanation.summary}")
     if attempt is None:
         fix = f"paceline watch {run.quoted}" if is_queued(run) else resume_command(run)

@@ -138,10 +138,10 @@ def record_job_end(run: RunDir) -> str | None:
 
 
 def attempt_of_job(events: Sequence[Mapping[str, Any]], job_id: JobId) -> int | None:
-    """Returns the last attempt of a job; None where it ended before its run began."""
+    """Returns the last attempt of a job; None where it ended before it began or continued its run."""
     attempt = None
     for event in events:
-        if event.get("event") == "submitted" and event.get("job_id") == job_id:
+        if event.get("event") in ("submitted", "requeued") and event.get("job_id") == job_id:
             attempt = None
         elif event.get("event") == "attempt":
             attempt = max(attempt or 0, event["attempt"])

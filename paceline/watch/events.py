@@ -225,7 +225,7 @@ def attempt_views(events: Sequence[JsonRecord]) -> list[AttemptView]:
         elif kind == "requeued" and attempts:
             attempts[max(attempts)] |= {"job": f"its Slurm job was requeued: {event.get('why')}"}
         elif kind == "slurm_job" and "attempt" not in event and attempts:
-            text = f"Slurm's job {event.get('job_id')} ended before its run began: {event.get('state')}"
+            text = f"Slurm's job {event.get('job_id')} ended before it continued the run: {event.get('state')}"
             attempts[max(attempts)] |= {"job": text}
         elif number in attempts:
             attempts[number] |= {name: event.get(name) for name in ATTEMPT_FIELDS.get(kind, ())}

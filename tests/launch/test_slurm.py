@@ -723,28 +723,30 @@ def test_the_end_of_a_job_that_slurm_has_forgotten_comes_from_its_accounts(tmp_p
 
 
 @pytest.mark.parametrize("state, cause", [("CANCELLED", "slurm-cancelled"), ("NODE_FAIL", "slurm-node-failure")])
+@pytest.mark.parametrize("start", ["submitted", "requeued"])
 def test_a_job_that_ended_before_it_continued_the_run_is_not_the_end_of_the_attempt_before(
-    tmp_path, monkeypatch, capsys, state, cause
+    tmp_path, monkeypatch, capsys, state, cause, start
 ):
     run = RunDir(tmp_path / "run")
     run.logs(1).mkdir(parents=True)
     run.config_toml.write_text("seed = 1\n")
-    append_event(run, "submitted", job_id=4710)
+    append_event(run, "submitted", job_id=4710 if start == "submitted" else 4711)
     append_event(run, "attempt", attempt=1, world_size=1)
     append_event(run, "stopping", attempt=1, signal="SIGINT")
     append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
     append_event(run, "stopped", step=7)
-    append_event(run, "slurm_job", attempt=1, job_id=4710, state="FAILED", exit_code="130:0")
-    append_event(run, "submitted", job_id=4711)
+    if start == "submitted":
+        append_event(run, "slurm_job", attempt=1, job_id=4710, state="FAILED", exit_code="130:0")
+    append_event(run, start, job_id=4711, why="its time was nearly over")
     record_job(run, 4711)
     scontrol(tmp_path, monkeypatch, WAITING.replace("PENDING", state))
     assert record_job_end(run) == state
     explanation = explain_run(run)
     assert explanation.cause == cause
-    assert explanation.summary.startswith("Slurm's job 4711 ended before its run began: ")
-    assert explain_run(run, attempt=1).cause == "keyboard-interrupt"
+    assert explanation.summary.startswith("Slurm's job 4711 ended before it continued the run: ")
+    assert explain_run(run, attempt=1).cause in ("keyboard-interrupt", "preempted-sigterm")
     assert run_command(["runs", "show", str(run.path)]) == 0
-    assert f"  Slurm's job 4711 ended before its run began: {state}\n" in capsys.readouterr().out
+    assert f"  Slurm's job 4711 ended before it continued the run: {state}\n" in capsys.readouterr().out
 
 
 def test_a_requeue_is_the_reason_of_the_attempt_before_it(tmp_path, capsys):

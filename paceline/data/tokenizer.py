@@ -127,7 +127,6 @@ class Tokenizer:
         except ImportError:  # on a machine that has only what training needs
             print("note    tiktoken is not installed: text is encoded several times slower", file=sys.stderr)
             return None
-        from tokenizers import pre_tokenizers
 
         settings, ours = json.loads(self.inner.to_str()), json.loads(_untrained().to_str())
         vocab, merges, added = _pop_tokens(settings)
@@ -135,7 +134,8 @@ class Tokenizer:
         if settings != ours or not all(token["special"] for token in added) or not _cuts_alike(self.inner):
             return None
         products = ["".join(pair) for pair in merges]
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        byte_of = _byte_alphabet()
+        alphabet = list(byte_of)
         if {*alphabet, *products} != vocab.keys() - {token["content"] for token in added}:
             return None  # one of two tokens with one id may be missing, too
         ids = [vocab[token] for token in products]
@@ -143,9 +143,6 @@ class Tokenizer:
             return None
         if any(len(self.inner.model.tokenize(token)) > 1 for token in products):
             return None
-        # each letter of the alphabet is a byte: the printable ones their own, those from U+0100 on the others in their order
-        byte_of = {letter: ord(letter) for letter in alphabet if ord(letter) < 256}
-        byte_of |= zip(alphabet[len(byte_of) :], sorted(set(range(256)) - {*byte_of.values()}), strict=True)
         ranks = {bytes(byte_of[letter] for letter in token): vocab[token] for token in (*alphabet, *products)}
         return tiktoken.Encoding(self.name, pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
@@ -156,8 +153,12 @@ class Tokenizer:
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Returns the text of each token; of one that is only a part of a character, its bytes, as <0xC3>."""
-        texts = [(self.decode([i]), i) for i in ids]
-        return [text if text.strip("\ufffd") else _byte_names(self.inner.id_to_token(i) or text) for text, i in texts]
+        texts = []
+        for i in ids:
+            text, token = self.decode([i]), self.inner.id_to_token(i) or ""
+            is_part = text and not text.strip("\ufffd")
+            texts.append(_byte_names(token) if is_part else text or token)  # a special token has a name alone
+        return texts
 
     def token_bytes(self) -> "npt.NDArray[np.int64]":
         """Returns the UTF-8 length of each token, (vocab_size,) int64: 0 for special tokens and unused ids.
@@ -363,12 +364,18 @@ def read_tokenizer_file(path: Path, *, otherwise: str = "") -> bytes:
     return content
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """Returns the byte of each letter of GPT-2's alphabet: printable ones their own, those from U+0100 on the others in order."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    byte_of = {letter: ord(letter) for letter in alphabet if ord(letter) < 256}
+    return byte_of | dict(zip(alphabet[len(byte_of) :], sorted(set(range(256)) - {*byte_of.values()}), strict=True))
+
+
 def _byte_names(token: str) -> str:
-    """Returns <0xC3> for each character that stands for a byte in GPT-2's alphabet: printable ones for themselves."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    names = {byte: f"<0x{byte:02X}>" for byte in printable}
-    names |= {256 + number: f"<0x{byte:02X}>" for number, byte in enumerate(others)}
+    """Returns <0xC3> for each letter of a token that stands for a byte in GPT-2's alphabet."""
+    names = {ord(letter): f"<0x{byte:02X}>" for letter, byte in _byte_alphabet().items()}
     return token if token.startswith("<0x") else token.translate(names)
 
 

@@ -204,7 +204,9 @@ def test_token_bytes_of_a_sentencepiece_like_vocabulary_count_the_space_mark_as_
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     inner.add_special_tokens(["<unk>", "<s>"])
     inner.save(str(tmp_path / "t.json"))
-    assert Tokenizer.load(tmp_path / "t.json").token_bytes().tolist() == [0, 0, 1, 1, 2, 3, 1]
+    loaded = Tokenizer.load(tmp_path / "t.json")
+    assert loaded.token_bytes().tolist() == [0, 0, 1, 1, 2, 3, 1]
+    assert loaded.token_texts([0, 1, 2, 6]) == ["<unk>", "<s>", "<0xC3>", "a"]
 
 
 def test_a_stream_returns_a_character_only_when_its_last_byte_has_come(tokenizer):

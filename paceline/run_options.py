@@ -20,7 +20,7 @@ class RunsOptions(JsonOption):
 
     runs_dir: str = positional("DIR", "the folder that holds the runs", default="runs", has_flag=True)
     sort: str = option(
-        "time", "time, name, state, step, loss, val_bpb or tok_per_sec: the lowest loss and val_bpb, the most steps first",
+        "time", "time, name, state, step, loss, val_bpb or tok_per_sec: the lowest loss and val_bpb, most steps and tok/s first",
         value="KEY", choices=("time", "name", "state", "step", "loss", "val_bpb", "tok_per_sec"),
     )  # fmt: skip
     tag: tuple[str, ...] = option((), "only runs with this tag; may be repeated, for runs with all of them")

@@ -220,7 +220,7 @@ def test_runs_are_sorted_by_a_figure_with_the_best_first_and_chosen_by_their_tag
     assert names("--sort", "name", "--state", "broken", "--state", "failed") == ["odd", "run-9", "run-10"]
     assert names("--state", "failed") == []
     with pytest.raises(PacelineError, match="no state is called runing"):
-        names("--state", "runing")
+        names("--tag", "nosuch", "--state", "runing")
     assert names("--tag", "wid") == []
     with pytest.raises(PacelineError, match="no run in runs has the tag base and wid") as error:
         list_runs(RunList(tmp_path).read(), RunsOptions(runs_dir="runs", tag=("base", "wid")), width=None)

@@ -136,13 +136,14 @@ def list_runs(runs: Sequence[RunStatus], options: RunsOptions, *, width: int | N
             return True, 0
         return False, natural_order(Path(value)) if isinstance(value, str) else SIGNS.get(options.sort, 1) * value
 
+    states = parse_states(options.state)
     tagged = [run for run in runs if {*options.tag} <= {*run.tags}]
     if options.tag and not (tagged or options.json):
         known = sorted({tag for run in runs for tag in run.tags})
         near = nearest(next((tag for tag in options.tag if tag not in known), ""), known)
         fix = f"--tag {near}" if near else f"tags are: {', '.join(known) or 'none; paceline runs tag RUN TAG adds one'}"
         raise PacelineError(f"no run in {options.runs_dir} has the tag {' and '.join(options.tag)}", fix=fix)
-    chosen = [run for run in tagged if is_in_state(run.state, options.state)]
+    chosen = [run for run in tagged if run.state in states]
     if options.state and not (chosen or options.json):
         text = f"no run in {options.runs_dir} is {' or '.join(options.state)}"
         raise PacelineError(text, fix="paceline runs, without --state, shows those that there are")
@@ -150,12 +151,12 @@ def list_runs(runs: Sequence[RunStatus], options: RunsOptions, *, width: int | N
     return json.dumps(finite(list(map(asdict, chosen))), indent=1) if options.json else format_runs(chosen, width=width)
 
 
-def is_in_state(state: str, names: Sequence[str]) -> bool:
-    """Whether a state is one of those that are named, in capitals or not; none: any."""
-    named = [name.lower() for name in names]
-    if bad := next((name for name in named if name not in get_args(State)), None):
+def parse_states(names: Sequence[str]) -> set[str]:
+    """Returns the states that are named, in capitals or not; all where none is."""
+    named = {name.lower() for name in names} or set(get_args(State))
+    if bad := next((name for name in sorted(named) if name not in get_args(State)), None):
         raise PacelineError(f"no state is called {bad}", fix=f"--state takes {', '.join(get_args(State))}")
-    return not named or state in named or ("running" in named and state in LIVE[1:])
+    return named | ({*LIVE[1:]} if "running" in named else set())
 
 
 def show_runs(paths: Sequence[Path], *, as_json: bool) -> str:

@@ -143,7 +143,7 @@ def ranks_of(files: Sequence[Path]) -> list[int | None]:
 
 
 def newest_run(files: Sequence[Path], logs: Sequence[Log]) -> tuple[list[Path], str]:
-    """The files of the run that was written last, where the others had ended long before; a sentence on the others."""
+    """The files of the run that was written last, where others had failed long before; a sentence on the others."""
     are_numbers = all(path.stem.isdecimal() and int(path.stem) for path in files)  # of runs, or of ranks but 0
     if not len(logs) == len(files) > 1 or not (are_numbers or set(ranks_of(files)) == {None}):
         return list(files), ""

@@ -342,6 +342,16 @@ def test_an_earlier_run_that_failed_is_named_with_its_file(tmp_path, capsys, mon
     assert "1 earlier run in a.log failed: user-code-exception (line 1)\n" in explained(capsys, "a.log", "b.log")
 
 
+def test_the_errors_that_a_run_survived_are_named_with_the_file_where_several_are_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    steps = "".join(f"step {step} loss {4 - step / 50}\n" for step in range(100))
+    lost = "Error processing image {}: CUDA out of memory. Tried to allocate 122.00 MiB. GPU 0 has a total capacity of 79 GiB\n"
+    Path("a.log").write_text(steps + "Training complete\n")
+    Path("b.log").write_text("".join(lost.format(n) for n in range(5)) + steps + "Training complete\n")
+    assert "the run continued after errors: cuda-oom (line 1 of b.log)\n" in explained(capsys, "a.log", "b.log")
+    assert "the run continued after errors: cuda-oom (line 1)\n" in explained(capsys, "b.log")
+
+
 def test_a_timeout_that_follows_from_a_rank_that_ended_long_before_is_explained_with_it(tmp_path, capsys):
     (tmp_path / "ada.log").write_text(TRACEBACK)
     message = "Some NCCL operations have failed or timed out. Due to the asynchronous nature of CUDA kernels, "

@@ -59,8 +59,8 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
     return clean_values(values)
 
 
-def describe_survived(events: Sequence[Event], *, has_files: bool) -> tuple[str, ...]:
-    """A note on the errors after which a healthy run continued: causes, each with its first line. has_files: of several logs."""
+def describe_survived(events: Sequence[Event], *, num_logs: int) -> tuple[str, ...]:
+    """A note on the errors after which a healthy run continued: causes, each with its first line."""
     likeliest: dict[tuple[str | None, int], Event] = {}
     for event in sorted(events, key=lambda event: -event.score):
         likeliest.setdefault((event.record.source, event.record.line), event)
@@ -68,7 +68,7 @@ def describe_survived(events: Sequence[Event], *, has_files: bool) -> tuple[str,
     for event in sorted(likeliest.values(), key=lambda event: event.record.line):
         first.setdefault(event.cause.id, event.record)
     causes = [
-        f"{cause} (line {record.line:,}{f' of {record.source}' if has_files and record.source else ''})"
+        f"{cause} (line {record.line:,}{f' of {record.source}' if num_logs > 1 and record.source else ''})"
         for cause, record in first.items()
     ]
     return (f"the run continued after errors: {format_list(causes, limit=MAX_SURVIVED)}",) if causes else ()

@@ -32,6 +32,7 @@ from paceline.units import format_number_of, unix_time
 LOSS, VALIDATION, GRADIENT, RATE = "loss", "validation loss", "gradient norm", "learning rate"
 MEMORY, THROUGHPUT, STEP_TIME, REWARD, SCORE = "memory", "throughput", "step time", "reward", "score"
 ACCURACY, PART_LOSS = "accuracy", "loss of a part"  # of training; of a part of the model, such as a discriminator
+PENALTY = "penalty"  # beside the loss; it may rise
 HELD_OUT, ERROR = rf"(?:{HELD_OUT_WORD}|validation_metrics)", f"(?:logloss|{ERROR_NAME})"
 KINDS = (  # a kind, and the names that mean it, in lower case with _ between words: the first that matches counts
     (VALIDATION, rf"(?:.+_)?{HELD_OUT}(?:_.+)?_(?:loss|{ERROR})(?:_epoch|_step)?|loss_{HELD_OUT}|lm_loss_validation"),
@@ -62,6 +63,7 @@ KINDS = (  # a kind, and the names that mean it, in lower case with _ between wo
     (ACCURACY, r"(?:.+_)?acc(?:uracy)?"),
     (REWARD, r"(?:train_|objective_|critic_|actor_)?(?:rewards?(?:_mean)?|(?:approx_|ppo_)?kl)"),
     (REWARD, rf"(?:.+_)?(?:{HELD_OUT}|train|ep\w*|mean|av\w+|running)_(?:reward|return)s?(?:_mean)?"),
+    (PENALTY, r"(?:.+_)?(?:kl|kld|entropy|reg|regulari[sz]ation)_loss"),
     (PART_LOSS, r"(?:.+_)?loss"),
 )
 STEP_NAMES = (  # the first that a record has is its step

@@ -355,6 +355,7 @@ def test_a_loss_that_rises_in_an_exported_table_of_wandb_or_with_semicolons_or_a
     assert table.startswith("loss-diverged: ")
     table = explained_table("step,my_loss", lambda n, loss: f"{n},{1 + n / 50}")
     assert table == "unknown: no failure is certain, but my_loss ends above its first value: 1 to 2.98, 100 points"
+    assert explained_table("step,kl_loss", lambda n, loss: f"{n},{1 + n / 50}").startswith("healthy: ")
 
 
 @pytest.mark.parametrize("name", ["train_log.jsonl", "out.txt"])

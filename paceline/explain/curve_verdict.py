@@ -83,7 +83,7 @@ VALIDATION_RISE, Z_VALIDATION, WORSE = 0.02, 5.0, 0.98  # of the score at the lo
 FLAT_VALIDATION, MAX_FALL, LOW_ACCURACY = 0.005, 0.05, 0.5  # shares of the first value: less is no fall of a loss
 # of a validation curve alone, as a share of its first value: above it nothing shows that the run works
 NO_HEALTH, CONFIDENCE, FEW_CONFIDENCE = 0.1, 0.8, 0.6
-HIGHER = "compare it with the loss of training: where that falls, use the checkpoint with the lowest value"
+HIGHER = "compare it with the loss that is trained, if it is another: where that falls, use the checkpoint with the lowest value"
 
 
 @dataclass(frozen=True)

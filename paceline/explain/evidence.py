@@ -334,9 +334,8 @@ def read_kernel_errors(
         return []
     errors = []
     for at, line in read_kmsg(kmsg) or [line for path in files for line in read_kernel_file(path, near=since)]:
-        if KERNEL_ERROR.search(line) and not (at < since - KILL_DELAY_S or at > until + KILL_DELAY_S):
-            pids = map(int, PID.findall(line))
-            errors += [(ranks[pid], line) for pid in pids if pid in ranks][:1]
+        if KERNEL_ERROR.search(line) and not (at < since - KILL_DELAY_S or at > min(time.time(), until) + KILL_DELAY_S):
+            errors += [(ranks[pid], line) for pid in map(int, PID.findall(line)) if pid in ranks][:1]
     return errors
 
 
@@ -369,12 +368,13 @@ def read_kmsg(path: Path) -> list[tuple[float, str]]:
 
 
 def read_kernel_file(path: Path, *, near: float) -> Iterator[tuple[float, str]]:
-    """Unix time and text of each line of a system log; NaN if a line has none. near: a time in the year of the lines."""
+    """Unix time and text of each line of a system log; NaN if a line has none. near: a time within a year before them."""
     year = time.localtime(0.0 if math.isnan(near) else near).tm_year
     for line in read_end(path, KERNEL_LOG_BYTES)[0].decode(errors="replace").splitlines():
-        at = unix_time(line.partition(" ")[0])
-        with suppress(ValueError, OverflowError):
-            at = time.mktime(time.strptime(f"{year} {line[:15]}", "%Y %b %d %H:%M:%S"))
+        at = unix_time(line[:11].replace(" ", "T") + line[11:].partition(" ")[0])
+        for date in (f"{year} {line[:15]}", f"{year + 1} {line[:15]}"):
+            with suppress(ValueError, OverflowError):
+                at = at if at >= near - KILL_DELAY_S else time.mktime(time.strptime(date, "%Y %b %d %H:%M:%S"))
         yield at, line
 
 

@@ -57,6 +57,7 @@ from paceline.explain.recorded_end import (
     KILLED,
     WORKER_KILLED,
     apply_recorded_end,
+    earlier_failures,
     events_of,
     find_last,
     note_good_end,
@@ -116,7 +117,9 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         explanation = reach_verdict(logs, values=run_values(run))
         point = "it continued the run" if attempt else "its run began"
         begin = f"Slurm's job {job.get('job_id')} ended before {point}: " if job else ""
-        return replace(explanation, summary=f"{begin}{explanation.summary}")
+        notes = (*explanation.notes, *earlier_failures(all_events))
+        if explanation.shows_failure or attempt is None:
+            return replace(explanation, summary=f"{begin}{explanation.summary}", notes=notes)
     if attempt is None:
         fix = f"paceline watch {run.quoted}" if is_queued(run) else resume_command(run)
         raise PacelineError(f"{run.name} has no logs: nothing was started", fix=fix)
@@ -216,11 +219,8 @@ def system_logs(
         """By process id; the same one may belong to another process on another host."""
         return {pid: r for r, pid in enumerate(pids) if not hosts or any(r in hosts.get(name, ()) for name in names)}
 
-    near = ranks_on(*(host for host in hosts if host not in far_hosts))
-    if ended.get("state") == "finished":  # no rank was killed
-        near = {}
-    last = max((str(sample["time"]) for lines in samples.values() for sample in lines[-1:]), default=None)
-    errors = read_kernel_errors(near, since=unix_time(start.get("time")), until=unix_time(ended.get("time", last)))
+    near = {} if ended.get("state") == "finished" else ranks_on(*(hosts.keys() - far_hosts))
+    errors = read_kernel_errors(near, since=unix_time(start.get("time")), until=unix_time(ended.get("time")))
     lines: list[tuple[str, int | None, str]] = [(line, rank, KERNEL_LOG) for rank, line in errors]
     for host, host_samples in samples.items():
         lines += [(line, rank, f"health/{host}") for line, rank in find_xids(host, host_samples, ranks_on(host))]

@@ -13,7 +13,7 @@ from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.explanation import LogProgress, Record
 from paceline.explain.frames import INSTALLED
 from paceline.explain.matches import Event
-from paceline.units import format_bytes, format_duration
+from paceline.units import format_bytes, format_duration, format_list
 
 MAX_VALUE_CHARS = 300
 WHOLE_COMMANDS = ("resume",)  # values that are not of a log, and whose words are quoted already
@@ -59,16 +59,19 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
     return clean_values(values)
 
 
-def describe_survived(events: Sequence[Event]) -> tuple[str, ...]:
-    """A note on the errors that a healthy run went on behind: the likeliest cause of each, with its first line."""
+def describe_survived(events: Sequence[Event], *, num_logs: int) -> tuple[str, ...]:
+    """A note on the errors after which a healthy run continued: causes, each with its first line."""
     likeliest: dict[tuple[str | None, int], Event] = {}
     for event in sorted(events, key=lambda event: -event.score):
         likeliest.setdefault((event.record.source, event.record.line), event)
-    first: dict[str, int] = {}
+    first: dict[str, Record] = {}
     for event in sorted(likeliest.values(), key=lambda event: event.record.line):
-        first.setdefault(event.cause.id, event.record.line)
-    causes = [f"{cause} (line {line:,})" for cause, line in first.items()]
-    return (f"it went on behind errors: {', '.join(causes[:MAX_SURVIVED])}",) if causes else ()
+        first.setdefault(event.cause.id, event.record)
+    causes = [
+        f"{cause} (line {record.line:,}{f' of {record.source}' if num_logs > 1 and record.source else ''})"
+        for cause, record in first.items()
+    ]
+    return (f"the run continued after errors: {format_list(causes, limit=MAX_SURVIVED)}",) if causes else ()
 
 
 def package_of(module: str | None) -> str | None:

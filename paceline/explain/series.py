@@ -32,6 +32,7 @@ from paceline.units import format_number_of, unix_time
 LOSS, VALIDATION, GRADIENT, RATE = "loss", "validation loss", "gradient norm", "learning rate"
 MEMORY, THROUGHPUT, STEP_TIME, REWARD, SCORE = "memory", "throughput", "step time", "reward", "score"
 ACCURACY, PART_LOSS = "accuracy", "loss of a part"  # of training; of a part of the model, such as a discriminator
+PENALTY = "penalty"  # beside the loss; it may rise
 HELD_OUT, ERROR = rf"(?:{HELD_OUT_WORD}|validation_metrics)", f"(?:logloss|{ERROR_NAME})"
 KINDS = (  # a kind, and the names that mean it, in lower case with _ between words: the first that matches counts
     (VALIDATION, rf"(?:.+_)?{HELD_OUT}(?:_.+)?_(?:loss|{ERROR})(?:_epoch|_step)?|loss_{HELD_OUT}|lm_loss_validation"),
@@ -62,6 +63,7 @@ KINDS = (  # a kind, and the names that mean it, in lower case with _ between wo
     (ACCURACY, r"(?:.+_)?acc(?:uracy)?"),
     (REWARD, r"(?:train_|objective_|critic_|actor_)?(?:rewards?(?:_mean)?|(?:approx_|ppo_)?kl)"),
     (REWARD, rf"(?:.+_)?(?:{HELD_OUT}|train|ep\w*|mean|av\w+|running)_(?:reward|return)s?(?:_mean)?"),
+    (PENALTY, r"(?:.+_)?(?:kl|kld|entropy|reg|regulari[sz]ation)_loss"),
     (PART_LOSS, r"(?:.+_)?loss"),
 )
 STEP_NAMES = (  # the first that a record has is its step
@@ -97,7 +99,7 @@ def kind_of(name: str) -> str | None:
     """What a metric of this name measures; None for an unknown name."""
     if name.endswith(("__MIN", "__MAX")):  # beside each column of W&B's exported CSV, which are named "RUN - NAME"
         return None
-    words = WORDS.sub("_", name.lower().rpartition(" - ")[2]).strip("_").replace("losses", "loss")
+    words = WORDS.sub("_", name.lower()).strip("_").replace("losses", "loss")
     return next((kind for kind, pattern in KINDS if re.fullmatch(pattern, words)), None)
 
 
@@ -106,11 +108,15 @@ class SeriesTable:
 
     def __init__(self, source: str, *, prefix: str = "", kind: str | None = None):
         self.source, self.prefix, self._kind = source, prefix, kind
+        self.has_runs = False  # in the names, before " - "
         self._points: dict[str, list[tuple[int, float, float]]] = {}
+
+    def kind_of(self, name: str) -> str | None:
+        return self._kind or kind_of(name.rpartition(" - ")[2] if self.has_runs else name)
 
     def add(self, name: str, step: int, field: Any, time: float) -> None:
         """Adds a field of a known kind, if it is a number."""
-        if (self._kind or kind_of(self.prefix + name)) is not None and (value := number_of(field)) is not None:
+        if self.kind_of(self.prefix + name) is not None and (value := number_of(field)) is not None:
             self._points.setdefault(self.prefix + name, []).append((step, value, time))
 
     def add_record(
@@ -132,7 +138,7 @@ class SeriesTable:
         series = []
         for name, points in self._points.items():
             steps, values, times = map(list, zip(*in_order(points), strict=True))
-            series.append(MetricSeries(name, str(self._kind or kind_of(name)), self.source, steps, values, times))
+            series.append(MetricSeries(name, str(self.kind_of(name)), self.source, steps, values, times))
         return series
 
 
@@ -312,11 +318,14 @@ def read_csv(file: BinaryIO, table: SeriesTable, report: Report) -> None:
     text, newline, cut = file.read().decode("utf-8-sig", "replace").rpartition("\n")
     header = text.partition("\n")[0]
     delimiter = next((character for character in ",;\t" if character in header), ",")
+    if delimiter == ";":
+        text = text.replace(",", ".")  # decimal commas
     rows = csv.DictReader(io.StringIO(text + newline, newline=""), delimiter=delimiter)
     tag, num_short = TAG.search(Path(table.source).stem), 0
     try:
         names = [name.lower() if name.lower() in STEP_NAMES else name for name in rows.fieldnames or ()]
         rows.fieldnames = ["wall_time", "step", tag[1]] if tag and names == EXPORTED else names
+        table.has_runs = any(name.endswith("__MIN") for name in names)
         for number, row in enumerate(rows):
             if None in row.values():
                 num_short += 1

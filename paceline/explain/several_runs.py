@@ -18,6 +18,7 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation
 from paceline.explain.log import Log
 from paceline.explain.matches import MIN_STEPS, NOT_FOUND
+from paceline.explain.roots import JOB_ENDS
 from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.signs_of_trouble import ends_well
 from paceline.explain.verdict import HEALTHY, UNKNOWN, explain_one_run
@@ -40,6 +41,14 @@ RANK_FILE = re.compile(
     r"(?:^|/)(?P<rank>\d{1,5})(?:/(?:stdout|stderr)\.log|\.(?:log|out|err|txt|error\.json)|/error\.json)$"
 )
 APART_S, FINISHED_APART_S = 3600.0, 600.0  # no rank works on for so long without another; nor ends well, if it does
+ONE_RUN_APART_S = 60.0  # the logs of one run's hosts end together, nearly always
+ENDS_FROM_OUTSIDE = {
+    "host-oom-killed",
+    "killed-from-outside",
+    "preempted-sigterm",
+    "keyboard-interrupt",
+    "terminal-hangup",
+}
 STREAM = re.compile(r"(?:std)?(?:out|err)|\.[oe](?=\d)")  # in the name of a file, of which one run has two
 ONE_RUN = "these files are read as the logs of one run; where they are of several, explain each alone"
 
@@ -134,25 +143,30 @@ def ranks_of(files: Sequence[Path]) -> list[int | None]:
 
 
 def newest_run(files: Sequence[Path], logs: Sequence[Log]) -> tuple[list[Path], str]:
-    """The files of the run that was written last, where the others had ended long before; a sentence on the others."""
+    """The files of the run that was written last, where others had failed long before; a sentence on the others."""
     are_numbers = all(path.stem.isdecimal() and int(path.stem) for path in files)  # of runs, or of ranks but 0
     if not len(logs) == len(files) > 1 or not (are_numbers or set(ranks_of(files)) == {None}):
         return list(files), ""
-    runs = [Run(log, explain_one_run([log], {})) for log in choose_runs(logs).logs]
-    by_time = sorted(zip((path.stat().st_mtime for path in files), files, runs, strict=True), key=lambda item: item[0])
-    written, name, newest = by_time[-1]
-    apart = FINISHED_APART_S if newest.explanation.progress.finished else APART_S
-    older = [
-        path
-        for at, path, run in by_time
-        if written - at > apart
-        and (run.state == "failed" or run.explanation.progress.finished)
-        and STREAM.sub("", path.name) != STREAM.sub("", name.name)
-    ]
-    if older and (newest.state == "worked" or (newest.state == "failed" and not may_follow(newest))):
-        note = name_others("runs", f"{name}, written last", [[path] for path in reversed(older)])
-        return [path for path in files if path not in older], note
-    return list(files), ONE_RUN if {"failed", "worked"} <= {run.state for run in runs} else ""
+    runs: dict[Path, list[Run]] = {}
+    paths: dict[Path, list[Path]] = {}  # the streams of one run
+    for path, log in zip(files, choose_runs(logs).logs, strict=True):
+        name = path.parent / STREAM.sub("", path.name)
+        runs.setdefault(name, []).append(Run(log, explain_one_run([log], {})))
+        paths.setdefault(name, []).append(path)
+    written = {name: max(path.stat().st_mtime for path in streams) for name, streams in paths.items()}
+    *others, newest = sorted(written, key=lambda name: written[name])
+    is_finished = any(run.explanation.progress.finished for run in runs[newest])
+    states = {name: {run.state for run in streams} for name, streams in runs.items()}
+    failed = [name for name in reversed(others) if "failed" in states[name]]
+    apart = FINISHED_APART_S if is_finished else APART_S
+    older = [name for name in failed if written[newest] - written[name] > apart]
+    failures = [run for run in runs[newest] if run.state == "failed"]
+    if older and states[newest] != {"silent"} and not any(may_follow(run) or is_from_outside(run) for run in failures):
+        last = " ".join(map(str, paths[newest]))
+        note = name_others("runs", f"{last}, written last", [paths[name] for name in older])
+        return [path for path in files if not any(path in paths[name] for name in older)], note
+    is_apart = any(written[newest] - written[name] > ONE_RUN_APART_S for name in failed)
+    return list(files), ONE_RUN if is_apart and "worked" in states[newest] else ""
 
 
 def name_others(kind: str, newest: str, others: Sequence[Sequence[Path]]) -> str:
@@ -197,6 +211,11 @@ def may_follow(run: Run) -> bool:
     if cause == UNKNOWN:  # how a launcher reports the end of what failed before
         return all(record.kind != "exception" for record in run.log.records)
     return cause in load_catalogue().causes and load_catalogue().causes[cause].follows is True
+
+
+def is_from_outside(run: Run) -> bool:
+    """Whether a run was ended from outside, as one that hangs is because another rank failed."""
+    return run.explanation.cause in ENDS_FROM_OUTSIDE | JOB_ENDS
 
 
 def describe_others(runs: Sequence[Run], place: int) -> list[str]:

@@ -127,7 +127,7 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
             unexplained = [*errors, *unexplained]
     if not candidates:
         quiet = explain_unknown(logs, unexplained, progress) if unexplained else explain_quiet(logs, progress, values)
-        return replace(quiet, notes=describe_survived(fatal)) if quiet.cause == HEALTHY else quiet
+        return replace(quiet, notes=describe_survived(fatal, num_logs=len(logs))) if quiet.cause == HEALTHY else quiet
     if exit_record := silent_exit(candidates, unexplained):
         errors = [record for record in unexplained if record.kind == "line"]
         return explain_unknown(logs, [*errors, exit_record], progress, consequences=candidates)

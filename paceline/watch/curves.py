@@ -330,11 +330,11 @@ class MetricFileCurves:
         with suppress(PacelineError):
             series, self.notes = read_series([self.path])
             self.step, self.curves, self._latest = max((item.steps[-1] for item in series), default=None), {}, {}
+            names = {item.name for item in series}
             for item in series:
                 name = KIND_NAMES.get(item.kind, item.name)
-                name = item.name if name in self.curves or item.name == "val_bpb" else name
-                self.curves[name] = Curve(has_gaps=True)
-                self.curves[name].extend(item.steps, item.values, item.times)
+                name = item.name if name in names | self.curves.keys() or item.name == "val_bpb" else name
+                self.curves.setdefault(name, Curve(has_gaps=True)).extend(item.steps, item.values, item.times)
                 self._latest[name] = item.values[-1]
 
     @property
@@ -369,7 +369,7 @@ def join_series(attempts: Iterable[Mapping[str, Curve]], *, by_line: bool) -> di
 
 
 def extremes(x: NDArray[np.float64], values: NDArray[np.float64], *, max_points: int) -> NDArray[np.intp]:
-    """Returns the indices of the lowest and the highest point of each stretch, and of the first and the last point."""
+    """Returns the indices of each stretch's lowest, highest and first non-finite point, and of the first and the last point."""
     width = 1.0
     while (x[-1] - x[0]) / width >= max_points // 2 - 2:
         width *= 2
@@ -377,11 +377,11 @@ def extremes(x: NDArray[np.float64], values: NDArray[np.float64], *, max_points:
     starts = np.flatnonzero(np.concatenate([[True], stretch[1:] != stretch[:-1]]))
     sizes, is_kept = np.diff(np.append(starts, len(x))), np.zeros(len(x), dtype=bool)
     is_kept[[0, -1]] = True
-    for extreme in (np.fmin, np.fmax):
-        ends = np.repeat(extreme.reduceat(values, starts), sizes)
-        hits = np.flatnonzero((values == ends) | np.isnan(ends))  # NaN: no value of the stretch is a number
-        is_first = np.concatenate([[True], stretch[hits[1:]] != stretch[hits[:-1]]])  # of equal points in a stretch
-        is_kept[hits[is_first]] = True
+    finite = np.where(np.isfinite(values), values, np.nan)
+    lowest, highest = (np.repeat(extreme.reduceat(finite, starts), sizes) for extreme in (np.fmin, np.fmax))
+    for is_hit in (values == lowest, values == highest, np.isnan(finite)):
+        hits = np.flatnonzero(is_hit)
+        is_kept[hits[np.unique(stretch[hits], return_index=True)[1]]] = True  # the first of a stretch
     return np.flatnonzero(is_kept)
 
 

@@ -26,7 +26,8 @@ SLOWER = 1.5
 
 def rise_of(series: Series) -> tuple[float, int] | None:
     """Returns by which share the last values are higher than those before them, and since which step; None: they are not."""
-    values = [value for value in series.values[-WHOLE_LINES:] if isfinite(value)]
+    places = finite_places(series)[-WHOLE_LINES:]
+    values = [series.values[at] for at in places]
     longest = min(STRETCH_LINES, len(values) // 2, len(values) - MIN_BEFORE)
     if longest < MIN_STRETCH:
         return None
@@ -46,17 +47,22 @@ def rise_of(series: Series) -> tuple[float, int] | None:
     if highest < Z_RISE * (1 + 7 / len(before)):  # about as Student's t, whose noise is known from as few lines
         return None
     rise = (statistics.fmean(values[-length:]) - level) / abs(level) if level else 0.0
-    return (rise, series.steps[-length]) if rise > MIN_RISE else None
+    return (rise, series.steps[places[-length]]) if rise > MIN_RISE else None
+
+
+def finite_places(series: Series) -> list[int]:
+    """Returns the indices of the values that are neither NaN nor infinite."""
+    return [at for at, value in enumerate(series.values) if isfinite(value)]
 
 
 def is_falling(series: Series) -> bool | None:
-    """Whether the newer of the last two parts of a curve is clearly lower; None for a short or non-finite curve.
+    """Whether the newer of the last two parts of a curve is clearly lower; None for a short curve.
 
     A part is up to a third of the curve and ends at one of few points, and a doubtful part leaves the answer of the point
     before it: the answer does not change from line to line.
     """
-    values = series.values
-    if len(values) < 3 * MIN_PART or not all(map(isfinite, values[-2 * len(values) // 3 :])):
+    values = [series.values[at] for at in finite_places(series)]
+    if len(values) < 3 * MIN_PART:
         return None
     while len(values) >= 3 * MIN_PART:
         part = 1 << ((len(values) // 3).bit_length() - 1)
@@ -81,7 +87,8 @@ def fell_to_zero(snapshot: Snapshot) -> bool:
     """Whether the loss is suddenly 0, by which transformers shows NaN; a loss that was small before, as GRPO's, may be 0."""
     if snapshot.loss != 0:
         return False
-    before = next(filter(None, reversed(snapshot.series.get("loss", Series()).values)), None)
+    values = snapshot.series.get("loss", Series()).values
+    before = next((value for value in reversed(values) if value and isfinite(value)), None)
     if before is None:  # other programs print a small loss as 0.000
         return snapshot.kind == "training" or snapshot.framework == "Hugging Face Trainer"
     return before > ABRUPT
@@ -91,7 +98,7 @@ def turns_up(snapshot: Snapshot) -> Iterator[str]:
     """Yields since when a metric of held-out text rises: the run overfits."""
     for name in ("val_bpb", "val_loss"):
         series = snapshot.series.get(name, Series())
-        places = [at for at, value in enumerate(series.values) if isfinite(value)]
+        places = finite_places(series)
         turn = turn_of([series.values[at] for at in places])
         if turn is not None:
             lowest, last = (format_figure(name, series.values[places[at]]) for at in (turn, -1))

@@ -317,7 +317,7 @@ def test_a_kernel_error_of_another_time_is_about_another_process(tmp_path):
     assert read_kernel_errors(ranks, since=now - 800, until=now - 600, kmsg=kmsg) == []
 
 
-@pytest.mark.parametrize("at", ["Nov 21 10:00:00", "2026-11-21T10:00:00.123456+00:00"])
+@pytest.mark.parametrize("at", ["Nov 21 10:00:00", "2026-11-21T10:00:00.123456+00:00", "2026-11-21 10:00:00"])
 def test_a_line_of_a_system_log_counts_by_its_time(tmp_path, at, monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
@@ -326,6 +326,17 @@ def test_a_line_of_a_system_log_counts_by_its_time(tmp_path, at, monkeypatch):
     files, killed = {"kmsg": tmp_path / "none", "files": (path,)}, unix_time("2026-11-21T10:00:00Z")
     assert len(read_kernel_errors({4712: 1}, since=killed - 60, until=killed + 60, **files)) == 1
     assert read_kernel_errors({4712: 1}, since=killed + 60, until=killed + 120, **files) == []
+
+
+def test_a_line_of_a_system_log_is_of_the_year_after_the_one_in_which_the_run_began_or_of_no_coming_one(tmp_path):
+    path, start = tmp_path / "kern.log", time.mktime((2025, 12, 31, 23, 0, 0, 0, 0, -1))
+    path.write_text("Jan  1 00:10:00 host kernel: Out of memory: Killed process 9 (python) total-vm:1kB\n")
+    files = {"kmsg": tmp_path / "none", "files": (path,)}
+    assert len(read_kernel_errors({9: 0}, since=start, until=start + 7200, **files)) == 1
+    path.write_text(
+        time.strftime("%b %d %H:%M:%S kernel: Killed process 9 (python)\n", time.localtime(time.time() + 86400))
+    )
+    assert read_kernel_errors({9: 0}, since=time.time() - 3600, **files) == []
 
 
 def test_a_rank_that_ended_well_was_not_killed(tmp_path, monkeypatch):

@@ -278,8 +278,10 @@ def test_numbers_in_names_are_those_of_jobs_unless_they_are_ranks_processes_or_d
         ("monday.log tuesday.log", 0.2, f"{TWO_RUNS} tuesday.log, written last, is explained;"),
         ("monday.log tuesday.log", 0.1, "these files are read as the logs of one run"),
         ("0.log 1.log", 1.5, ""),
-        ("train.err train.out", 0.1, "these files are read as the logs of one run"),
-        ("train.err train.out", 1.5, "these files are read as the logs of one run"),
+        ("monday.log tuesday.log", 0.01, ""),
+        ("run1/train.log run2/train.log", 1.5, f"{TWO_RUNS} run2/train.log, written last, is explained;"),
+        ("train.err train.out", 0.1, ""),
+        ("train.err train.out", 1.5, ""),
         ("rank1.log rank2.log", 1.5, ""),
     ],
 )  # fmt: skip
@@ -288,6 +290,8 @@ def test_of_logs_of_which_one_ends_long_after_the_others_the_last_is_explained(
 ):
     monkeypatch.chdir(tmp_path)
     first, last = map(Path, names.split())
+    for path in (first, last):
+        path.parent.mkdir(exist_ok=True)
     first.write_text(f"step 1 loss 4.0\nstep 2 loss 3.9\n{TRACEBACK}")
     last.write_text("".join(f"step {step} loss {4 - step / 50}\n" for step in range(100)) + "training finished\n")
     os.utime(first, (0, 0))
@@ -297,12 +301,55 @@ def test_of_logs_of_which_one_ends_long_after_the_others_the_last_is_explained(
     assert [text[: len(note)] for text in explanation["notes"]] == [note] * bool(note)
 
 
+@pytest.mark.parametrize(
+    "end", ["KeyboardInterrupt", "Killed", "slurmstepd: error: *** JOB 1 ON a CANCELLED AT 10:00 ***"]
+)
+def test_a_log_that_ends_from_outside_long_after_another_failed_is_of_the_same_run(end, tmp_path, capsys):
+    steps = "".join(f"step {step} loss {4 - step / 50}\n" for step in range(100))
+    (tmp_path / "ada.log").write_text(
+        f"{steps}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    )
+    (tmp_path / "bob.log").write_text(f"{steps}{end}\n")
+    os.utime(tmp_path / "ada.log", (0, 0))
+    assert json.loads(explained(capsys, tmp_path, "--json"))["cause"] == "cuda-oom"
+
+
+def test_the_streams_of_an_older_run_are_left_out_together_and_a_good_end_is_no_other_run(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    steps = "".join(f"step {step} loss {4 - step / 50}\n" for step in range(100))
+    for name, text in {"a.out": steps, "a.err": TRACEBACK, "b.log": f"{steps}training finished\n"}.items():
+        Path(name).write_text(text)
+        os.utime(name, (0, 0))
+    os.utime("b.log")
+    explanation = json.loads(explained(capsys, ".", "--json"))
+    assert explanation["notes"] == [
+        f"{TWO_RUNS} b.log, written last, is explained; the others: `paceline explain a.err a.out`"
+    ]
+    assert explanation["progress"]["steps"] == 100
+    Path("a.err").unlink()
+    Path("a.out").write_text(f"{steps}training finished\n")
+    os.utime("a.out", (0, 0))
+    assert json.loads(explained(capsys, ".", "--json"))["notes"] == []
+
+
 def test_an_earlier_run_that_failed_is_named_with_its_file(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     steps = "".join(f"step {step} loss {4 - step / 50}\n" for step in range(100))
     Path("a.log").write_text(f"{TRACEBACK}+ python train.py\n{steps}")
     Path("b.log").write_text(steps)
     assert "1 earlier run in a.log failed: user-code-exception (line 1)\n" in explained(capsys, "a.log", "b.log")
+
+
+def test_the_errors_that_a_run_survived_are_named_with_the_file_where_several_are_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    steps = "".join(f"step {step} loss {4 - step / 50}\n" for step in range(100))
+    lost = "Error processing image {}: CUDA out of memory. Tried to allocate 122.00 MiB. GPU 0 has a total capacity of 79 GiB\n"
+    Path("a.log").write_text(steps + "Training complete\n")
+    Path("b.log").write_text("".join(lost.format(n) for n in range(5)) + steps + "Training complete\n")
+    assert "the run continued after errors: cuda-oom (line 1 of b.log)\n" in explained(capsys, "a.log", "b.log")
+    assert "the run continued after errors: cuda-oom (line 1)\n" in explained(capsys, "b.log")
 
 
 def test_a_timeout_that_follows_from_a_rank_that_ended_long_before_is_explained_with_it(tmp_path, capsys):

@@ -34,12 +34,12 @@ NAMES = {
     LOSS: [
         "loss", "train/loss", "train_loss", "train_loss_step", "train_loss_epoch", "Loss/train", "lm loss", "step_loss",
         "loss_metrics/global_avg_loss", "reduced_train_loss", "Train/Samples/train_loss", "train/epoch_loss", "loss_train/loss",
-        "training_losses", "mse_step", "run-a - train/loss",
+        "training_losses", "mse_step", "Loss - train",
     ],
     VALIDATION: [
         "eval_loss", "eval/loss", "eval_wikitext_loss", "val_loss", "val/loss", "val_bpb", "val/bpb", "valid_loss", "Loss/val",
         "validation/epoch_loss", "validation_metrics/loss", "lm loss validation", "Train/Eval/eval_loss", "loss_val/loss",
-        "validation_losses",
+        "validation_losses", "Val - loss", "Loss - val",
     ],
     GRADIENT: ["grad_norm", "train/grad_norm", "grad-norm", "actor/grad_norm", "grad_2.0_norm_total"],
     RATE: ["learning_rate", "train/learning_rate", "lr", "lr-AdamW", "lr-AdamW/pg1", "learning-rate", "lr_mult", "train/lrm"],
@@ -351,9 +351,11 @@ def test_a_loss_that_rises_in_an_exported_table_of_wandb_or_with_semicolons_or_a
     columns = ["Step", *(f"run-a - train/loss{end}" for end in ("", "__MIN", "__MAX"))]
     table = explained_table(",".join(f'"{column}"' for column in columns), lambda n, loss: f"{n},{loss},1,1")
     assert table.startswith("loss-diverged: the loss diverges: run-a - train/loss is ")
-    assert explained_table("step;loss", lambda n, loss: f"{n};{loss}").startswith("loss-diverged: ")
+    table = explained_table("step;loss", lambda n, loss: f"{n};{loss}".replace(".", ","))
+    assert table.startswith("loss-diverged: ")
     table = explained_table("step,my_loss", lambda n, loss: f"{n},{1 + n / 50}")
     assert table == "unknown: no failure is certain, but my_loss ends above its first value: 1 to 2.98, 100 points"
+    assert explained_table("step,kl_loss", lambda n, loss: f"{n},{1 + n / 50}").startswith("healthy: ")
 
 
 @pytest.mark.parametrize("name", ["train_log.jsonl", "out.txt"])

@@ -824,11 +824,13 @@ def test_a_plugin_of_jax_that_finds_no_gpu_is_left_out():
     assert verdict(begin + raised(None, BUG) + OTHER_LINES).cause == "healthy"
 
 
-def test_a_healthy_answer_names_the_errors_that_the_run_went_on_behind():
+def test_a_healthy_answer_names_the_errors_after_which_the_run_continued():
     lost = "Error processing image {}: CUDA out of memory. Tried to allocate 122.00 MiB. GPU 0 has a total capacity of 79 GiB\n"
     log = "".join(lost.format(n) for n in range(5)) + STEPS + "Training complete\n"
     explanation = verdict(log)
-    assert explanation.cause == "healthy" and explanation.notes == ("it went on behind errors: cuda-oom (line 1)",)
+    assert explanation.cause == "healthy" and explanation.notes == (
+        "the run continued after errors: cuda-oom (line 1)",
+    )
     assert verdict(STEPS + "Training complete\n").notes == ()
 
 

@@ -749,6 +749,23 @@ def test_a_job_that_ended_before_it_continued_the_run_is_not_the_end_of_the_atte
     assert f"  Slurm's job 4711 ended before it continued the run: {state}\n" in capsys.readouterr().out
 
 
+def test_a_job_that_shows_no_failure_leaves_the_attempt_before_as_the_end(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.logs(1).mkdir(parents=True)
+    run.config_toml.write_text("seed = 1\n")
+    run.rank_log(1, 0).write_text("KeyError: 'x'\n")
+    append_event(run, "attempt", attempt=1, world_size=1)
+    append_event(run, "rank_failed", attempt=1, rank=0, exit_code=1)
+    append_event(run, "verdict", attempt=1, cause="user-code-exception", summary="KeyError: 'x'")
+    append_event(run, "slurm_job", job_id=12, state="COMPLETED", source="sacct")
+    (run.path / "slurm-12.log").write_text("done    nothing to do: all steps are done\n")
+    before = explain_run(run)
+    assert before.shows_failure and "Slurm" not in before.summary
+    (run.path / "slurm-12.log").write_text("OSError: [Errno 28] No space left on device\n")
+    last = explain_run(run)
+    assert (last.cause, last.notes) == ("disk-full", ("attempt 1 failed: user-code-exception: KeyError: 'x'",))
+
+
 def test_a_requeue_is_the_reason_of_the_attempt_before_it(tmp_path, capsys):
     run = RunDir(tmp_path / "run")
     run.path.mkdir()

@@ -168,6 +168,7 @@ def test_clipping_takes_outliers_off_the_axis(page, port):
     losses = [6 - step / 20 for step in range(30)] + [900]
     ends = "y => yRange([{ x: y.map((_, i) => i), y }], [0, 30], { clipped: true, most: 5 })"
     assert page.evaluate(ends, losses)[1] < 7, "also one of few points"
+    assert page.evaluate(ends, [step / 5 for step in range(5)] + [1] * 25)[0] == 0, "a warm-up is none"
 
 
 @pytest.mark.soak

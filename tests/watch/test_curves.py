@@ -64,6 +64,14 @@ def test_non_finite_values_are_left_out():
     assert curve.series().steps == [1]
 
 
+def test_a_thinned_curve_keeps_a_point_that_is_nan():
+    curve = Curve(max_points=20, has_gaps=True)
+    curve.extend(range(1000), [float("nan") if step == 301 else 1000.0 - step for step in range(1000)], range(1000))
+    assert [
+        step for step, value in zip(curve.series().steps, curve.series().values, strict=True) if value != value
+    ] == [301]
+
+
 def test_a_repeated_step_replaces_all_steps_after_it():
     curve = Curve()
     curve.extend([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0], [0, 0, 0, 0])

@@ -380,6 +380,15 @@ def test_a_file_of_metrics_shows_the_curves_that_it_has(tmp_path):
     assert snapshot.series["val_loss"].values == [4.1 - n / 40 for n in range(0, 100, 10)]
 
 
+def test_a_curve_called_loss_replaces_none_of_the_other_losses(tmp_path):
+    lines = [f"{n},{9 - n},{4 - n}" for n in range(3)]
+    snapshot = write(tmp_path / "metrics.csv", "\n".join(["step,train_loss_epoch,loss", *lines, ""])).update()
+    assert {name: item.values for name, item in snapshot.series.items()} == {
+        "train_loss_epoch": [9, 8, 7],
+        "loss": [4, 3, 2],
+    }
+
+
 def test_a_file_of_metrics_is_read_again_when_it_has_changed(tmp_path):
     path, records = tmp_path / "trainer_state.json", [{"step": n, "loss": 4 - n / 40} for n in range(1, 101)]
     reader = write(path, json.dumps({"max_steps": 100, "global_step": 50, "log_history": records[:50]}))

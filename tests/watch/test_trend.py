@@ -59,6 +59,15 @@ def test_a_rise_has_a_size_and_a_step():
     assert (rise, step) == (pytest.approx(0.1, abs=0.01), 1010)
 
 
+def test_values_that_are_nan_or_infinite_hide_no_rise_and_no_fall():
+    lost = {30: math.inf, 105: math.nan, 110: math.nan}
+    level = [2.6 + 0.02 * (-1) ** step for step in range(100)] + [2.86 + 0.02 * (-1) ** step for step in range(25)]
+    risen = [lost.get(step, value) for step, value in enumerate(level)]
+    assert rise_of(Series(list(range(125)), risen, []))[1] == 100
+    fallen = [lost.get(step, 5 / (1 + step)) for step in range(125)]
+    assert is_falling(Series(list(range(125)), fallen, []))
+
+
 def test_a_spike_of_three_lines_is_no_rise():
     values = curve("level", normal, 0.01, seed=1)
     assert not any(

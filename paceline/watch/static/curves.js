@@ -49,8 +49,9 @@ function yRange(curves, [from, to], { clipped, log, steady, span, most }) {
   let [low, high] = [sorted[cut], sorted[sorted.length - 1 - cut]];
   if (clipped) { // a hundredth of few points is none
     const [lower, upper] = [sorted[sorted.length >> 2], sorted[(3 * sorted.length) >> 2]];
-    low = Math.max(low, sorted.find((value) => value >= lower - 10 * (upper - lower)));
-    high = Math.min(high, sorted.findLast((value) => value <= upper + 10 * (upper - lower)));
+    const distance = 10 * (upper - lower) || Infinity; // 0: constant most of the time, with ends such as a warm-up's
+    low = Math.max(low, sorted.find((value) => value >= lower - distance));
+    high = Math.min(high, sorted.findLast((value) => value <= upper + distance));
   }
   if (log) return roundLow([low / 1.04, high * 1.04], logTicks, most);
   if (span) return [Math.min(low, span[0]), Math.max(high, span[1])];

@@ -266,7 +266,6 @@ def test_a_plan_is_the_plan_that_train_would_take(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.soak
 def test_exact_traces_the_plan_that_was_found(capsys, monkeypatch):
     monkeypatch.setattr(query, "run_module", functools.cache(query.run_module))  # the same trace for both outputs
     answer = json.loads(plan(capsys, *TWO, "--depth", "2", "--num-steps", "1", "--exact", "--json"))

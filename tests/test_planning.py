@@ -164,13 +164,17 @@ def test_cards_in_different_numbers_are_compared(capsys):
     words = ("configs/balanced.toml", "--compare", "2x RTX 5090,H100")
     rows = json.loads(plan(capsys, *words, "--json"))
     assert [(row["GPU"], row["world_size"]) for row in rows] == [("2x RTX 5090", 2), ("H100", 1)]
+    _, one, two = table(plan(capsys, "--compare", "1x H100,2x H100", "--link", "10GbE"))  # one card alone needs no link
+    assert (one[0], two[0], "yes" in one, "yes" in two) == ("1x H100", "2x H100", True, True)
 
 
 def test_a_key_with_a_fixed_list_is_swept_over_it(capsys):
     values = {"precision": KEYS["precision"].choices, "activation_checkpointing": ("False", "True", "relu", "mlp")}
+    values |= {"compile": ("False", "True"), "shard": KEYS["shard"].choices}
     for key, names in values.items():
         _, *rows = table(plan(capsys, "configs/balanced.toml", "--gpu", "H100", "--sweep", key))
         assert [row[0] for row in rows[: len(names)]] == list(names)
+    assert "none: shard = none is plain DDP" in plan(capsys, "balanced", *TWO, "--sweep", "shard")
 
 
 def test_a_card_on_which_nothing_fits_has_its_line_and_its_reason(capsys):
@@ -262,7 +266,6 @@ def test_a_plan_is_the_plan_that_train_would_take(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.soak
 def test_exact_traces_the_plan_that_was_found(capsys, monkeypatch):
     monkeypatch.setattr(query, "run_module", functools.cache(query.run_module))  # the same trace for both outputs
     answer = json.loads(plan(capsys, *TWO, "--depth", "2", "--num-steps", "1", "--exact", "--json"))

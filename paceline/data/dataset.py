@@ -253,7 +253,7 @@ def write_dataset(
         "num_files": len(files),
         "empty_rows": notes.empty_rows.total(),
         "text_fields": sorted(notes.text_fields),
-        "num_marked": len(notes.marked),
+        "num_split_files": len(notes.marked),  # at <|endoftext|>
         "tokenizer_hash": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id,

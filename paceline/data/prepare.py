@@ -111,8 +111,11 @@ def prepare(
         if meta["empty_rows"]:
             rows = format_number_of(meta["empty_rows"], "row")
             print(f"note    {source}: left out {rows} whose text is null or empty", file=sys.stderr)
-        if meta["num_marked"]:
-            print(f"note    {source}: split into documents at <|endoftext|>", file=sys.stderr)
+        if meta["num_split_files"]:
+            split = format_number_of(meta["num_split_files"], ".txt file")
+            print(
+                f"note    {source}: {split} split into documents at each <|endoftext|>; .md keeps it", file=sys.stderr
+            )
         request = {"source": source, "requested_vocab_size": None if tokenizer else vocab_size}
         meta = {"format_version": FORMAT_VERSION, "fingerprint": path.name} | request | meta
         write_atomic(folder / META, json.dumps(meta, indent=1) + "\n")

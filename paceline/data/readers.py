@@ -113,7 +113,7 @@ def cut_at_line_ends(content: bytes, part_bytes: int) -> Iterator[bytes]:
 
 def _read_text(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Parts:
     """Yields the parts of a text; of a .txt file each text between two MARKs is a document, without line ends around the marks."""
-    mark = MARK if ".txt" in file.path.lower()[-7:] else None
+    mark = MARK if file.path.lower().endswith((".txt", ".txt.gz")) else None
     is_behind_mark = False
     with _opened(file) as (stream, raw):
         tail = stream.read(part_bytes)
@@ -124,9 +124,9 @@ def _read_text(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Parts:
             contents = (tail + block).split(mark) if mark else [tail + block]
             for number, content in enumerate(contents, start=1):
                 is_ended = number < len(contents)
-                split = (
-                    len(content) if is_ended or not block else max(0, len(content) - len(MARK))
-                )  # may hold half a mark
+                # the last bytes of a block may begin a mark
+                half = 0 if is_ended or not block else len(MARK)
+                split = max(0, len(content) - half)
                 parts = list(cut_at_line_ends(content[:split], part_bytes))
                 if not is_ended:
                     tail = (parts.pop() if block and parts else b"") + content[split:]

@@ -68,7 +68,7 @@ def follow_job(run: RunDir, job_id: JobId) -> int:
     log.poll()
     state = record_job_end(run) or (job.state if job else "n/a")
     end = run_status(run).state
-    # of the exit code 130 of a stop on request Slurm makes a failure
+    # Slurm reports a stop on request, exit code 130, as FAILED
     print(f"slurm   job {job_id} {state}" + ": the run was stopped" * (end == "stopped"), flush=True)
     return {"finished": 0, "stopped": INTERRUPTED}.get(end, TrainingFailed.exit_code)
 

@@ -262,7 +262,7 @@ def print_vocab_note(actual: int, requested: int | None) -> None:
 def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> TokenDataset:
     """Returns the shards that the run began with, prepared again if they are gone. is_elsewhere: its text may be another one.
 
-    Raises PacelineError if the text has changed.
+    Raises PacelineError if the text or its tokens have changed.
     """
     path, fingerprint, vocab_size, content = read_run_file(run.dataset_json, parse_record)
     if run.tokenizer_json.exists():
@@ -285,13 +285,21 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
             f"{gone} cannot be prepared: {error.message}",
             fix=f"restore {path} or the text, --data NEW if the text was moved, or start a new run",
         ) from error
-    if dataset.meta["fingerprint"] != fingerprint and content_hash(dataset) != content:
+    is_same_text = dataset.meta["fingerprint"] == fingerprint
+    # the same text gives other tokens where another version of paceline or of its libraries reads it
+    is_same = is_same_text if content is None else content_hash(dataset) == content
+    if not is_same:
+        what = f"{gone} has changed since"
+        if is_same_text:
+            what = (
+                f"the token shards of {run.name} are gone, and this version of paceline makes other tokens of its text"
+            )
         raise PacelineError(
-            f"{config.data} is another text than that of {run.name}" if is_elsewhere else f"{gone} has changed since",
+            f"{config.data} is another text than that of {run.name}" if is_elsewhere else what,
             fix="--data with a copy of its text; a new run that starts with its weights:"
             f" paceline train --init-from {run.quoted} --data {shlex.quote(config.data)}"
             if is_elsewhere
-            else "restore the text, or start a new run",
+            else f"restore {path if is_same_text else 'the text'}, or start a new run",
         )
     return dataset
 

@@ -81,13 +81,14 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], count_r
     hosts = None if (config.hosts or "1").isdecimal() else ask_hosts(config)
 
     def forecast_of(config: Config, gpu: str | None = options.gpu, **settings: bool) -> Forecast:
+        machine = planned_machine(options, gpu, hosts or num_hosts(config))
         return forecast(
             config,
-            planned_machine(options, gpu, hosts or num_hosts(config)),
+            machine,
             cache=cache_dir(config),
             vocab_size=config.vocab_size,
             num_rows=num_rows,
-            link_name=options.link,
+            link_name=None if needs_no_link(compared, machine) else options.link,
             watts=options.watts,
             price=price,
             **settings,
@@ -126,6 +127,11 @@ def planned_machine(options: PlanOptions, gpu: str | None, hosts: Machine | int)
     if options.link is not None:  # the plan may fail before its link is read, and so may every fix of it
         read_link(options.link, machine.gpus[0].spec if machine.gpus else None)
     return machine
+
+
+def needs_no_link(compared: Sequence[str], machine: Machine) -> bool:
+    """Returns whether this is one card alone in a comparison of different numbers of cards."""
+    return any(map(COUNTED.fullmatch, compared)) and len(machine.gpus) == machine.hosts == 1
 
 
 def check_together(options: PlanOptions, *, device: str | None) -> None:
@@ -280,7 +286,7 @@ def sweep(
             tokens = change[key] * plan.model.sequence_len * plan.world_size
             change["total_batch_size"] = tokens * max(1, round(plan.total_batch_size / tokens))
         note = f"batch follows the rows: the multiple nearest to {plan.total_batch_size:,}, which changes the training"
-    makes = [(change[key], partial(forecast_of, config_of(change))) for change in changes]
+    makes = [(change[key], partial(lambda keys: forecast_of(config_of(keys)), change)) for change in changes]
     lines = table(key, makes, as_json=options.json)
     return f"{lines}\n\n{note}" if note and not options.json else lines
 
@@ -302,18 +308,19 @@ def swept(text: str, forecast_once: Callable[[], Forecast]) -> tuple[str, list[A
     if key == "device_batch_size":
         plan = forecast_once().plan
         return key, sorted(divisors(plan.device_batch_size * plan.grad_accum_steps))
-    if not (choices := SWEPT.get(key) or KEYS[key].choices):
+    choices = [*([False, True] if bool in KEYS[key].kinds else []), *(SWEPT.get(key) or KEYS[key].choices or ())]
+    if not choices:
         raise UsageError(f"--sweep {key}: which values?", fix=f"--sweep {key}=A,B,C")
-    return key, [*([False, True] if bool in KEYS[key].kinds else []), *choices]
+    return key, choices
 
 
 def table(name: str, makes: Sequence[tuple[Any, Callable[[], Forecast]]], *, as_json: bool) -> str:
     """Returns a line for each value, a forecast or why there is none; an unknown GPU is an error of the whole command."""
-    rows: list[tuple[Any, Forecast | PlanError]] = []
+    rows: list[tuple[Any, Forecast | PacelineError]] = []
     for value, make in makes:
         try:
             rows.append((value, make()))
-        except PlanError as error:
+        except PacelineError as error:  # also of a value of --sweep that conflicts with another key
             if name == "GPU" and not isinstance(error, DoesNotFit):
                 raise
             rows.append((value, error))
@@ -322,21 +329,21 @@ def table(name: str, makes: Sequence[tuple[Any, Callable[[], Forecast]]], *, as_
     lines = table_lines([{name: str(value), **row_cells(row)} for value, row in rows])
     reasons: dict[str, list[str]] = {}
     for value, row in rows:
-        if isinstance(row, PlanError) or row.run is None:
-            reason = row.message if isinstance(row, PlanError) else row.step.assumptions[0]
+        if not isinstance(row, Forecast) or row.run is None:
+            reason = row.step.assumptions[0] if isinstance(row, Forecast) else row.message
             reasons.setdefault(reason, []).append(str(value))
     texts = [f"{', '.join(values)}: {reason}" for reason, values in reasons.items()]
     return "\n".join([*lines, *([""] if texts else []), *texts])
 
 
-def row_json(row: Forecast | PlanError) -> dict[str, Any]:
+def row_json(row: Forecast | PacelineError) -> dict[str, Any]:
     """Returns a line of the table for --json: the forecast, or the error and its fix."""
-    return {"error": row.message, "fix": row.fix} if isinstance(row, PlanError) else forecast_json(row)
+    return forecast_json(row) if isinstance(row, Forecast) else {"error": row.message, "fix": row.fix}
 
 
-def row_cells(row: Forecast | PlanError) -> dict[str, str]:
+def row_cells(row: Forecast | PacelineError) -> dict[str, str]:
     """Returns the cells of a line by column."""
-    if isinstance(row, PlanError):
+    if not isinstance(row, Forecast):
         needed = format_bytes(row.estimate.process.expected) if isinstance(row, DoesNotFit) else "n/a"
         return dict.fromkeys(COLUMNS, "") | {"memory": needed, "fits": "no"}
     plan, step, run, memory = row.plan, row.step, row.run, row.plan.memory

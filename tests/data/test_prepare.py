@@ -88,7 +88,7 @@ def test_the_split_at_marks_is_reported_and_so_are_a_good_hash_and_the_name_that
     flags = ["--vocab-size", "260", "--cache-dir", "cache"]
     assert run_command(["data", "prepare", "--data", "text", *flags]) == 0
     shown = capsys.readouterr()
-    assert "note    text: split into documents at <|endoftext|>\n" in shown.err
+    assert "note    text: 1 .txt file split into documents at each <|endoftext|>; .md keeps it\n" in shown.err
     assert shown.out.startswith("text    text: 1 file, 40 documents, ")
     assert run_command(["data", "prepare", "--data", "text/a.txt", *flags]) == 0
     assert capsys.readouterr().out.startswith("text    text/a.txt: 1 file, ")

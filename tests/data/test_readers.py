@@ -61,7 +61,8 @@ def test_a_text_file_has_a_document_between_two_marks(tmp_path, part_bytes, betw
     assert texts(path, max(part_bytes, 64)) == stories
     assert re.sub(r"[\r\n]", "", "".join(texts(path, part_bytes))) == "".join(stories)
     assert texts(write(tmp_path / "a.txt.gz", gzip.compress(content.encode())), 64) == stories
-    assert texts(write(tmp_path / "a.py", content), 1 << 20) == [content]
+    for name in ("a.py", "a.txt.md"):
+        assert texts(write(tmp_path / name, content), 1 << 20) == [content]
     broken = write(tmp_path / "b.txt", content.encode() + b"ab\xff")
     assert f"byte 0xff at offset {len(content.encode()) + 2:,}" in refused(broken).message
 

@@ -11,6 +11,7 @@ import pytest
 
 from paceline.config import Config, cache_dir
 from paceline.config_file import format_toml
+from paceline.data import readers
 from paceline.data.prepare import run_tokenizer
 from paceline.data.tokenizer import train_tokenizer
 from paceline.errors import Finding, PacelineError, PlanError
@@ -477,6 +478,20 @@ def test_the_text_of_a_run_may_be_at_another_place_but_not_another_text(job_on, 
     moved.write_text("other words\n" * 1000)
     with pytest.raises(PacelineError, match="moved.txt is another text than that of run"):
         reopen_data(run, config, is_elsewhere=True)
+
+
+def test_text_that_another_version_read_otherwise_is_refused_where_its_shards_are_gone(job_on, tmp_path, monkeypatch):
+    run, text = job_on(lambda: TWO).run, tmp_path / "t.txt"
+    text.write_text("".join(f"tale {number}\n<|endoftext|>\n" for number in range(1000)))
+    config = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+    with monkeypatch.context() as earlier:
+        earlier.setattr(readers, "MARK", b"no mark")
+        record_data(run, dataset := prepare_data(config), config)
+    assert reopen_data(run, config).path == dataset.path
+    shutil.rmtree(dataset.path)
+    with pytest.raises(PacelineError, match="this version of paceline makes other tokens of its text") as error:
+        reopen_data(run, config)
+    assert error.value.fix == f"restore {dataset.path}, or start a new run"
 
 
 def test_a_run_whose_text_is_gone_resumes_with_its_shards_and_is_refused_without_them(job_on, tmp_path):

@@ -151,9 +151,8 @@ def left(hosts, host):
 
 @pytest.mark.parametrize(
     "source",
-    CONTRACT_ENV,
+    [pytest.param(source, marks=() if "torchrun" in source else pytest.mark.soak) for source in CONTRACT_ENV],
 )
-@pytest.mark.soak
 def test_nodes_of_every_contract_meet_and_node_0_plans_for_all_of_them(job, source):
     has_nproc = any(contract.source == source and contract.nproc in CONTRACT_ENV[source] for contract in CONTRACTS)
     keys = ["--total-batch-size=512", "--no-check", *([] if has_nproc else ["--nproc=3"])]
@@ -166,7 +165,7 @@ def test_nodes_of_every_contract_meet_and_node_0_plans_for_all_of_them(job, sour
     assert "ended   with exit code 1: node 0 ended with an error: total_batch_size" in job.output(1)
 
 
-def test_every_contract_is_started_for_real():
+def test_every_contract_has_a_start_for_real():
     assert {*CONTRACT_ENV, "Open MPI's variables"} == {contract.source for contract in CONTRACTS}
 
 

@@ -210,7 +210,6 @@ def test_trackio_has_every_step_once_however_often_it_is_sent(run, tmp_path):
     assert rows[0]["health/one/gpus/0/use"] == 1.0
 
 
-@pytest.mark.soak
 @pytest.mark.dist
 def test_wandb_never_asks_for_a_key_and_continues_offline_and_its_server_later_gets_every_row_once(run, tmp_path):
     pytest.importorskip("wandb")

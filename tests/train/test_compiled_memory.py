@@ -28,7 +28,6 @@ from paceline.plan.sharding import GatheredBytes, compiles_by_block
 from paceline.train.exact import attention_kernel, build_model, build_optimizer
 
 pytestmark = [
-    pytest.mark.soak,
     pytest.mark.slow,
 ]
 KIB, MIB = 1 << 10, 1 << 20
@@ -40,16 +39,16 @@ def compiled_setup(**keys: Any) -> MemorySetup:
 
 
 GRAPHS = {
-    "bf16, checkpointed": compiled_setup(depth=3, precision="bf16", activation_checkpointing=True),
-    "the CPU's attention, bf16": compiled_setup(depth=2, device="cpu", precision="bf16", sequence_len=256),
+    "bf16, shared keys": compiled_setup(depth=2, precision="bf16", n_kv_head=1),
 }
 SOAK_GRAPHS = {
+    "bf16, checkpointed": compiled_setup(depth=3, precision="bf16", activation_checkpointing=True),
+    "the CPU's attention, bf16": compiled_setup(depth=2, device="cpu", precision="bf16", sequence_len=256),
     "fp32, a layer without a value embedding between two": compiled_setup(depth=3),
     "bf16, shared keys, replicated weights": compiled_setup(
         depth=2, precision="bf16", n_kv_head=1, optimizer="adamw", shard="none"
     ),
     "bf16": compiled_setup(depth=2, precision="bf16"),
-    "bf16, shared keys": compiled_setup(depth=2, precision="bf16", n_kv_head=1),
     "bf16, replicated weights": compiled_setup(depth=2, precision="bf16", optimizer="adamw", shard="none"),
     "bf16, depth 8": compiled_setup(depth=8, precision="bf16"),
     "fp32, depth 4, shared keys": compiled_setup(depth=4, n_kv_head=2),
@@ -68,6 +67,7 @@ def test_kept_bytes_are_those_that_the_partitioner_keeps(setup: MemorySetup, mon
     check_kept(setup)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("setup", SOAK_GRAPHS.values(), ids=SOAK_GRAPHS)
 def test_kept_bytes_are_those_that_the_partitioner_keeps_of_larger_models(setup: MemorySetup, monkeypatch):
     leave_kernels_out(monkeypatch)
@@ -226,22 +226,26 @@ SOAK_STEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("setup", STEPS.values(), ids=STEPS)
 def test_a_compiled_step_allocates_what_is_planned(setup: MemorySetup, monkeypatch):
     leave_kernels_out(monkeypatch)
     check_step(setup, monkeypatch)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("setup", SOAK_STEPS.values(), ids=SOAK_STEPS)
 def test_a_compiled_step_of_a_larger_model_allocates_what_is_planned(setup: MemorySetup, monkeypatch):
     leave_kernels_out(monkeypatch)
     check_step(setup, monkeypatch)
 
 
+@pytest.mark.soak
 def test_a_compiled_step_with_its_kernels_allocates_what_is_planned(monkeypatch):
     check_step(STEPS["bf16"], monkeypatch)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("setup", BLOCK_STEPS.values(), ids=BLOCK_STEPS)
 def test_a_step_with_a_graph_for_each_layer_allocates_what_is_planned(setup: MemorySetup, monkeypatch):
     leave_kernels_out(monkeypatch)

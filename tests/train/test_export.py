@@ -48,7 +48,6 @@ def hidden(folder: Path) -> list[Path]:
 
 
 @pytest.mark.dist
-@pytest.mark.soak
 def test_the_printed_lines_load_the_model_without_paceline_and_it_writes_what_sample_writes(run, capsys, tmp_path):
     pytest.importorskip("transformers", reason="needs transformers")
     assert run_command(["export", str(run)]) == 0

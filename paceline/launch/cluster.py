@@ -262,7 +262,7 @@ class Cluster:
         assert self.run
         run, others = self.run, [m for m in self.begin() if not m.is_here and not m.shared]
         newest: Path | None = None
-        with suppress(NoCheckpoint):  # where none is good the others' copies may be the last ones: they stay
+        with suppress(NoCheckpoint):  # not where one cannot be used: then the others' copies may be the last ones
             newest, _ = newest_good(run.checkpoints, set_aside=False)
         step = read_manifest(newest).step if newest else 0
         for member in others:

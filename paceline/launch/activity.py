@@ -1,16 +1,13 @@
 """
 Signs that the ranks make progress, and how long the silence between two of them may last: the heartbeats of the trainer's ranks,
-the log lines of a script's, their processes on each host. The end of a log can also show that no more will come, since an
-exception ended the program and not its process.
+the log lines of a script's, their processes on each host.
 """
 
 import math
-import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 from paceline.heartbeat import PHASES, Heartbeat, read_heartbeat
@@ -18,12 +15,9 @@ from paceline.launch.cluster import Cluster
 from paceline.launch.stacks import (
     IDLE,
     WORKING,
-    Frame,
     RankProcess,
-    has_ended,
     inspect_ranks,
     rank_processes,
-    waits_for_thread,
 )
 from paceline.rundir import RunDir
 
@@ -37,37 +31,6 @@ NOTICED_PAUSES = 2  # times the longest pause between two lines of a script, or 
 IN_STEP = ("train", "load", "forward", "backward", "reduce", "update")
 MEDIAN_OF = 20  # steps
 INSPECTION_S = 10.0  # another host has as long for the stacks of its ranks
-LOG_TAIL_BYTES = 1 << 16  # a log may have grown to gigabytes
-# what a healthy rank prints when it has lost a peer: words of torch.distributed, gloo and NCCL; a program has other connections too
-PEER_LOST = re.compile(
-    r"(Dist\w+Error: |RuntimeError: (\[[^\n\]]+\] )?)((read|write|recv|send)[^\n]{0,200}: )?"
-    r"(Connection (closed|reset) by peer|Broken pipe)"
-    r"|typically caused by a remote worker (crashing|hanging)|connectFullMesh failed"
-    r"|ncclRemoteError|remote process exited|NCCL communicator was aborted"
-    r"|(DistNetworkError|DistStoreError)(?!: The server socket has failed)"
-    r"|Timed out waiting \d+ms|Some NCCL operations have failed or timed out"
-    r"|Watchdog caught collective operation timeout",
-    re.IGNORECASE,
-)
-TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of a traceback once there is a process group
-BEHIND_A_BAR = re.compile(
-    r"(?<=[^\s\"'`])(?=Traceback \(most recent call last\):$)", re.MULTILINE
-)  # a bar has no newline
-TRACEBACK = re.compile(  # Python's, its group's or rich's
-    r"\s*(\+ Exception Group )?Traceback \(most recent call last\):|[╭+][─-]+ Traceback \(most recent call last\) [─-]+[╮+]"
-)
-ERROR_START = re.compile(rf"{TRACEBACK.pattern}|\s*Fatal Python error: ")
-FRAMES = (" ", "│", "╰", "|", "+")  # how the lines between a traceback's header and its exception begin
-GROUP_MARGIN = "  | "
-# the exceptions that Python reports and ignores
-IGNORED = re.compile(
-    r"^(Exception ignored (in|while)|Error in atexit)[^\n]*\n(Traceback [^\n]*\n( [^\n]*\n)*[^\n]+\n)?", re.MULTILINE
-)
-# what may follow the line of an exception: those in its group, the rest of a message of torch's, and warnings at the exit
-BEHIND_ERROR = re.compile(
-    r"\s*$|\[rank\d+\]:|  +[|+]|\[?[WE]\d{4} |\S+:\d+: (\w*Warning: |warnings\.)|  warnings\.warn\("
-    r"|CUDA kernel errors might|For debugging consider|Compile with |Search for `?cuda|Device-side assert"
-)
 
 
 class HeartbeatActivity:
@@ -204,51 +167,3 @@ class RankHosts:
         """Returns the host of each rank; nothing where there is one."""
         members = self.cluster.begin()
         return {rank: member.name for member in members for rank in member.ranks} if len(members) > 1 else {}
-
-
-def uncaught_error(log: Path, frames: Sequence[Frame] | None, *, logs: Iterable[Path]) -> str | None:
-    """Returns 'ValueError: boom', which ended a program, or a thread for which it waits, and not its process; None if unsure.
-
-    The log must end with its traceback. Only torch's hook for uncaught exceptions prefixes one; any other may have been caught, so
-    no rank may have printed a line since. frames: of the main thread; None: they are not asked. logs: of all ranks.
-    """
-    lines = IGNORED.sub("", "\n".join([*read_tail_with_prefixes(log), ""])).splitlines()
-    texts = [TORCH_PREFIX.sub("", line) for line in lines]
-    start = next((i for i in reversed(range(len(texts))) if TRACEBACK.match(texts[i])), len(texts))
-    end = find_exception(texts, start)
-    if end is None or PEER_LOST.search(texts[end]) or not all(map(BEHIND_ERROR.match, lines[end + 1 :])):
-        return None
-    is_thread = start > 0 and "Exception in thread " in lines[start - 1]
-    is_hook = texts[start] != lines[start]
-    is_ended = has_ended(frames) if frames else is_hook  # without stacks nothing else is certain
-    is_over = frames is None or (waits_for_thread(frames) if is_thread else is_ended)
-    is_newest = not any(path.exists() and path.stat().st_mtime_ns > log.stat().st_mtime_ns for path in logs)
-    return texts[end].removeprefix(GROUP_MARGIN) if is_over and (is_hook or is_newest) else None
-
-
-def read_log_tail(path: Path) -> list[str]:
-    """Returns the last lines of a log, at most LOG_TAIL_BYTES, without torch's rank prefix; empty where there is no log."""
-    return [TORCH_PREFIX.sub("", line) for line in read_tail_with_prefixes(path)]
-
-
-def read_tail_with_prefixes(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return BEHIND_A_BAR.sub("\n", text).splitlines()
-
-
-def exception_line(traceback: str) -> str:
-    """Returns 'ValueError: boom', the first line below the frames."""
-    lines = traceback.strip("\n").splitlines()
-    at = find_exception(lines, 0) if TRACEBACK.match(lines[0]) else None
-    return lines[at or 0].removeprefix(GROUP_MARGIN).strip()
-
-
-def find_exception(lines: Sequence[str], start: int) -> int | None:
-    """Returns the index of the exception of the traceback that begins at start; None where the lines end before it."""
-    texts = [line.removeprefix(GROUP_MARGIN) for line in lines[start + 1 :]]
-    return next((start + 1 + i for i, text in enumerate(texts) if text.strip() and not text.startswith(FRAMES)), None)

@@ -18,12 +18,13 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_explanation, format_summary
 from paceline.explain.recorded_end import HANG, SUPERVISOR_LOST, earlier_failures, lost_supervisor_texts, next_command
 from paceline.explain.run_folder import explain_run
-from paceline.launch.activity import read_log_tail
 from paceline.launch.failure import REJOINS, explain_end
+from paceline.launch.log_tail import read_log_tail
 from paceline.launch.notify import run_services
 from paceline.launch.policy import Abilities, AttemptEnd, Decision, Situation, decide
-from paceline.launch.preemption import StopSignals, catch_signals, short_notice, watch_preemption
+from paceline.launch.preemption import short_notice, watch_preemption
 from paceline.launch.requeue import current_job_end, decide_requeue, job_watch, requeue_job
+from paceline.launch.stop_signals import StopSignals, catch_signals
 from paceline.launch.supervisor import Outcome
 from paceline.options import LaunchOptions, Recovery, Services
 from paceline.plan.host import oom_kills

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.launch.preemption import ONE_CTRL_C_S
 from paceline.launch.queue import active_job, format_next_commands, stop_job
 from paceline.launch.ssh import agent_note
+from paceline.launch.stop_signals import ONE_CTRL_C_S
 from paceline.model.manifest import list_checkpoints
 from paceline.run_options import StopOptions
 from paceline.rundir import RunDir, find_run, holder_of, is_queued, is_script_run, resume_command, write_holder

@@ -40,7 +40,7 @@ from paceline.explain.recorded_end import (
 )
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import END_PHASES, read_heartbeat
-from paceline.launch.activity import ERROR_START, PEER_LOST, exception_line, read_log_tail
+from paceline.launch.log_tail import ERROR_START, PEER_LOST, exception_line, read_log_tail
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
 from paceline.launch.ssh import disk_fix
 from paceline.launch.stacks import STATES, Frame, call_site

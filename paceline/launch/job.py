@@ -25,7 +25,7 @@ from paceline.launch.digest import Digest, OnMetrics
 from paceline.launch.env import EnvRow, Launch, env_elsewhere, worker_env
 from paceline.launch.losses import check_folder, readmit, ready_hosts
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
-from paceline.launch.preemption import StopSignals
+from paceline.launch.stop_signals import StopSignals
 from paceline.launch.supervisor import Outcome, run_attempt
 from paceline.model.manifest import better_checkpoint, newest_folder
 from paceline.plan.advice import step_gap

@@ -1,9 +1,9 @@
 """
-The order to stop: a signal, or preemption, the notice that this machine is taken away soon, from a file or from the metadata
-service of a cloud.
+Preemption: the notice that this machine is taken away soon, from a file or from the metadata service of a cloud.
 
-A thread beside the attempts looks for a notice every few seconds; the first one has its reason and its deadline. Nothing here may
-disturb the run: a service that is silent or slow or answers nonsense is reported once, and asked again.
+A thread beside the attempts looks every few seconds. The first notice is an order to stop (launch/stop_signals.py), with its reason
+and its deadline. Nothing here may disturb the run: a service that is silent or slow or answers nonsense is reported once, and asked
+again.
 
 Protocols: AWS, spot instance interruption notices by IMDSv2, two minutes before; Google Cloud, instance/preempted, 30 s before;
 Azure, scheduled events, 30 s before an eviction. Each address can be set by the variable that the cloud's own libraries read.
@@ -13,7 +13,6 @@ import http.client
 import json
 import math
 import os
-import signal
 import threading
 import time
 import urllib.error
@@ -24,17 +23,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.notify import NoRedirect
 from paceline.options import PreemptOptions
-from paceline.terminal import stop_signals
 from paceline.units import format_duration
 
-ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` repeat the signal that the terminal has already sent
 TIMEOUT_S = 5.0  # of one request
 FILE_POLL_S = 1.0
 MAX_BYTES = 1 << 16  # of an answer
@@ -43,62 +39,6 @@ MAX_MARGIN = 0.5  # of a short notice, the share that the margin may take
 TOKEN_TTL_S = 21_600
 LOSING_EVENTS = {"Preempt", "Terminate", "Reboot", "Redeploy"}  # of Azure; a Freeze passes
 LINK_LOCAL = "http://169.254.169.254"
-
-
-@dataclass
-class StopSignals:
-    """The order to stop: the signals since the attempt began."""
-
-    first: str | None = None
-    first_time: float = 0.0
-    kill: bool = False
-    source: str | None = None  # of the preemption notice that came first, a noun phrase
-    deadline: float = math.inf  # by the monotonic clock: what still runs then is killed
-
-    @property
-    def by_person(self) -> bool:
-        """Whether a person ordered the stop: a batch system and a provider's notice leave no time for more than the save."""
-        return self.first == "SIGINT"
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more may be saved."""
-        return self.kill or time.monotonic() > self.deadline
-
-    def facts(self) -> dict[str, str | float]:
-        """Returns who ordered the stop, as the event `stopping` has it: a signal, or a notice and the seconds that it left."""
-        if self.source is None:
-            return {"signal": str(self.first)}
-        left = {} if math.isinf(self.deadline) else {"seconds_left": round(max(0.0, self.deadline - time.monotonic()))}
-        return {"reason": self.source, **left}
-
-    def preempt(self, source: str, seconds_left: float | None) -> None:
-        """Takes a preemption notice, from any thread."""
-        now = time.monotonic()
-        if seconds_left is not None:
-            self.deadline = min(self.deadline, now + seconds_left)
-        if self.first is None:
-            self.source, self.first_time = source, now
-            self.first = "preemption"  # last: the main thread reads the others once this is set
-
-    def add(self, signum: int, frame: FrameType | None) -> None:
-        """Takes a signal; it is a signal handler."""
-        now = time.monotonic()
-        if self.first is None:
-            self.first, self.first_time = signal.Signals(signum).name, now
-        elif signum == signal.SIGINT and now - self.first_time > ONE_CTRL_C_S:
-            self.kill = True  # a second SIGTERM is only a batch system that repeats itself
-
-
-@contextmanager
-def catch_signals(signals: StopSignals) -> Iterator[StopSignals]:
-    """Collects the signals that arrive within the block."""
-    handlers = {signum: signal.signal(signum, signals.add) for signum in stop_signals()}
-    try:
-        yield signals
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
 
 
 @dataclass(frozen=True)

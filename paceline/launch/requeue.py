@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from paceline.errors import PacelineError
 from paceline.launch.failure import HOST_LOST
-from paceline.launch.preemption import StopSignals
+from paceline.launch.stop_signals import StopSignals
 from paceline.launch.supervisor import Outcome
 from paceline.rundir import (
     RunDir,

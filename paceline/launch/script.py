@@ -40,8 +40,8 @@ from paceline.launch.hosts import HOST_KEYS, HostEntry, hosts_of, is_this_host
 from paceline.launch.member import reach_early
 from paceline.launch.notify import checked_services
 from paceline.launch.policy import CRASHES, Abilities, AttemptEnd
-from paceline.launch.preemption import StopSignals
 from paceline.launch.script_command import command_name, make_argv
+from paceline.launch.stop_signals import StopSignals
 from paceline.launch.supervisor import Outcome, run_attempt
 from paceline.launch.sync import find_script_files, renew_code, send_script
 from paceline.options import LaunchOptions, RanksOptions, ResumeOptions, ScriptOptions

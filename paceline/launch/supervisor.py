@@ -19,13 +19,13 @@ from paceline.errors import INTERRUPTED
 from paceline.explain.explanation import Explanation
 from paceline.explain.recorded_end import HANG
 from paceline.heartbeat import read_heartbeat
-from paceline.launch.activity import read_log_tail
 from paceline.launch.agent import kill_processes
 from paceline.launch.cluster import Cluster
 from paceline.launch.failure import Failure, find_early_exits, find_failures, find_script_exits
+from paceline.launch.log_tail import read_log_tail
 from paceline.launch.losses import agent_failure, find_blocked, host_failure, mark_unreachable, settle_losses
 from paceline.launch.member import Member
-from paceline.launch.preemption import StopSignals, catch_signals
+from paceline.launch.stop_signals import StopSignals, catch_signals
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.redaction import redact_text
 from paceline.rundir import RunDir, append_event

@@ -29,10 +29,10 @@ from paceline.launch.activity import (
     HeartbeatActivity,
     LogActivity,
     RankHosts,
-    uncaught_error,
 )
 from paceline.launch.cluster import Cluster
 from paceline.launch.failure import Failure
+from paceline.launch.log_tail import uncaught_error
 from paceline.launch.stacks import (
     CANNOT_RUN,
     GONE,

@@ -17,16 +17,8 @@ import pytest
 from paceline.errors import PacelineError
 from paceline.launch import preemption
 from paceline.launch.emit import cluster_job
-from paceline.launch.preemption import (
-    CLOUDS,
-    NoAnswer,
-    NoticeFile,
-    Service,
-    StopSignals,
-    catch_signals,
-    short_notice,
-    watch_preemption,
-)
+from paceline.launch.preemption import CLOUDS, NoAnswer, NoticeFile, Service, short_notice, watch_preemption
+from paceline.launch.stop_signals import StopSignals, catch_signals
 from paceline.options import PreemptOptions
 from paceline.run_options import EmitComposeOptions
 from paceline.rundir import RunDir, read_json_lines

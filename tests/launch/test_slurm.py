@@ -20,7 +20,6 @@ from paceline.launch.background import format_stop, stop_run
 from paceline.launch.connect import open_module
 from paceline.launch.hosts import HostEntry, hosts_of
 from paceline.launch.job import TrainingJob
-from paceline.launch.preemption import StopSignals
 from paceline.launch.queue import follow_job, parse_accounted, record_job_end, stop_job
 from paceline.launch.requeue import (
     check_free,
@@ -55,6 +54,7 @@ from paceline.launch.sbatch import (
     submit,
     submit_run,
 )
+from paceline.launch.stop_signals import StopSignals
 from paceline.launch.supervisor import Outcome
 from paceline.launch.train import new_folder, resume_run, run_training
 from paceline.options import PlanOptions, ResumeOptions, Services, TrainOptions

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.explain.run_folder import explain, explain_run
 from paceline.launch.cluster import Cluster
-from paceline.launch.preemption import ONE_CTRL_C_S, StopSignals
+from paceline.launch.stop_signals import ONE_CTRL_C_S, StopSignals
 from paceline.launch.supervisor import AttemptRecord, moved_run, run_attempt
 from paceline.rundir import RunDir, read_json_lines
 

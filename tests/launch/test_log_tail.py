@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from paceline.launch.activity import uncaught_error
+from paceline.launch.log_tail import uncaught_error
 from paceline.launch.stacks import Frame
 
 BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\nValueError: boom\n'

@@ -37,6 +37,7 @@ from paceline.noise import (
     FEW_RISE,
     LEAP_POINTS,
     MIN_POINTS,
+    NEAR_ZERO,
     SAME_VALUES,
     SPIKE,
     comes_down_to_zero,
@@ -70,7 +71,7 @@ Z_RISE = 5.0  # standard errors
 LOSS_RISE, SLOWER, MIN_SLOW_S = 0.15, 0.3, 60.0  # shares of the level that are somebody's concern; for how long
 # of a loss that was never lower than in its first points; of its highest level; of its first value: below it has learned
 START_RISE, COMING_DOWN, LEARNED = 0.5, 0.5, 0.5
-FAR_BELOW, VANISHED = 1e7, 0.04  # no likelihood of a batch; of the first points: a loss that low varies by factors
+FAR_BELOW = 1e7  # no likelihood of a batch
 NOT_NORMALIZED, FROM_START = "a loss of this size that does not fall", "from its first value on"
 BELOW_ZERO = "a cross entropy below 0: the labels are not between 0 and 1"
 NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer NaN
@@ -199,7 +200,7 @@ def is_whole(series: MetricSeries) -> bool:
 
 def is_learned(series: MetricSeries) -> bool:
     """Whether a loss has nearly vanished since its first points, where any noise multiplies it."""
-    return is_whole(series) and 0 <= series.values[-1] < VANISHED * max(series.values[:SPIKE])
+    return is_whole(series) and 0 <= series.values[-1] < NEAR_ZERO * max(series.values[:SPIKE])
 
 
 def is_judged(series: MetricSeries) -> bool:
@@ -253,8 +254,7 @@ def find_still(
     for series in losses:
         finite = thinned(series)
         values, steps = finite.values, finite.steps
-        at = constant_tail(values)
-        if at is not None and abs(values[-1]) > 0.01:
+        if (at := constant_tail(values)) is not None and abs(values[-1]) > 0.01:
             yield finding_at(STANDS_STILL, series, steps[at])
             continue
         if repeats_epochs(values):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
+from paceline.explain.lines import DIGITS
 from paceline.terminal import STEERING
 from paceline.units import format_bytes, format_list, format_percent, format_ranks
 
@@ -27,7 +28,6 @@ REPORTED_CAUSES = frozenset(
 KERNEL_LOG = "kernel log"  # how the source of its lines begins
 MAX_LINES, MAX_WIDTH = 4, 200  # of one message on the screen
 MAX_TEXT = 600  # characters of a line of evidence
-DIGITS = str.maketrans("", "", "0123456789")
 MAX_VICTIMS = 16  # listed by number
 # fields of to_json() that can quote the log, which anyone may have written
 UNTRUSTED = (

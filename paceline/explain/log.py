@@ -15,13 +15,10 @@ from paceline.explain.run_bounds import RunBounds
 FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a run with more errors
 SEVERAL_PROCESSES = re.compile(r"(?i)\brank(?:\b|_?\d)|torchrun|torch\.distributed|srun|mpirun|deepspeed|world[_ ]size")
 PROMPT = re.compile(r"(?:\(Pdb\+*\)|\bipdb>) *$")  # of a debugger, which waits for input
-# a request that was answered, in a log's last lines, or vLLM's report of such
-SERVED, MIN_SERVED = (
-    re.compile(  # of Jupyter too
-        r'HTTP/\d(?:\.\d)?" 20\d\b|\bAvg generation throughput: (?!0\.0\b)\d'
-        r"|\b(?:Notebook|Server|Lab)App\] (?:Saving file at|Kernel started)"
-    ),
-    3,
+MIN_SERVED = 3  # in a log's last lines
+SERVED = re.compile(  # a request that was answered, vLLM's report of such, what Jupyter does for its user
+    r'HTTP/\d(?:\.\d)?" 20\d\b|\bAvg generation throughput: (?!0\.0\b)\d'
+    r"|\b(?:Notebook|Server|Lab)App\] (?:Saving file at|Kernel started)"
 )
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 

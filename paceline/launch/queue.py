@@ -144,7 +144,7 @@ def attempt_of_job(events: Sequence[Mapping[str, Any]], job_id: JobId) -> int | 
         if event.get("event") in ("submitted", "requeued") and event.get("job_id") == job_id:
             attempt = None
         elif event.get("event") == "attempt":
-            attempt = max(attempt or 0, event["attempt"])
+            attempt = event["attempt"]
     return attempt
 
 

@@ -262,14 +262,16 @@ def test_a_script_whose_ranks_all_wait_is_ended_without_naming_one(watched):
     assert is_over(launch)
 
 
-def test_an_exception_whose_process_lives_on_in_a_thread_is_the_failure_and_no_hang(watched):
-    more = """
+RAISE_BESIDE_A_THREAD = """
         if step == 1 and rank == 1:
             import threading
             threading.Thread(target=time.sleep, args=(1000,)).start()
             raise ValueError("boom")
-    """
-    launch = watched(SCRIPT, kind="script", hang_after_s=3, more=more)
+"""
+
+
+def test_an_exception_whose_process_lives_on_in_a_thread_is_the_failure_and_no_hang(watched):
+    launch = watched(SCRIPT, kind="script", hang_after_s=3, more=RAISE_BESIDE_A_THREAD)
     launch.wait_until_running()
     assert wait_for_hang(launch)["error"] == "ValueError: boom"
     assert is_over(launch, exit_code=1)
@@ -282,13 +284,7 @@ def test_an_exception_whose_process_lives_on_in_a_thread_is_the_failure_and_no_h
 def test_a_stop_while_a_thread_keeps_a_process_whose_program_an_exception_ended_leaves_the_exception_as_the_failure(
     watched,
 ):
-    more = """
-        if step == 1 and rank == 1:
-            import threading
-            threading.Thread(target=time.sleep, args=(1000,)).start()
-            raise ValueError("boom")
-    """
-    launch = watched(SCRIPT, kind="script", hang_after_s=600, more=more)
+    launch = watched(SCRIPT, kind="script", hang_after_s=600, more=RAISE_BESIDE_A_THREAD)
     launch.wait_until_running()
     launch.wait_for(lambda: "ValueError: boom" in launch.log(1))
     launch.signal(signal.SIGTERM)

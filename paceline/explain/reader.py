@@ -263,7 +263,7 @@ class LogParser:
         bounds.is_shared = bounds.is_shared or bool(line.stream)
         if bounds.end is not None or bounds.settings is not None:
             progress = read_step_and_loss(in_english(line.text, line.text.lower())) or bar
-            if (first_line := bounds.start_of_next(number, line.text, progress, self._run.progress.losses)) is not None:
+            if (first_line := bounds.start_of_next(number, line.text, progress, self._run.progress)) is not None:
                 self._begin_run(first_line)
         if self._run.progress.add(number, line, bar) and not self._tracebacks.is_open:  # an open error may be the end
             self._run.bounds.add_progress(line.text)

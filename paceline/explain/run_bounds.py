@@ -7,13 +7,12 @@ has caught can be older than it: such output begins a run only if its like was p
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.explain.explanation import Record
 from paceline.explain.line_measures import StepLoss
 from paceline.explain.lines import DIGITS
-from paceline.explain.progress import EPOCH, LossPoint
+from paceline.explain.progress import EPOCH, ProgressTracker
 
 BUFFERED_LINES = 120  # that a buffer may still hold when a program ends
 MAX_SHAPES, SHAPE_CHARS, COUNT_CHARS = 64, 30, 80
@@ -94,12 +93,10 @@ class RunBounds:
             self.settings = (number, self.last_progress) if self.last_progress else None
         return starts
 
-    def start_of_next(
-        self, number: int, text: str, progress: StepLoss | None, losses: Sequence[LossPoint]
-    ) -> int | None:
+    def start_of_next(self, number: int, text: str, progress: StepLoss | None, so_far: ProgressTracker) -> int | None:
         """Where the next run began if a line shows that steps have begun again: there, or where it printed its settings.
 
-        losses: of this run. An evaluation prints settings too, behind which the next epoch begins with about the last loss.
+        so_far: of this run. An evaluation prints settings too, behind which the next epoch begins with about the last loss.
         """
         if progress is None:
             return None
@@ -108,6 +105,7 @@ class RunBounds:
         if self.settings is None or shape_of(text) != shape_of(self.settings[1]):
             return None
         (first_line, last_text), self.settings = self.settings, None
+        losses = so_far.losses
         if not losses or progress.loss is None or counts_of(text) >= counts_of(last_text):
             return None
         from_first, from_last = (abs(progress.loss - losses[at].value) for at in (0, -1))

@@ -314,7 +314,7 @@ def test_a_row_that_is_cut_is_left_out(tmp_path):
     path.write_text(path.read_text()[:-12])
     curves, notes = read(path)
     assert len(curves["train_loss_step"].steps) == 200 and len(curves["val_loss"].steps) == 19
-    assert notes == ["metrics.csv: the last row has no end and was left out"]
+    assert notes == []  # its writer may still write it
     path.write_text(path.read_text() + "\n1,2\n")
     assert "metrics.csv: left out 1 row with too few columns" in read(path)[1]
 
@@ -366,6 +366,35 @@ def test_json_lines_of_any_name_are_judged_by_their_curves(name, tmp_path, capsy
     assert output.startswith(f"loss-stands-still: the loss stands still from step {TURN} on: ")
     (tmp_path / name).write_text("\n".join([*lines, "Traceback (most recent call last):", "KeyError: 'x'", ""]))
     assert explained(capsys, tmp_path / name).startswith("user-code-exception: KeyError")
+
+
+def test_a_line_that_is_cut_is_left_out(tmp_path):
+    path, lines = (
+        tmp_path / "metrics.jsonl",
+        [json.dumps({"step": step, "loss": 3.0 - step / 50}) for step in range(50)],
+    )
+    path.write_text("\n".join([*lines, '{"step": 50, "lo']))
+    curves, notes = read(path)
+    assert (curves["loss"].steps, notes) == (list(range(50)), [])
+    path.write_text("\n".join([*lines, '{"step": 50, "lo', ""]))
+    assert read(path)[1] == ["metrics.jsonl: left out 1 line that cannot be parsed, of 51"]
+
+
+@pytest.mark.parametrize(("field", "part"), [("mode", "eval"), ("split", "val"), ("phase", "Validation")])
+def test_records_of_an_evaluation_are_no_training(field, part, tmp_path, capsys):
+    records = []
+    for step in range(200):
+        loss = 1.5 + 2.5 * math.exp(-step / 60)
+        records.append({field: "train", "step": step, "loss": loss, "lr": 0.1})
+        if step % 10 == 9:
+            records.append({field: part, "step": step, "loss": loss + 1 + step * step / 9000, "lr": 0.1})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    curves, _ = read(path)
+    assert {name: len(item.steps) for name, item in curves.items()} == {"loss": 200, "lr": 200, f"{part}/loss": 20}
+    for name in ("metrics.jsonl", "train.log"):
+        path = path.rename(tmp_path / name)
+        assert explained(capsys, path).startswith("validation-turns-up: the validation loss is lowest")
 
 
 def test_losses_of_parts_are_nan_if_half_of_them_are(tmp_path, capsys):

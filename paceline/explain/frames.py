@@ -45,7 +45,7 @@ OWN = re.compile(  # whoever calls it: a file outside of the packages, a functio
 )
 OWN_IF_CALLED = re.compile(  # by the user's file, as it is more often its own than a package's
     r"TypeError: [a-z_]\w*\(\) got an unexpected keyword argument|AttributeError: '\w+' object has no attribute '_[a-z]"
-    rf"|(?<![\w.])(?!(?:{CLASSES})\.)[A-Z]\w*\.__init__\(\) got an unexpected keyword argument"
+    rf"|(?<![\w.])(?!(?:{CLASSES})\.)[A-Z]\w*\.\w+\(\) got an unexpected keyword argument"
     rf"|type object '(?!(?:{CLASSES})')[A-Z]\w*' has no attribute"
     r"|AttributeError: (?:partially initialized )?module '(?P<module>\w+)[\w.]*' has no attribute"
     r"|KeyError: (?P<key>'[a-z][\w.-]*')$"
@@ -86,6 +86,12 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         r"gym(?:nasium)?[/\\]envs[/\\]registration\.py\", line \d+, in make\b",
     ),
 )  # fmt: skip
+OUTCOME_LINES = 8  # behind an exception
+TRAINING_FAILED = re.compile(r"(?i)\b(?:training|fine-?tuning|experiment|job|run) (?:has )?failed\b")
+NO_MEMBER = re.compile(rf"AttributeError: '(?!(?:{CLASSES})')\w+' object has no attribute")
+MODULE_GETATTR, OWN_FORWARD = (
+    re.compile(rf'", line \d+, in {function}\b') for function in ("__getattr__", "(?:__init__|forward)")
+)
 MISSING_NAME = re.compile(r"AttributeError: module '(?P<module>\w+)' has no attribute '(?P<name>\w+)'")
 # names that the packages have: a folder of the user's own that is meant to be there lacks others
 HIDDEN_NAME = re.compile(
@@ -115,13 +121,29 @@ LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logg
 
 def is_own(record: Record) -> bool:
     """Whether an exception is about a function, a module or something private of the user's own code."""
-    if OWN.match(record.text):
+    if OWN.match(record.text) or lacks_own_member(record):
         return True
     called = OWN_IF_CALLED.search(record.text)
     if called is None or (INSTALLED.search(record.frames[-1]) if record.frames else called["key"]):
         return False
     module = called["module"] or ""
     return module not in sys.stdlib_module_names and not MODULES.fullmatch(module)
+
+
+def lacks_own_member(record: Record) -> bool:
+    """Whether a module of the user's own uses a member of itself that was never set, as its forward alone can show."""
+    if len(record.frames) < 2 or not (NO_MEMBER.match(record.text) and MODULE_GETATTR.search(record.frames[-1])):
+        return False
+    return OWN_FORWARD.search(record.frames[-2]) is not None and not INSTALLED.search(record.frames[-2])
+
+
+def is_outcome(record: Record, log: Log) -> bool:
+    """Whether a line soon behind a traceback says that the training failed with its message."""
+    first, *others = record.text.split("\n")
+    message = first.partition(": ")[2]
+    last = record.line + 2 * len(record.frames) + OUTCOME_LINES  # a frame is two lines
+    others += [other.text for other in log.records_between(record.line + 1, last)]
+    return bool(record.frames and message) and any(TRAINING_FAILED.search(text) and message in text for text in others)
 
 
 def match_frames(record: Record) -> tuple[str, float, dict[str, str]] | None:

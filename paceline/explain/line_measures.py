@@ -114,6 +114,9 @@ ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
 NUMBER_CELL = re.compile(r"(?i)[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)")
 OTHER_LOSS = re.compile(rf"(?<![a-z])(?:{HELD_OUT_WORD}|best|min|prev){GAP}$", re.IGNORECASE)
 HELD_OUT_BEHIND = re.compile(rf"(?i)loss[_ /]{HELD_OUT_WORD}(?![a-z])")
+ADVERSARIAL = re.compile(
+    r"(?<!\w)(?P<part>[DG]|[Dd]isc(?:riminator)?|[Gg]en(?:erator)?|[Cc]ritic) $"
+)  # a part of a GAN
 OF_POLICY = re.compile(r"(?i)(?:policy|actor|critic|value|pg)[_ /]$")
 # before the loss that others are a part of
 TOTAL_LOSS = re.compile(r"(?i)(?:^|[\s,;|({\['\"])(?:(?:tot|total|train|training)[_ /])?$")
@@ -129,8 +132,9 @@ EVALUATION_TITLE = re.compile(  # or its last line before its averages
 ONE_OF_BATCHES = re.compile(r"\[ *(?P<at>\d+)/(?P<of>\d+)\] +eta: ")
 SCORES = r"(?:acc|accuracy|f1|top-?1|au(?:ro)?c|dice|m?iou)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
 SCORE = re.compile(rf"(?i)(?<![a-z]){SCORES}")  # higher is better
-HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT_WORD}[ _/.-]*{SCORES}")
+HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT_WORD}[\] _/.-]*(?:\d+ +)?{SCORES}")
 SHORT_LOSS = re.compile(r"(?<![\w.])(?:avg_)?L=(?P<value>nan|\d+\.\d+(?:e[-+]?\d+)?)\b")  # beside a step
+MODULE_ROW = re.compile(r"\d+ +\| \w+ +\| \w+ +\| ")  # of Lightning's summary of a model, which may hold a loss
 MEAN_LOSS = "train_mean_loss"  # of a whole run: of interest where it is exactly 0
 LONG_RUN = re.compile(r"'train_runtime': \d{3,}\.")  # in seconds: not one that had nothing left to do
 REWARD = re.compile(rf"(?i)(?<![\w/])(?:(?:train|critic)/)?(?:mean_)?rewards?(?:[/_]mean)?{VALUE}")
@@ -218,6 +222,8 @@ def strip_counters(text: str) -> tuple[str, StepLoss | None]:
 def read_step_and_loss(text: str) -> StepLoss | None:
     """The step or the loss that a line reports; None if it reports neither."""
     lowered = text.lower()
+    if MODULE_ROW.match(text):
+        return None
     if text[:1] == "{" and "batch_size" in lowered and SECTION.search(text) and not LOSS_FIELD.search(text):
         return None  # settings
     step = STEP.search(text)
@@ -298,6 +304,8 @@ def name_of(match: re.Match[str]) -> str:
     """The name of a loss in the form of metrics: train/loss."""
     if is_held_out(match):
         return "eval_loss"
+    if part := ADVERSARIAL.search(before(match)):
+        return f"{part['part']}_loss"
     prefix = NAME_START.search(match.string[max(0, match.start() - 40) : match.start()])
     measure = WORDS.match(match[0]) if match.re is ERROR_MEASURE else None
     return f"{prefix[0] if prefix else ''}{measure[0] if measure else 'loss'}"

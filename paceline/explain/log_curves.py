@@ -92,11 +92,15 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     if not losses and all(point.step is point.epoch is None for point in points["losses"]):
         evaluations = []  # results of several programs
     scores = line_series(points["scores"], kind=SCORE)
-    ends_lowest = any(map(is_lowest_at_end, evaluations))
+    ends_lowest, ends_best = any(map(is_lowest_at_end, evaluations)), is_best_at_end(points["scores"])
     # transformers writes 0 for a loss that is NaN, but not in evaluations
     has_nan = any(math.isnan(point.value) for name in ("losses", "held_out") for point in points[name])
     findings = [
-        *(rise for item in (() if ends_lowest else losses) for rise in find_rises([item], least_rise(item))),
+        *(
+            rise
+            for item in (() if ends_lowest or ends_best else losses)
+            for rise in find_rises([item], least_rise(item))
+        ),
         *still,
         *find_unlearned(losses, held_out),
         *find_chance(losses, held_out),
@@ -106,7 +110,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *find_zeros(line_series(points["rewards"], kind=REWARD), ZERO_REWARDS, reason=NO_REWARD),
         *find_growth(memories, LOG_GROWTH),
         *find_slowdown({THROUGHPUT: speeds}, LOG_SLOWER),
-        *(() if is_best_at_end(points["scores"]) else find_turns(losses, evaluations, scores)),
+        *(() if ends_best else find_turns(losses, evaluations, scores)),
         *(() if any(map(may_fall, losses)) else find_same(points["scores"], points["held_out"])),
     ]
     if any(EARLY_STOP.search(text) for log in logs for _, text in log.last_lines):  # what the training has waited for

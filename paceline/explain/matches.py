@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER
 from paceline.explain.explanation import Record
-from paceline.explain.frames import PACKAGE, is_own, left_program_running, match_frames
+from paceline.explain.frames import PACKAGE, is_outcome, is_own, left_program_running, match_frames
 from paceline.explain.lines import IGNORABLE
 from paceline.explain.log import LAST_LINES, Log
 from paceline.explain.run_bounds import BUFFERED_LINES, ended_program, failed_at_import, shape_of
@@ -329,9 +329,9 @@ def lines_before_done(log: Log) -> range:
 
 
 def is_last_word(record: Record, end: int, log: Log) -> bool:
-    """Whether a traceback stands right before the "done" that ends a log, with hardly any progress between."""
+    """Whether a traceback is the outcome, or right before the "done" that ends a log, with hardly any progress between."""
     is_near = end - record.line - record.text.count("\n") <= BEFORE_DONE and log.last_lines[0][0] <= end
-    return bool(record.frames) and is_near and len(log.steps_after(record)) < STEPS_AFTER
+    return bool(record.frames) and (is_near or is_outcome(record, log)) and len(log.steps_after(record)) < STEPS_AFTER
 
 
 def as_ended(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:

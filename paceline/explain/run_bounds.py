@@ -48,6 +48,7 @@ SHELL_END = re.compile(  # of a program, as what has started it reports
     r"ChildFailedError|^(?:.*: line \d+: +\d+ +)?(?:Killed|Aborted|Terminated|Segmentation fault|Bus error)\b"
     r"|srun: error: .*(?:[Ee]xited with|Killed|Terminated|Aborted|Segmentation)|exits with return code = -?[1-9]"
     r"|^Port \d+ is in use by another program|^FatalError: `"  # Flask; a signal, as Paddle's C++ reports it
+    r"|^\S+\.py: error: "  # argparse, before the program did anything
 )
 
 

@@ -185,7 +185,9 @@ def judge_runs(runs: Sequence[Run]) -> int:
     """The place of the run that is asked about."""
     shown = [at for at, run in enumerate(runs) if run.counts]
     last = len(runs) - 1
-    just_began = runs[last].log.is_later or (runs[last].log.is_restart and not runs[last - 1].log.has_end)
+    before = runs[last - 1]
+    was_ended = before.log.has_end or is_from_outside(before)
+    just_began = runs[last].log.is_later or (runs[last].log.is_restart and not was_ended)
     if not shown or (just_began and runs[last].state == "silent"):
         return last
     at = shown[-1]

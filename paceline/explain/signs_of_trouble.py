@@ -90,7 +90,8 @@ NO_TROUBLE = re.compile(
     r"|error[ _]rate"
     r"|\b(?:errors?|failed) (?:encountered|(?!rank|gpu|device|node|host|worker)\w+e?s): 0\b"
     r"|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)"
-    r"|unable to register cu\w+ factory"
+    r"|unable to register cu\w+ factory|^non-resource variables are not supported in the long term"
+    r"|loopback address as fallback"
     r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk"
     r"|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\busing default\b"
     r"|error during autotuning|\berrors?:$|\bfailures?:(?: \d+)?$"
@@ -109,7 +110,7 @@ NO_TROUBLE = re.compile(
     r"|\bGLFWError\b|^GKS: cannot open display|are not found in the checkpoint"
     r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` (?:secret|does not)"
     # what a model answers, a tally of items
-    r"|\bI (?:cannot|can't)\b|\berror analysis\W*$|^assistant: |\bnot found yet\b|\bno [\w-]+ information available\b"
+    r"|\bI (?:cannot|can't)\b|\berror analysis\b|^assistant: |\bnot found yet\b|\bno [\w-]+ information available\b"
     r"|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bhas requirement .*, but you'll have "
     r"|^(?:Installing collected packages|Successfully installed)\b"
     r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored"
@@ -124,6 +125,19 @@ NO_TROUBLE = re.compile(
 )
 ERROR_PREFIX = re.compile(
     r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|\[(?:error|fatal|critical)\]|(?:[Ff]atal|[Ee]rror)(?: error)?: )"
+)
+MIN_LINES = 8  # of a log without progress: ordinary output to its end
+TRAINING_BEGINS = re.compile(r"(?i)\b(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training\W*$")
+MAX_UNDECODED = 0.01  # of the characters at the end of a log: a model's answer may break one
+MIN_OUTPUT = 50  # lines: fewer whose end only announces work do not show that it was done
+ANNOUNCES = re.compile(
+    r"(?i)(?<!exiting)(?:\.\.\.|…)\W*$|^\W*\{'\w+': (?!-?\d+\.\d)|\bNamespace\(|\bepoch\W*[01]\b(?!.*\d\.\d)"
+    r"|^(?:loading|retrying|starting)\b|^SLURM auto-requeueing enabled"
+    r"|(?:^\W*|- )(?:optimizer|(?:number of )?(?:trainable )?param(?:eter)?s?|args|arguments|config)\b.{0,20}:"
+)
+MONITOR = re.compile(
+    r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|"
+    r"|^\|.*(?:Processes:|GI +CI +PID|\bID +ID\b|MIG M\.|No running processes found|={20}).*\|$|^\+-{77}\+$"
 )
 
 
@@ -257,3 +271,17 @@ def is_result(text: str, log: Log) -> bool:
 def ends_well(log: Log) -> bool:
     """Whether the end tells that work is done or requests are answered, or cells of a notebook worked after those that failed."""
     return bool(log.note) or any(is_result(text, log) for text in last_texts(log)) or log.is_serving
+
+
+def is_ordinary(log: Log) -> bool:
+    """Whether a log without progress ends with ordinary output: of a program, not of free or nvidia-smi, and decoded.
+
+    Training that is announced at the very end did not get to its first step, nor did what was announced in a short log.
+    """
+    ordinary = [number for number, text in log.last_lines if not MONITOR.search(text)]
+    begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
+    if log.last_lines and log.last_lines[-1][0] - log.first_line < MIN_OUTPUT and not ends_well(log):
+        begins = begins or any(ANNOUNCES.search(split_prefix(text).text) for _, text in log.last_lines[-LAST_CHECKED:])
+    end = "".join(text for _, text in log.last_lines)
+    is_decoded = end.count("\ufffd") < MAX_UNDECODED * len(end) + 1
+    return (len(ordinary) >= MIN_LINES or ends_well(log)) and is_decoded and not begins

@@ -13,7 +13,6 @@ from paceline.explain.blame import culprit_rank, rank_blamed_by_launcher, rank_i
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl, is_closed
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record, make_evidence, shorten
-from paceline.explain.lines import split_prefix
 from paceline.explain.log import Log, step_of
 from paceline.explain.matches import (
     MIN_STEPS,
@@ -49,6 +48,7 @@ from paceline.explain.signs_of_trouble import (
     LAST_CHECKED,
     ends_well,
     errors_of_every_item,
+    is_ordinary,
     last_errors,
     trouble_anywhere,
     trouble_at_end,
@@ -62,7 +62,6 @@ ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
 MIN_LATE_STEP = 10  # of a single line of progress
-MIN_LINES = 8  # of a log without progress: ordinary output to its end
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_QUOTE = 200
@@ -74,20 +73,11 @@ RERUN_CELLS = "run its cells to the end, save the notebook, and pass it: pacelin
 ONE_LOG = "COMMAND > run.log 2>&1, then paceline explain run.log"
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
-TRAINING_BEGINS = re.compile(r"(?i)\b(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training\W*$")
-MAX_UNDECODED = 0.01  # of the characters at the end of a log: a model's answer may break one
-MIN_OUTPUT = 50  # lines: fewer whose end only announces work do not show that it was done
-ANNOUNCES = re.compile(
-    r"(?i)(?<!exiting)(?:\.\.\.|…)\W*$|^\W*\{'\w+': (?!-?\d+\.\d)|\bNamespace\(|\bepoch\W*[01]\b(?!.*\d\.\d)"
-    r"|^(?:loading|retrying|starting)\b|^SLURM auto-requeueing enabled"
-    r"|(?:^\W*|- )(?:optimizer|(?:number of )?(?:trainable )?param(?:eter)?s?|args|arguments|config)\b.{0,20}:"
-)
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
 METRICS = re.compile(  # a record of numbers
     r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}'
 )
 FAILED = re.compile(r"\bFAILED\b")
-MONITOR = re.compile(r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|")
 
 
 def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanation:
@@ -281,20 +271,6 @@ def hardly_began(log: Log) -> bool:
     """Whether a log's last run printed little and no step, although runs before it reported steps."""
     has_steps = any(run.progress.steps >= MIN_STEPS for run in log.earlier)
     return log.is_restart and has_steps and log.last_line - log.first_line <= BUFFERED_LINES and not ends_well(log)
-
-
-def is_ordinary(log: Log) -> bool:
-    """Whether a log without progress ends with ordinary output: of a program, not of free or nvidia-smi, and decoded.
-
-    Training that is announced at the very end did not get to its first step, nor did what was announced in a short log.
-    """
-    ordinary = {number for number, text in log.last_lines if not MONITOR.search(text)}
-    begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
-    if log.last_lines and log.last_lines[-1][0] - log.first_line < MIN_OUTPUT and not ends_well(log):
-        begins = begins or any(ANNOUNCES.search(split_prefix(text).text) for _, text in log.last_lines[-LAST_CHECKED:])
-    end = "".join(text for _, text in log.last_lines)
-    is_decoded = end.count("\ufffd") < MAX_UNDECODED * len(end) + 1
-    return (len(ordinary) >= MIN_LINES or ends_well(log)) and is_decoded and not begins
 
 
 def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:

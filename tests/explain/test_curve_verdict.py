@@ -1030,3 +1030,26 @@ def test_the_first_points_of_a_loss_are_no_level_from_which_it_rises():
     later = [0.5 + 0.06 * n for n in range(9)] * 30
     assert rise_since(series(LOSS, first + later), 0) is None
     assert rise_since(series(LOSS, first + [2 * loss for loss in later]), 0) is not None
+
+
+def test_of_two_networks_that_compete_no_loss_must_fall():
+    rising = [0.4, 2.0, 0.3, 1.1, 0.5, *[0.6 + step / 40 for step in range(60)]]
+    lines = (f"Step [{at}/65], D Loss: {loss:.4f}, G Loss: {3 / (1 + loss):.4f}\n" for at, loss in enumerate(rising, 1))
+    assert explain(["".join(lines).encode()]).cause == "healthy"
+
+
+def test_a_loss_that_rises_while_evaluations_get_better_gained_terms():
+    losses = [1.1 - at / 60 for at in range(30)] + [0.55 + at / 40 for at in range(30)]
+    lines = (
+        f"[{50 * at}/3000] loss={loss:.4f}\n"
+        + (f"[Val] {50 * at}  dice={0.9 - 0.9 * 0.8**at:.4f}\n" if at % 5 == 0 else "")
+        for at, loss in enumerate(losses)
+    )
+    text = "".join(lines)
+    assert explain([text.encode()]).cause == "healthy"
+    alone = "".join(line for line in text.splitlines(keepends=True) if "Val" not in line)
+    assert explain([alone.encode()]).cause == "loss-diverged"
+
+
+def test_a_row_of_a_model_s_summary_reports_no_loss():
+    assert read_step_and_loss("1 | criterion | CTCLoss                     | 0      | train") is None

@@ -147,3 +147,26 @@ def test_an_argument_that_the_forward_of_the_user_s_own_module_lacks_is_a_mistak
     assert verdict(traceback(llama, ("train.py", "main"), *called)).cause == "version-mismatch"
     of_package = (f"{PACKAGE}/peft/peft_model.py", "forward")
     assert verdict(traceback(error, ("train.py", "main"), *called, of_package, *called)).cause == "version-mismatch"
+
+
+def test_a_member_that_the_user_s_own_module_never_set_is_no_difference_between_versions():
+    getattr_frame = (f"{PACKAGE}/torch/nn/modules/module.py", "__getattr__")
+    missing = "AttributeError: '{}' object has no attribute 'mixing'"
+    own = traceback(missing.format("AlignmentForGeneration"), ("/home/me/net.py", "forward"), getattr_frame)
+    assert verdict(own).cause == "user-code-exception"
+    library = traceback(missing.format("LlamaForCausalLM"), ("/home/me/net.py", "forward"), getattr_frame)
+    assert verdict(library).cause == "version-mismatch"
+    method = traceback(
+        "TypeError: Learner.save() got an unexpected keyword argument 'end'", ("/home/me/runner.py", "run")
+    )
+    assert verdict(method).cause == "user-code-exception"
+
+
+def test_a_traceback_whose_message_is_said_to_have_ended_the_training_is_the_outcome():
+    steps = "".join(f"step {step}/10 loss: {3 - step / 9:.3f}\n" for step in range(10))
+    error = traceback("ValueError: Unable to create dataset (name already exists)", ("h5py/h5d.pyx", "create"))
+    done = "cleaning up\n" * 20 + "Exit code: 0 SUCCESS\ntraining completed successfully!\n"
+    said = "x ConvNet training failed: Unable to create dataset (name already exists)\n"
+    handled = error.replace("<module>", "train")  # somebody caught it
+    assert verdict(steps + handled + said + done).cause == "user-code-exception"
+    assert verdict(steps + handled + done).cause == "healthy"

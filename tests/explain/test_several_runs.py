@@ -404,3 +404,17 @@ def test_a_few_lines_like_the_first_behind_an_error_were_in_a_buffer():
     done = "Saved successfully\n"
     assert verdict(START + uncaught(BUG) + START + done).cause == "user-code-exception"
     assert verdict(START + uncaught(BUG) + START + "reading\n" * 3 + done).cause == "healthy"
+
+
+def test_a_run_of_which_nothing_is_shown_yet_leaves_the_answer_to_an_interrupt_before_it():
+    bar = "Epoch 0:  {0}%|#    | {0}/100 [00:17<02:14, 13.56it/s, loss=0.0104]\n"
+    first = "".join(bar.format(at) for at in range(10, 60, 5))
+    stop = 'call.py:48: UserWarning: Detected KeyboardInterrupt, attempting graceful shutdown...\n  rank_zero_warn("Detected")\n'
+    again = "GPU available: False, used: False\nTPU available: False\n"
+    assert verdict(again + first + stop + again).cause == "keyboard-interrupt"
+
+
+def test_a_command_line_that_was_refused_ended_before_the_run_behind_it():
+    usage = "usage: train.py [-h] [-r RESUME]\ntrain.py: error: argument -r/--resume: expected one argument\n"
+    assert verdict(usage).cause == "config-error"
+    assert verdict(START + usage + START + STEPS).cause == "healthy"

@@ -1568,6 +1568,9 @@ def test_an_exception_that_is_logged_as_a_warning_ends_nothing():
         "Run 3 Error: [Errno 2] No such file or directory: 'a.pt', This run will be skipped.",
         "CREST terminated normally.",
         "|        - Board Limit (%)           | Not Supported                           |",
+        "[ERROR ANALYSIS] SENTIMENT:",
+        "non-resource variables are not supported in the long term",
+        "[W706 PGGloo.cpp:524] Unable to resolve hostname to a (local) address. Using the loopback address as fallback.",
         "CUDA extension for cauchy multiplication not found. This should speed up end-to-end training by 10-50%",
     ],
 )
@@ -1658,6 +1661,16 @@ def test_a_short_log_that_only_announces_work_does_not_show_that_it_was_done():
     assert verdict(began + "{'accuracy': 0.91, 'f1': 0.88}\n").cause == "healthy"
     assert verdict(began + "Testing completed\n").cause == verdict(began + "set-up 12\n").cause == "healthy"
     assert verdict(began * 5 + "Optimizer: Adam\n").cause == "healthy"
+    monitor = [
+        "| Processes:      |",
+        "|  GPU   GI   CI        PID   Type   Process name |",
+        "|=====================|",
+        f"+{77 * '-'}+",
+    ]
+    assert (
+        verdict("\n".join(["disabled", *monitor, "|  No running processes found   |", "renamed"]) + "\n").cause
+        == "unknown"
+    )
 
 
 def test_an_uncaught_error_below_a_warning_was_not_logged_by_it():

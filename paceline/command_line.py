@@ -167,7 +167,10 @@ class Parameter:
             fix = self.usage if self.is_switch else f"{self.title} {example}"
             raise UsageError(f"{self.title} {text} is not {self.expected}", fix=fix) from None
         if (value := self.also.get(value, value)) is not None and (problem := self.problem(value)):
-            raise UsageError(f"{self.title} {text} is {problem}", fix=nearest_choice(text, self.choices, self.expected))
+            fix = nearest_choice(text, self.choices, self.expected)
+            if self.high == 1 and isinstance(value, float) and 1 < value <= 100 and not self.problem(value / 100):
+                fix = f"{self.title} {value / 100:g}; {fix}"  # a percentage in place of a share
+            raise UsageError(f"{self.title} {text} is {problem}", fix=fix)
         return value
 
     def problem(self, value: Any) -> str | None:

@@ -39,7 +39,7 @@ class RunsShowOptions(JsonOption, RunsOption):
     runs: tuple[str, ...] = positional("RUN", f"{RUN}; or several")
 
 
-class RunsTagOptions(RunsOption):
+class RunsTagOptions(JsonOption, RunsOption):
     """Add tags to a run, or remove them; without tags, print those that it has.
 
     They stand in the list of runs; `paceline runs --tag` and the browser find runs by them. The file is notes.json of the run.
@@ -51,7 +51,7 @@ class RunsTagOptions(RunsOption):
     remove: bool = option(False, "remove these tags")
 
 
-class RunsNoteOptions(RunsOption):
+class RunsNoteOptions(JsonOption, RunsOption):
     """Write a note about a run, which stands in the list of runs; without a text, print the one it has.
 
     $ paceline runs note books "the first run with the new text"

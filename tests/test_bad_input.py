@@ -68,6 +68,7 @@ CASES = [
     ("an option that is not ASCII", lambda d: ["train", "--tiefe-größe", "4"], 2, "--tiefe-größe", ""),
     ("a switch with a value", lambda d: ["watch", "--once=perhaps"], 2, "--once perhaps", "--once"),
     ("a wrong negation", lambda d: ["train", "--no-chekc"], 2, "--no-chekc", "--no-check"),
+    ("a share in percent", lambda d: ["plan", "--memory-share", "65"], 2, "65 is out of range", "--memory-share 0.65; a number"),
     ("no silence at all", lambda d: ["train", "--hang-after", "0"], 2, "--hang-after 0 is out of range", "from 0.1"),
     ("a silence that is no number", lambda d: ["run", "--hang-after", "nan", "--", "x.py"], 2, "nan", "number"),
     ("no attempt", lambda d: ["resume", "r", "--max-attempts", "0"], 2, "--max-attempts 0", "from 1"),

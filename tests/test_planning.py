@@ -166,6 +166,8 @@ def test_cards_in_different_numbers_are_compared(capsys):
     assert [(row["GPU"], row["world_size"]) for row in rows] == [("2x RTX 5090", 2), ("H100", 1)]
     _, one, two = table(plan(capsys, "--compare", "1x H100,2x H100", "--link", "10GbE"))  # one card alone needs no link
     assert (one[0], two[0], "yes" in one, "yes" in two) == ("1x H100", "2x H100", True, True)
+    error, _ = refused(capsys, "--compare", "1x H100,1x A100", "--link", "10GbE")
+    assert error == "--link 10GbE, but one device alone sends nothing"
 
 
 def test_a_key_with_a_fixed_list_is_swept_over_it(capsys):

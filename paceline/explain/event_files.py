@@ -2,7 +2,7 @@
 Scalars in TensorBoard event files and in the .wandb files of Weights & Biases, read without their libraries.
 
 Both hold protocol buffers in frames with checksums: TFRecord, and LevelDB's log format. Only the fields that hold numbers over
-steps are read. Records that are cut or damaged are left out and reported.
+steps are read. Damaged records are left out and reported; one that is cut at the end may still be written: it is left out.
 
 Formats: tensorflow/core/lib/io/record_writer.cc, tensorflow/core/util/event.proto, core/framework/summary.proto and tensor.proto;
 leveldb doc/log_format.md, wandb/proto/wandb_internal.proto. wandb takes CRC-32 where LevelDB takes CRC-32C.
@@ -97,11 +97,11 @@ def read_event_file(file: BinaryIO, report: Report) -> Iterator[Scalar]:
         length = int.from_bytes(header[:8], "little")
         if len(header) < 12 or masked_crc(header[:8]) != header[8:]:
             at = file.tell() - len(header)
-            report(f"cut or damaged at byte {at:,}: what follows was left out" if at else "not an event file")
+            if len(header) == 12 or not at:  # else its writer may still write it
+                report(f"damaged at byte {at:,}: what follows was left out" if at else "not an event file")
             break
         record, crc = file.read(length), file.read(4)
-        if len(crc) < 4:
-            report("the last record is cut and was left out")
+        if len(crc) < 4:  # its writer may still write it
             break
         scalars: list[Scalar] | None = []
         try:
@@ -175,9 +175,11 @@ def wandb_pieces(file: BinaryIO, report: Report) -> Iterator[tuple[int, bytes]]:
             piece = block[at + 7 : at + 7 + length]
             if kind == 0 and length == 0:
                 break  # the writer left the end of the block empty
+            if len(piece) < length and len(block) < WANDB_BLOCK_BYTES - start:
+                break  # its writer may still write it
             if len(piece) < length or zlib.crc32(block[at + 6 : at + 7 + length]) != crc:
                 where = file.tell() - len(block) + at
-                report(f"cut or damaged at byte {where:,}: the rest of its block of 32 KiB was left out")
+                report(f"damaged at byte {where:,}: the rest of its block of 32 KiB was left out")
                 break
             yield kind, piece
             at += 7 + length

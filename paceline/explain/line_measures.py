@@ -64,6 +64,10 @@ GAP = r"(?:'s)?(?:[_ /.:{'\"-]+(?:[a-z0-9]{2,8}_)?)?(?:log)?"  # from there to t
 HELD_OUT_NAME = rf"(?<![a-z])(?:{HELD_OUT_WORD}{GAP}(?:loss|{ERROR_NAME})|loss[_ /]{HELD_OUT_WORD})"
 HELD_OUT_LOSS = re.compile(HELD_OUT_NAME + VALUE, re.IGNORECASE)
 HELD_OUT_WORDS = ("val", "dev", "test")
+# fields that say which part of the text a record is of, and their values where the training does not see it
+PART_FIELDS = ("mode", "split", "phase", "stage", "subset", "event", "type", "kind")
+HELD_OUT_PART = r"(?:val(?:id(?:at(?:ion|e|ing))?)?|eval(?:uat(?:ion|e|ing))?|dev|test(?:ing)?)"
+OF_HELD_OUT = re.compile(rf"(?i)(?<![a-z])(?:{'|'.join(PART_FIELDS)})['\"]?\s?[:=]\s?['\"]?{HELD_OUT_PART}(?![\w/.-])")
 OF_WHOLE_RUN = re.compile(r"train_runtime|^ *train_loss +=")  # a line whose loss is a mean
 NAN_OUTPUT = re.compile(r"['\"]log(?:p|it)s/\w+['\"]: nan")  # of a model whose loss is written as 0
 GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{VALUE}", re.IGNORECASE)
@@ -241,10 +245,10 @@ def read_step_and_loss(text: str) -> StepLoss | None:
         # of GRPO, whose loss is 0 by design: while rewards and KL are finite, only the step is skipped
         grad_norm = None
     name = name_of(loss_match) if loss_match else "loss"
-    if EVALUATION.match(text):
+    if EVALUATION.match(text) or (has_held_out and OF_HELD_OUT.search(text)):
         name, batch = "eval_loss", ONE_OF_BATCHES.search(text)
         if batch and loss is not None and math.isfinite(loss) and int(batch["at"]) + 1 < int(batch["of"]):
-            return StepLoss(number, None)
+            return StepLoss(number, None, name=name)
     if loss is not None and loss < 0 and "entropy" in lowered:
         name = next((name_of(match) for match in ERROR_MEASURE.finditer(text) if float(match["value"]) == loss), name)
     reward = read_value(REWARD.search(text)) if "reward" in lowered else None

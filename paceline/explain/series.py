@@ -3,7 +3,8 @@ Numbers over steps from the files in which trainers and their trackers leave the
 
 TensorBoard event files, offline files of Weights & Biases, trainer_state.json of the Hugging Face Trainer, Lightning's metrics.csv,
 JSON lines such as our own metrics.jsonl. KINDS says which of their many names mean the same. A step that comes a second time, after
-a resume, replaces what was recorded from that step on. What is cut or damaged is left out, and a note says so.
+a resume, replaces what was recorded from that step on. What is damaged is left out, and a note says so; so is, without a note, a
+last line or record that is cut: its writer may still write it.
 """
 
 import csv
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO
 from paceline.errors import PacelineError
 from paceline.explain.event_files import Report, read_event_file, read_wandb_file
 from paceline.explain.explanation import CurveEvidence
-from paceline.explain.line_measures import ERROR_NAME, HELD_OUT_WORD
+from paceline.explain.line_measures import ERROR_NAME, HELD_OUT_PART, HELD_OUT_WORD, PART_FIELDS
 from paceline.explain.log_text import START_BYTES, message_column
 from paceline.noise import median
 from paceline.rundir import json_records, open_file
@@ -129,9 +130,11 @@ class SeriesTable:
                 step = int(value)
                 break
         step = number if step is None else step
+        part = held_out_part(record)
         for name, field in record.items():
             if name is not None:
-                self.add(name, step, field, time)
+                is_of_part = part is not None and self.kind_of(self.prefix + name) in (LOSS, PART_LOSS, ACCURACY)
+                self.add(f"{part}/{name}" if is_of_part else name, step, field, time)
         return step
 
     def series(self) -> list[MetricSeries]:
@@ -140,6 +143,12 @@ class SeriesTable:
             steps, values, times = map(list, zip(*in_order(points), strict=True))
             series.append(MetricSeries(name, str(self.kind_of(name)), self.source, steps, values, times))
         return series
+
+
+def held_out_part(record: Mapping[str, Any]) -> str | None:
+    """The part of the text that a record says it is of, such as "mode": "eval", where the training does not see it."""
+    parts = (part for name in PART_FIELDS if isinstance(part := record.get(name), str))
+    return next((part for part in parts if re.fullmatch(HELD_OUT_PART, part, re.IGNORECASE)), None)
 
 
 def thinned(series: MetricSeries) -> MetricSeries:
@@ -315,7 +324,7 @@ def read_trainer_state(file: BinaryIO, table: SeriesTable, report: Report) -> No
 
 
 def read_csv(file: BinaryIO, table: SeriesTable, report: Report) -> None:
-    text, newline, cut = file.read().decode("utf-8-sig", "replace").rpartition("\n")
+    text, newline, _ = file.read().decode("utf-8-sig", "replace").rpartition("\n")
     header = text.partition("\n")[0]
     delimiter = next((character for character in ",;\t" if character in header), ",")
     if delimiter == ";":
@@ -333,8 +342,6 @@ def read_csv(file: BinaryIO, table: SeriesTable, report: Report) -> None:
                 table.add_record(row, number=number)
     except csv.Error as error:
         report(f"damaged in line {rows.line_num:,}: {error}; what follows was left out")
-    if cut:
-        report("the last row has no end and was left out")
     if num_short:
         report(f"left out {format_number_of(num_short, 'row')} with too few columns")
 
@@ -344,8 +351,9 @@ def read_json_metrics(file: BinaryIO, table: SeriesTable, report: Report) -> Non
     records = list(json_records(lines))
     for number, record in enumerate(records):
         table.add_record(record, number=number, time=unix_time(record.get("time")))
-    if num_cut := len(lines) - len(records):
-        report(f"left out {format_number_of(num_cut, 'line')} that cannot be parsed, of {len(lines):,}")
+    num_lines = len(lines) - (bool(lines) and not lines[-1].endswith(b"\n") and not any(json_records(lines[-1:])))
+    if num_cut := num_lines - len(records):
+        report(f"left out {format_number_of(num_cut, 'line')} that cannot be parsed, of {num_lines:,}")
 
 
 READERS: tuple[tuple[re.Pattern[str], Reader], ...] = (  # by the name of a file

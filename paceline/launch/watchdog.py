@@ -177,7 +177,8 @@ class Watchdog:
         stopped = self._stopped_since_s is not None and self._awake_s - self._stopped_since_s >= self.floor_s
         if not stopped and silent_s < self.activity.allowed_s(cores):
             return None
-        self.hang, _ = self._record(processes, cores, silent_s=silent_s)
+        ranks, texts = self._inspect(processes, cores)
+        self.hang = record_hang(self.run, self.attempt, ranks, texts, silent_s=silent_s, missing=MADE_PROGRESS)
         return self.hang
 
     def before_stop(self, *, by_person: bool) -> Hang | None:
@@ -191,11 +192,12 @@ class Watchdog:
         is_over = any(uncaught_error(self.logs[rank], None, logs=self.logs) for rank in alive)
         if self.hang is not None or not alive or not (is_silent or is_over):
             return None
+        ranks, texts = self._inspect(processes, self._cores(processes))
+        if not is_silent and find_culprits(ranks)[0].error is None:  # the traceback was one that the program has caught
+            return None
         missing = "printed a line" if self.script else MADE_PROGRESS
-        hang, ranks = self._record(processes, self._cores(processes), silent_s=silent_s, missing=missing)
-        if not is_silent:
-            return hang if hang.error else None
-        return replace(hang, is_seen=shows_wait(ranks, late=hang.rank))
+        hang = record_hang(self.run, self.attempt, ranks, texts, silent_s=silent_s, missing=missing)
+        return replace(hang, is_seen=shows_wait(ranks, late=hang.rank)) if is_silent else hang
 
     def _cores(self, processes: Mapping[int, RankProcess]) -> dict[int, float]:
         """Returns the cores that each rank used on average during the silence."""
@@ -203,15 +205,10 @@ class Watchdog:
         used_s = {rank: p.cpu_s - self._cpu_s[rank] for rank, p in processes.items() if rank in self._cpu_s}
         return {rank: max(0.0, cpu_s) / seconds for rank, cpu_s in used_s.items()}
 
-    def _record(
-        self,
-        processes: Mapping[int, RankProcess],
-        cores: Mapping[int, float],
-        *,
-        silent_s: float,
-        missing: str = MADE_PROGRESS,
-    ) -> tuple[Hang, list[RankState]]:
-        """Takes the stacks of all ranks and writes them down; returns which ranks are stuck where, and what each does."""
+    def _inspect(
+        self, processes: Mapping[int, RankProcess], cores: Mapping[int, float]
+    ) -> tuple[list[RankState], dict[int, dict[str, str]]]:
+        """Takes the stacks of all ranks; returns what each does, and the texts that show it."""
         texts = self.hosts.inspect(own_ranks=not self.script)
         names = self.hosts.names()
         ranks = []
@@ -223,7 +220,7 @@ class Watchdog:
             error = uncaught_error(self.logs[rank], frames, logs=self.logs)
             host, used = names.get(rank), cores.get(rank, 0.0)
             ranks.append(RankState(rank, pid, state, heartbeat, frames, used, host, worker, error))
-        return record_hang(self.run, self.attempt, ranks, texts, silent_s=silent_s, missing=missing), ranks
+        return ranks, texts
 
 
 def record_hang(

@@ -88,7 +88,7 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], count_r
             cache=cache_dir(config),
             vocab_size=config.vocab_size,
             num_rows=num_rows,
-            link_name=None if needs_no_link(compared, machine) else options.link,
+            link_name=None if needs_no_link(compared, options.gpus, machine) else options.link,
             watts=options.watts,
             price=price,
             **settings,
@@ -129,9 +129,10 @@ def planned_machine(options: PlanOptions, gpu: str | None, hosts: Machine | int)
     return machine
 
 
-def needs_no_link(compared: Sequence[str], machine: Machine) -> bool:
-    """Returns whether this is one card alone in a comparison of different numbers of cards."""
-    return any(map(COUNTED.fullmatch, compared)) and len(machine.gpus) == machine.hosts == 1
+def needs_no_link(compared: Sequence[str], gpus: int | None, machine: Machine) -> bool:
+    """Returns whether this is one card alone in a comparison that has several cards elsewhere. gpus: of names without a number."""
+    counts = (int(counted[1]) if (counted := COUNTED.fullmatch(name)) else gpus or 1 for name in compared)
+    return len(machine.gpus) == machine.hosts == 1 < max(counts, default=1)
 
 
 def check_together(options: PlanOptions, *, device: str | None) -> None:

@@ -80,7 +80,7 @@ def csv_lines(path: Path) -> Iterator[str]:
 
 
 def edit_tags(options: RunsTagOptions) -> str:
-    """Adds tags to a run or removes them; returns a line with those that it has."""
+    """Adds tags to a run or removes them; returns a line with those that it has, or JSON."""
     name, *changed = options.run_and_tags
     run = find_run(name, runs_dir=options.runs_dir)
     tags, note = read_notes(run)
@@ -90,18 +90,23 @@ def edit_tags(options: RunsTagOptions) -> str:
         others = [tag for tag in tags if tag not in changed]
         tags = others if options.remove else list(dict.fromkeys([*tags, *changed]))
         write_notes(run, tags=tags, note=note)
-    return f"{run.name}: {' '.join(tags) or 'no tags'}"
+    return notes_json(run) if options.json else f"{run.name}: {' '.join(tags) or 'no tags'}"
 
 
 def edit_note(options: RunsNoteOptions) -> str:
-    """Writes the note of a run; returns a line with the one that it has."""
+    """Writes the note of a run; returns a line with the one that it has, or JSON."""
     name, *words = options.run_and_text
     run = find_run(name, runs_dir=options.runs_dir)
     tags, note = read_notes(run)
     if words:
         note = " ".join(" ".join(words).split())
         write_notes(run, tags=tags, note=note)
-    return f"{run.name}: {note or 'no note'}"
+    return notes_json(run) if options.json else f"{run.name}: {note or 'no note'}"
+
+
+def notes_json(run: RunDir) -> str:
+    tags, note = read_notes(run)
+    return json.dumps({"name": run.name, "tags": tags, "note": note}, ensure_ascii=False)
 
 
 def config_in(run: RunDir) -> dict[str, Any]:

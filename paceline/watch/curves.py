@@ -191,9 +191,7 @@ class HostHealth:
         """Reads what is new."""
         if self.file.restarted():
             self._forget()
-        pieces = self.file.samples(
-            whole_bytes=WHOLE_BYTES, end_bytes=END_BYTES, count=NUM_SAMPLES, piece_bytes=MAX_LINE_BYTES
-        )
+        pieces = self.file.samples(WHOLE_BYTES, end_bytes=END_BYTES, count=NUM_SAMPLES, piece_bytes=MAX_LINE_BYTES)
         self.add([record for piece in pieces for record in parse_lines(piece[: piece.find(b"\n") + 1])])
         for block in self.file.blocks():
             self.add(parse_lines(block))
@@ -309,8 +307,6 @@ class Curve:
 
 class MetricFileCurves:
     """The curves of a file with any trainer's or tracker's metrics, as LogCurves has those of a log: call `read`, then use them."""
-
-    counts_lines = False
 
     def __init__(self, path: Path):
         self.path = path

@@ -1,5 +1,5 @@
 """
-The records of events.jsonl as text with a level, as a list of attempts and as the state of a run. Pure.
+The records of events.jsonl as text with a level, as a list of attempts and as the state of a run; and that of a log. Pure.
 
 Everything that shows events renders them here, so they read the same everywhere: `event_view` is for the terminal view, the web
 view and reports, `event_line` for what `paceline train` prints.
@@ -9,10 +9,13 @@ import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 from paceline.errors import INTERRUPTED
+from paceline.explain.curve_verdict import MEMORY_GROWS, OVERFITS, SLOWS_DOWN, STANDS_STILL
 from paceline.explain.explanation import format_failures, format_summary
 from paceline.explain.lines import strip_escapes
+from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import Heartbeat
 from paceline.units import format_bytes, format_list, format_ms, format_number_of, unix_time
 from paceline.watch.growing_file import JsonRecord
@@ -49,6 +52,10 @@ REQUIRED_FIELDS = {"attempt": ("attempt",), "resumed": ("step",), "checkpoint": 
 PRINTED = {
     "checkpoint", "save_failed", "rollback", "sample", "resumed", "stopping", "silence", "damaged", "note", "step_time",
 }  # fmt: skip
+# what curves show of a run that goes on, or has come to its end
+GOES_ON = (STANDS_STILL, MEMORY_GROWS, SLOWS_DOWN, OVERFITS)
+STOPPED_BY_USER = ("keyboard-interrupt", "slurm-cancelled")
+LIKELY = 0.5  # below it a log that still grows has not failed: it may only have come to its first collective
 TEXTS = {  # of events whose fields stand in a sentence as they are; event_text makes all other texts
     "attempt_ended": "attempt {attempt} {state}",
     "hang": "hang: {text}",
@@ -307,3 +314,18 @@ def end_state(events: Iterable[JsonRecord], *, is_queued: bool = False) -> State
             state = "stopped"  # before its first step, or by a second Ctrl-C: no rank reports that it has stopped
     # workers also stop when their supervisor was killed, which then records no end of its attempt
     return "broken" if state == "stopped" and has_open_attempt else state
+
+
+def log_state(explanation: dict[str, Any] | None, *, silent: bool) -> State:
+    """The state of a log; explanation: None where it could not be explained. silent: it has not grown for long."""
+    if explanation is None:
+        return "unknown" if silent else "running"
+    progress = explanation["progress"]
+    is_failure = explanation["cause"] not in (HEALTHY, UNKNOWN, *GOES_ON)
+    if is_failure and (silent or explanation["confidence"] >= LIKELY):
+        return "stopped" if explanation["cause"] in STOPPED_BY_USER else "failed"
+    if progress["finished"]:
+        return "finished"
+    if not progress["steps"]:
+        return "unknown"
+    return "broken" if silent else "running"

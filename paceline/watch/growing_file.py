@@ -35,6 +35,7 @@ class GrowingFile:
         self.path = path
         self.ends = ends
         self.offset = 0
+        self.sampled_bytes = 0  # at its beginning, of which only pieces were read
         self._inode = 0
         self._before = b""  # the last bytes that were read
 
@@ -50,7 +51,7 @@ class GrowingFile:
         except OSError:
             same, self._inode = self.offset == 0, 0
         if not same:
-            self.offset, self._before = 0, b""
+            self.offset, self.sampled_bytes, self._before = 0, 0, b""
         return not same
 
     def blocks(self, *, to_end: bool = False) -> Iterator[bytes]:
@@ -69,12 +70,13 @@ class GrowingFile:
                 self.skip_to(self.offset + len(partial), before=partial)
                 yield partial
 
-    def samples(self, *, whole_bytes: int, end_bytes: int, count: int, piece_bytes: int) -> Iterator[bytes]:
+    def samples(self, whole_bytes: int, *, end_bytes: int, count: int, piece_bytes: int) -> Iterator[bytes]:
         """Yields whole lines of a file longer than `whole_bytes`, `count` pieces at even distances; its end remains to be read."""
         with suppress(OSError), open_file(self.path) as file:
             end = os.fstat(file.fileno()).st_size - end_bytes
             if self.offset or end + end_bytes <= whole_bytes:
                 return
+            self.sampled_bytes = end
             for number in range(count):
                 piece = os.pread(file.fileno(), piece_bytes, end * number // count)
                 starts = [start for start in map(piece.find, self.ends) if start >= 0]

@@ -24,22 +24,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.errors import PacelineError
-from paceline.explain.curve_verdict import MEMORY_GROWS, OVERFITS, SLOWS_DOWN, STANDS_STILL
 from paceline.explain.line_measures import BAR, parse_count, read_step_and_loss, strip_bars
 from paceline.explain.lines import split_prefix, strip_escapes
 from paceline.explain.progress import EPOCH_OF, EpochSteps
 from paceline.explain.run_folder import explain
 from paceline.explain.series import is_metric_file
-from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.units import format_bytes
 from paceline.watch.curves import Curve, HostHealth, MetricFileCurves
+from paceline.watch.events import GOES_ON, log_state
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, head_and_tail, unreadable
-from paceline.watch.snapshot import LIVE, LogView, Snapshot, State
+from paceline.watch.snapshot import LIVE, LogView, Snapshot
 from paceline.watch.summary import max_silence_s
 
 WHOLE_BYTES = 1 << 20  # a log up to this size is read whole
-PIECE_BYTES = 8 << 10
-NUM_PIECES = 64
+PIECE_BYTES, NUM_PIECES = 8 << 10, 64  # of the part of a longer one before its end
 EXPLAINED_BYTES = 64 << 20  # a log up to this size is explained whole
 FIRST_BYTES = 8 << 20  # of a longer log these are explained, and as much of its end as EXPLAINED_BYTES leaves
 EXPLAIN_EVERY_S = 15.0  # while it grows
@@ -47,12 +45,7 @@ END_RATIO = 2  # times max_silence_s: a log that has not grown for so long has e
 NUM_SILENCES = 100  # the last silences that a log came back from
 MAX_LINE_BYTES = 4000  # a longer line shows no progress
 SAMPLE_EVERY_S = 2.0  # of this machine, beside a log
-FIRST_GAP_S = 0.2
-FIRST_SAMPLES_S = 3.0  # at most: the wait for the first two
-# what curves show of a run that goes on, or has come to its end
-GOES_ON = (STANDS_STILL, MEMORY_GROWS, SLOWS_DOWN, OVERFITS)
-STOPPED_BY_USER = ("keyboard-interrupt", "slurm-cancelled")
-LIKELY = 0.5  # below it a log that still grows has not failed: it may only have come to its first collective
+FIRST_GAP_S, FIRST_SAMPLES_S = 0.2, 3.0  # between the first two, and at most: the wait for them
 UNWATCHED_S = 60.0  # after which the sampling ends
 
 # a line without a match shows no progress
@@ -119,12 +112,12 @@ class TrainingLogReader:
         end_s = END_RATIO * max_silence_s(fields["step_ms"], fields["silence_s"])
         state = log_state(explanation, silent=time.time() - stat.st_mtime > end_s)
         notes = [explanation["summary"]] if explanation and explanation["cause"] in GOES_ON else []
-        notes += ["no line shows a step: the curves count lines"] if self.curves.counts_lines else []
+        notes += self.curves.notes
         logs = [LogView(1, None, path, stat.st_size)]
         if isinstance(self.curves, MetricFileCurves):
             if state in ("running", "broken"):  # few of these files report the end
                 state = "finished" if self.curves.is_complete else "unknown" if state == "broken" else state
-            logs, notes = [], notes + self.curves.notes
+            logs = []
         explanation = explanation if state in ("failed", "broken") else None
         fields["eta_s"] = fields["eta_s"] if state == "running" else None
         if explanation and logs and stat.st_size > EXPLAINED_BYTES:
@@ -191,21 +184,6 @@ class LogAndMachine(TrainingLogReader):
                 return
 
 
-def log_state(explanation: dict[str, Any] | None, *, silent: bool) -> State:
-    """The state of a log; explanation: None where it could not be explained. silent: it has not grown for long."""
-    if explanation is None:
-        return "unknown" if silent else "running"
-    progress = explanation["progress"]
-    is_failure = explanation["cause"] not in (HEALTHY, UNKNOWN, *GOES_ON)
-    if is_failure and (silent or explanation["confidence"] >= LIKELY):
-        return "stopped" if explanation["cause"] in STOPPED_BY_USER else "failed"
-    if progress["finished"]:
-        return "finished"
-    if not progress["steps"]:
-        return "unknown"
-    return "broken" if silent else "running"
-
-
 class LogCurves:
     """The measures of one log: call `read` now and then, and use the attributes after it."""
 
@@ -233,6 +211,15 @@ class LogCurves:
         """Whether the curves count lines, because no line has named its step."""
         return self.step is not None and not self.counts_steps
 
+    @property
+    def notes(self) -> list[str]:
+        """What the curves are not: over steps, or of all lines."""
+        notes = ["no line shows a step: the curves count lines"] if self.counts_lines else []
+        if sampled := self.file.sampled_bytes:
+            text = f"{NUM_PIECES} pieces of the first {format_bytes(sampled)} of the log are read"
+            notes.append(f"{text}: the curves do not show what is between them, such as a NaN")
+        return notes
+
     def read(self, *, start: float | None = None, end: float | None = None) -> None:
         """Reads what is new. start, end: of the attempt that has written the log, where they are known."""
         if self.file.restarted():
@@ -246,9 +233,7 @@ class LogCurves:
             written = self.stat.st_mtime if end is None else min(end, self.stat.st_mtime)  # a copy is younger
             start, self._written = start if self._written is None else self._written, written
         last_step = self.step
-        pieces = self.file.samples(
-            whole_bytes=WHOLE_BYTES, end_bytes=WHOLE_BYTES // 4, count=NUM_PIECES, piece_bytes=PIECE_BYTES
-        )
+        pieces = self.file.samples(WHOLE_BYTES, end_bytes=WHOLE_BYTES // 4, count=NUM_PIECES, piece_bytes=PIECE_BYTES)
         for block in chain(pieces, self.file.blocks(to_end=end is not None)):
             self._add(block)
         if start is not None and self.step != last_step and "step_ms" not in self.latest:
@@ -340,7 +325,11 @@ def read_line(raw: str) -> LineValues | None:
     if bar is not None and bar.step is None:  # a bar that was reset still shows the measures of before
         line = text
     mark, values = read_step_and_loss(text), measures_of(line)
-    if mark is not None and mark.loss is not None and mark.name != "eval_loss" and "val_loss" not in values:
+    if mark is not None and mark.name == "eval_loss":
+        values.pop("loss", None)
+        if mark.loss is not None and "val_bpb" not in values:
+            values.setdefault("val_loss", mark.loss)
+    elif mark is not None and mark.loss is not None and "val_loss" not in values:
         values.setdefault("loss", mark.loss)
     step, num_steps = (mark.step if mark else None), None
     if bar is not None:
@@ -351,7 +340,7 @@ def read_line(raw: str) -> LineValues | None:
         epochs = None if total[0].lower().startswith("global") else epochs
     elif not values and not STEP_FIRST.search(text):
         return None  # "total steps: 1000"
-    values = {name: value for name, value in values.items() if math.isfinite(value) or name == "loss"}
+    values = {name: value for name, value in values.items() if math.isfinite(value) or name.endswith("loss")}
     return LineValues(step, num_steps, values, bar is not None, epochs) if values or step is not None else None
 
 

@@ -209,8 +209,8 @@ class RunReader:
         fields["ranks"] = fields["ranks"] or [RankView(log.rank) for log in last if log.rank is not None]
         logs_read = (self._script_log(log) for log in self.logs if log.rank == rank)
         shown = [curves for curves in logs_read if curves.step is not None]
-        if by_line := bool(shown) and shown[-1].counts_lines:
-            fields["notes"] = [*fields["notes"], "no line of the last attempt shows a step: the curves count lines"]
+        by_line = bool(shown) and shown[-1].counts_lines
+        fields["notes"] = [*fields["notes"], *(shown[-1].notes if shown else ())]
         if attempts := [curves.curves for curves in shown if curves.counts_lines == by_line]:
             fields["series"] = join_series(attempts, by_line=by_line)
         fields |= {} if fields["state"] == "running" else {"eta_s": None}

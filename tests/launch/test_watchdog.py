@@ -204,6 +204,15 @@ def test_a_stop_after_some_usual_steps_of_silence_finds_what_the_ranks_do(bench)
     assert bench.after(60).rank == 1  # it is still the watchdog's to find
 
 
+def test_a_stop_of_ranks_that_have_caught_an_exception_leaves_nothing(bench):
+    in_step_nine(bench)
+    bench.run.rank_log(1, 0).write_text(
+        'Traceback (most recent call last):\n  File "a.py", line 4\nValueError: caught\n'
+    )
+    assert bench.dog.before_stop(by_person=False) is None
+    assert not bench.run.hang(1).exists()
+
+
 def test_a_rank_that_works_may_only_be_slow_when_the_run_is_stopped(bench, monkeypatch):
     bench.dog = Watchdog(bench.run, 1, 2, clock=lambda: bench.now)
     in_step_nine(bench)

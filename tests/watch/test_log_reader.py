@@ -143,6 +143,24 @@ def test_lines_without_a_step_are_points_of_the_curves_and_no_steps(tmp_path):
     assert snapshot.notes == ["no line shows a step: the curves count lines"]
 
 
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ('{"mode": "eval", "step": 19, "loss": 5.5}', {"val_loss": 5.5}),
+        ('{"step": 19, "split": "train", "loss": 2.5}', {"loss": 2.5}),
+        ("phase=val step=19 loss=5.5", {"val_loss": 5.5}),
+        ("step 19 val loss 5.5", {"val_loss": 5.5}),
+        ("Test:  [ 9/10]  eta: 0:00:01  loss: 5.5 (5.2)", {"val_loss": 5.5}),
+    ],
+)
+def test_a_loss_of_an_evaluation_is_none_of_training(line, values):
+    assert read_line(line).values == values
+
+
+def test_a_batch_of_an_evaluation_is_no_progress():
+    assert read_line("Test:  [ 3/10]  eta: 0:00:01  loss: 5.5 (5.2)") is None
+
+
 def epoch_lines(form, *, first, last, step_of=lambda epoch, step: step):
     epochs = range(first, last[0] + 1)
     places = [(epoch, step) for epoch in epochs for step in range(0, 250, 10) if (epoch, step) <= last]
@@ -272,7 +290,7 @@ def test_a_log_too_long_to_explain_whole_is_explained_by_its_end(tmp_path, monke
         file.write(end)
     assert path.stat().st_size > 4 << 20
     snapshot = open_reader(path).update()
-    assert (snapshot.state, snapshot.notes[-1:] == [NEVER_MOVES]) == (state, state == "finished")
+    assert (snapshot.state, NEVER_MOVES in snapshot.notes) == (state, state == "finished")
 
 
 def test_a_log_whose_memory_grows_is_running_with_a_note(tmp_path):
@@ -293,6 +311,9 @@ def test_a_log_of_many_megabytes_is_sampled(tmp_path):
     loss = snapshot.series["loss"]
     assert (snapshot.step, loss.steps[0], loss.steps[-1]) == (15_000, 1, 15_000)
     assert loss.values == sorted(loss.values, reverse=True)
+    assert snapshot.notes == [
+        "64 pieces of the first 3.1 MiB of the log are read: the curves do not show what is between them, such as a NaN"
+    ]
     assert max(following - step for step, following in zip(loss.steps, loss.steps[1:], strict=False)) < 500
 
 

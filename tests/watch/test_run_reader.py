@@ -253,7 +253,7 @@ def test_a_script_without_a_step_on_its_lines_has_none_anywhere(script):
         script.print("{'loss': 3.0, 'epoch': 0.1}\n{'loss': 2.5, 'epoch': 0.2}\n", attempt=attempt)
     snapshot, status = script.look(), run_status(script.run)
     assert (snapshot.step, snapshot.loss, snapshot.series["loss"].values) == (None, 2.5, [3.0, 2.5])
-    assert snapshot.notes == ["no line of the last attempt shows a step: the curves count lines"]
+    assert snapshot.notes == ["no line shows a step: the curves count lines"]
     assert format_run(snapshot).startswith("r: running, step n/a, loss 2.5000\n")
     assert (status.step, format_steps(status), run_row(asdict(status))["steps"]) == (None, "n/a", "n/a")
 

@@ -549,6 +549,9 @@ def test_tags_and_a_note_are_in_the_run_folder_and_damaged_ones_are_none(tmp_pat
     edit_note(RunsNoteOptions(run_and_text=("a", "the first one"), runs_dir=runs_dir))
     lines.append(edit_tags(RunsTagOptions(run_and_tags=("a",), runs_dir=runs_dir)))
     assert lines == ["a: good wide", "a: good", "a: the first one", "a: good"]
+    for command, options, edit in (("runs tag", RunsTagOptions, edit_tags), ("runs note", RunsNoteOptions, edit_note)):
+        request = parse(["a", "--json", "--runs-dir", runs_dir], command=command, options=options)
+        assert json.loads(edit(request)) == {"name": "a", "tags": ["good"], "note": "the first one"}
     with pytest.raises(PacelineError, match="'two words' is not a tag"):
         edit_tags(RunsTagOptions(run_and_tags=("a", "two words"), runs_dir=runs_dir))
     status = run_status(run)

@@ -75,9 +75,16 @@ def test_an_axis_holds_the_values_and_has_evenly_spaced_round_ticks(low, high, r
         assert value == pytest.approx(top - (row + 0.5) * (top - bottom) / rows, abs=(top - bottom) * 1e-6)
 
 
-@pytest.mark.parametrize("values", [[], [math.nan], [math.inf, math.nan]])
-def test_a_chart_without_values_says_so(values):
-    assert drawn(values)[0] == "no value yet"
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([], "no value yet"),
+        ([math.nan], "every value is NaN or infinite"),
+        ([math.inf], "every value is NaN or infinite"),
+    ],
+)
+def test_a_chart_without_finite_values_says_so(values, text):
+    assert drawn(values)[0] == text
 
 
 @pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [1.0, math.nan, 2.0], [1e-300, 1e300], [-1.0, 1.0]])

@@ -161,9 +161,11 @@ def chart(
         for series, _ in curves
     ]
     points = sorted(chain.from_iterable(lists))
+    places = sorted(chain.from_iterable(series.steps for series, _ in curves))
     rows = height - 1
     if not points or rows < 1 or width < 12:
-        return [(("no value yet", "faint"),)][:height] + [EMPTY] * (height - 1)
+        text = "every value is NaN or infinite" if places and not points else "no value yet"
+        return [((text, "faint"),)][:height] + [EMPTY] * (height - 1)
     if log := log and min(value for _, value in points) > 0:
         lists = [[(step, math.log10(value)) for step, value in points] for points in lists]
         planned = math.log10(planned) if planned and planned > 0 else None
@@ -174,7 +176,6 @@ def chart(
     texts = dict(zip(ticks, labels, strict=True))
     margin = max(5, *map(cells, texts.values()))
     columns = width - margin - 2
-    places = sorted(chain.from_iterable(series.steps for series, _ in curves))
     first, last = places[0], places[-1]
     crosses = {
         round((step - first) / max(1, last - first) * (columns - 1))

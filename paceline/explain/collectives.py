@@ -3,8 +3,7 @@ What the ranks of a hang wait in: the same collective or different ones, the fir
 
 A timeout alone does not say why data did not arrive. Ranks that wait in different collectives under one number, or in the same one
 under different numbers, are out of step: the program is wrong. Ranks that all wait in their first collective are in step: the path
-between the GPUs is broken. Each hang has one sentence about what was seen. Of a hang that the supervisor ended, the folder `hangs`
-has what every rank was doing.
+between the GPUs is broken. Each hang has one sentence about what was seen; the folder `hangs` has the stacks of all ranks.
 
 Formats: torch ProcessGroupNCCL.cpp (WorkNCCL, PG status), ProcessGroupWrapper.cpp (CollectiveFingerPrint); NCCL's INFO lines.
 """

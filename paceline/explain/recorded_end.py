@@ -224,9 +224,8 @@ def find_stop(run: RunDir, events: Sequence[Mapping[str, Any]]) -> tuple[str, st
     next_events = [
         event for event in events[events.index(ended) :] if event.get("event") in ("requeued", "launch", "slurm_job")
     ]
-    is_cut_off = ended.get("message") is not None  # ranks were killed while they still saved
-    fix, signal = "" if is_cut_off else "nothing is broken: ", stopping.get("signal")
-    fix += next_command(run)
+    fix, signal = next_command(run), stopping.get("signal")
+    fix = fix if ended.get("message") else f"nothing is broken: {fix}"  # with one, ranks were killed while they saved
     if next_events and next_events[0]["event"] == "requeued":
         if len(next_events) == 1:
             fix = f"nothing is broken: job {next_events[0].get('job_id')} continues the run when Slurm starts it again"
@@ -340,8 +339,8 @@ def explain_own_exit(
         senders = f"a script that ends processes by name, another user, a batch system (`journalctl -e`{place})"
         fix = f"find out who sent it: {senders}, or the program itself (the end of {log}); {next_command(run)}"
         step = explanation.progress.last_step if explanation.step is None else explanation.step
-        facts = {"rank": rank, "step": step, "confidence": max(explanation.confidence, KILL_CONFIDENCE)}
-        return replace(explanation, cause=KILLED, also=(), summary=summary, fix=fix, **facts)
+        explanation = replace(explanation, step=step, confidence=max(explanation.confidence, KILL_CONFIDENCE))
+        return replace(explanation, cause=KILLED, also=(), rank=rank, summary=summary, fix=fix)
     quoted = next((item.source for item in explanation.evidence), None) or ""
     if (
         code is None

@@ -290,8 +290,8 @@ class AttemptRecord:
                 facts = {name: getattr(failure, name) for name in names}
                 append_event(self.run, "rank_failed", attempt=self.attempt, **facts)
         message = self.cut_off() if state == "interrupted" else None
-        facts = {"exit_code": exit_code, **({"message": message} if message else {})}
-        append_event(self.run, "attempt_ended", attempt=self.attempt, state=state, **facts)
+        text = {"message": message} if message else {}
+        append_event(self.run, "attempt_ended", attempt=self.attempt, state=state, exit_code=exit_code, **text)
         free_bytes = {member.name: member.free_bytes for member in self.members if member.free_bytes is not None}
         return Outcome(
             state, exit_code, self.attempt, failures, self.joined, self.hang, free_bytes=free_bytes, message=message

@@ -163,7 +163,8 @@ class Parameter:
             kind: Any = str if text in self.choices else self.kinds[0]
             value = BOOLEANS[text.lower()] if kind is bool else whole_number(text) if kind is int else kind(text)
         except (ValueError, KeyError):
-            fix = self.usage if self.is_switch else f"{self.title} {self.example(text)}"
+            example = "auto" if kind is int and self.is_optional and text.isalpha() else self.example(text)
+            fix = self.usage if self.is_switch else f"{self.title} {example}"
             raise UsageError(f"{self.title} {text} is not {self.expected}", fix=fix) from None
         if (value := self.also.get(value, value)) is not None and (problem := self.problem(value)):
             fix = nearest_choice(text, self.choices, self.expected)

@@ -11,6 +11,7 @@ from typing import Any
 
 GIB = 1 << 30
 MIB = 1 << 20
+REPORTED_BY_SHELLS = {4, 6, 7, 8, 9, 11, 15}  # signals, as 128 + number; programs themselves return 129 and 130 too
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -150,6 +151,12 @@ def signal_name(number: int) -> str:
 def format_exit(exit_code: int) -> str:
     """-11 -> 'ended by SIGSEGV', 3 -> 'ended with exit code 3'."""
     return f"ended by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with exit code {exit_code}"
+
+
+def exit_signal(exit_code: int) -> str | None:
+    """Returns the signal that ended a program: SIGKILL for -9, and for 137, with which a shell reports it; None for an own exit."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    return signal_name(number) if exit_code < 0 or number in REPORTED_BY_SHELLS else None
 
 
 def signal_number(name: str) -> int:

@@ -172,6 +172,7 @@ def test_nanochat_s_switch_for_fp8_is_a_precision(tmp_path):
         (["--depth", "many"], "--depth many is not an integer from 1 to 512", "--depth 4"),
         (["--depth", "6.0x"], "--depth 6.0x is not an integer from 1 to 512", "--depth 4"),
         (["--depth", "5k"], "--depth 5k is not an integer from 1 to 512", "--depth 4"),
+        (["--nproc", "gpu"], "--nproc gpu is not an integer from 1 to 1,024, or auto", "--nproc auto"),
         (["--depth", "10%"], "--depth 10% is not an integer from 1 to 512", "--depth 4"),
         (["--depth", "30.5"], "--depth 30.5 is not an integer from 1 to 512", "--depth 30"),
         (

@@ -227,9 +227,10 @@ def format_summary(explanation: Explanation | Mapping[str, Any]) -> str:
     fields = explanation if isinstance(explanation, Mapping) else vars(explanation)
     rank, step, host, summary = (fields.get(name) for name in ("rank", "step", "host", "summary"))
     summary = str(summary or "")
-    parts = [f"rank {rank}"] if rank is not None and f"rank {rank}" not in summary else []
+    subject = f"rank {rank}" + (f" on {host}" if host else "")
+    parts = [subject] if rank is not None and f"rank {rank}" not in summary else []
     parts += [f"step {step:,}"] if step is not None and f"step {step}" not in summary else []
-    parts += [f"host {host}"] if host is not None and host not in summary else []
+    parts += [f"host {host}"] if host is not None and subject not in parts and host not in summary else []
     return summary + (f" ({', '.join(parts)})" if parts else "")
 
 

@@ -8,19 +8,17 @@ verdict from being written.
 import json
 import math
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.config import CACHE_SPACE
+from paceline.explain.collectives import hang_evidence, hang_fix
 from paceline.explain.explanation import (
     KERNEL_LOG,
     RECORDED,
     SUPERVISOR_CAUSES,
-    Evidence,
     Explanation,
     format_failures,
     format_summary,
@@ -35,9 +33,9 @@ DISK_FULL, STOPPED, SUPERVISOR_LOST = "disk-full", "keyboard-interrupt", "superv
 PREEMPTED, KILLED, PEER_DIED, HANG = "preempted-sigterm", "killed-from-outside", "peer-died", "hang"
 HOST_MEMORY, WORKER_KILLED = "host-oom-killed", "dataloader-worker-killed"
 MAX_ERROR_FILE_BYTES = 1 << 20
-BUILD_LOCK = b"torch/utils/file_baton.py"  # in the stack of a rank that waits until an extension is built
+KILL_CONFIDENCE = 0.8
 LAST_LINE = "last line: "
-NEXT_BATCH = b"_try_get_data"  # of a rank that waits for a worker of its data loader
+WORDS = re.compile(r"[A-Za-z]+(?: [A-Za-z]+){1,5}")  # a part of a text that no value of the program stands in
 HANGUP = "terminal-hangup"
 # what workers and their launcher write when the supervisor is gone
 AFTERMATH = {PREEMPTED, PEER_DIED, HANGUP}
@@ -51,11 +49,6 @@ EVEN_BATCHES = (
 FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any output
 DAMAGE_FIX = (
     "check the disk (smartctl -a DEVICE, dmesg), and the copy if the run was copied: files do not change by themselves"
-)
-HANG_LINES = (  # of hangs/<attempt>/<rank>.txt: the heartbeat, the process, and the first frame of faulthandler or py-spy
-    re.compile(r"mark: (?!none)"),
-    re.compile(r"State:"),
-    re.compile(r'File "|\S.* \([^()]+:\d+\)$'),
 )
 
 
@@ -138,6 +131,8 @@ def apply_recorded_end(
         return replace(explanation, **fields, also=(), evidence=(*evidence, *explanation.evidence))
     if stop := find_stop(run, events):
         cause, summary, fix = stop
+        if message := find_last(events, "attempt_ended").get("message"):
+            summary = f"{summary}; {message}"
         evidence = [item for item in explanation.evidence if item.source == RECORDED]
         stopped = Explanation(
             cause, confidence=1.0, step=explanation.progress.last_step, summary=summary, fix=fix,
@@ -182,6 +177,8 @@ def note_recoveries(
     verdicts = [
         event for event in all_events if event.get("event") == "verdict" and event.get("attempt", attempt) < attempt
     ]
+    ends = [e for e in all_events if e.get("event") == "attempt_ended" and e.get("attempt") == attempt]
+    notes += [text for e in ends[-1:] if (text := e.get("message")) and text not in explanation.summary]
     if explanation.cause in (PREEMPTED, STOPPED, HANGUP, SUPERVISOR_LOST):
         notes += earlier_failures(verdicts)
     if explanation.cause != HEALTHY:
@@ -227,7 +224,8 @@ def find_stop(run: RunDir, events: Sequence[Mapping[str, Any]]) -> tuple[str, st
     next_events = [
         event for event in events[events.index(ended) :] if event.get("event") in ("requeued", "launch", "slurm_job")
     ]
-    fix, signal = f"nothing is broken: {next_command(run)}", stopping.get("signal")
+    fix, signal = next_command(run), stopping.get("signal")
+    fix = fix if ended.get("message") else f"nothing is broken: {fix}"  # with one, ranks were killed while they saved
     if next_events and next_events[0]["event"] == "requeued":
         if len(next_events) == 1:
             fix = f"nothing is broken: job {next_events[0].get('job_id')} continues the run when Slurm starts it again"
@@ -263,31 +261,6 @@ def explain_silence(explanation: Explanation, run: RunDir, attempt: int, silence
     )  # fmt: skip
 
 
-def hang_fix(run: RunDir, hang: Mapping[str, Any]) -> str:
-    """Returns where the stacks of all ranks are, and what helps where they show it. hang: the event `hang` or `silence`."""
-    folder = run.hang(hang["attempt"])
-    texts = []
-    with suppress(OSError):
-        texts = [path.read_bytes() for path in folder.glob("*.txt")]
-    if any(BUILD_LOCK in text for text in texts):
-        return (
-            "torch waits for another process that builds an extension, or for the lock of a build that was killed: where none"
-            " runs (`pgrep -a ninja`), run `find ~/.cache/torch_extensions -name lock -delete` (or in TORCH_EXTENSIONS_DIR)"
-        )
-    read = f"read what every rank was doing: `less {shlex.quote(str(folder))}/*.txt`"
-    if hang.get("in_collectives"):
-        return (
-            "all ranks must make the same collectives in the same order: one of these left its loop early (uneven batches, a break,"
-            f" `if rank == 0:` around a collective), so it is in the next one; {read}"
-        )
-    if any(NEXT_BATCH in text for text in texts):
-        return (
-            "find what the data loader's worker waits for: num_workers=0 runs the same code in the rank itself, and"
-            f" DataLoader(..., timeout=120) makes an error of it; {read}"
-        )
-    return read
-
-
 def find_last(events: Sequence[Mapping[str, Any]], *kinds: str) -> Mapping[str, Any]:
     """The last event of these kinds; empty where there is none."""
     return next((event for event in reversed(events) if event.get("event") in kinds), {})
@@ -297,18 +270,6 @@ def next_command(run: RunDir) -> str:
     """How the run goes on: a script starts again in the run's folder, and reads its own checkpoints."""
     effect = "starts the script again in its folder" if is_script_run(run) else "goes on from the last checkpoint"
     return f"`{resume_command(run)}` {effect}"
-
-
-def hang_evidence(run: RunDir, attempt: int, rank: int | None) -> list[Evidence]:
-    """The last heartbeat, the process state and the stack of the rank that the others wait for."""
-    path = run.hang(attempt) / f"{rank}.txt"
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-    except OSError:
-        return []
-    firsts = [next((i for i, line in enumerate(lines) if pattern.match(line)), None) for pattern in HANG_LINES]
-    source = str(path.relative_to(run.path))
-    return [Evidence(i + 1, lines[i], rank, source) for i in sorted(i for i in firsts if i is not None)]
 
 
 def explain_full_disk(
@@ -377,6 +338,8 @@ def explain_own_exit(
         place = f" on {first['host']}" if first.get("host") else ""
         senders = f"a script that ends processes by name, another user, a batch system (`journalctl -e`{place})"
         fix = f"find out who sent it: {senders}, or the program itself (the end of {log}); {next_command(run)}"
+        step = explanation.progress.last_step if explanation.step is None else explanation.step
+        explanation = replace(explanation, step=step, confidence=max(explanation.confidence, KILL_CONFIDENCE))
         return replace(explanation, cause=KILLED, also=(), rank=rank, summary=summary, fix=fix)
     quoted = next((item.source for item in explanation.evidence), None) or ""
     if (
@@ -394,7 +357,9 @@ def explain_own_exit(
     search = f"find where the program exits with {code}: `grep -rnE 'exit\\({code}\\)' --include='*.py' .`"
     fix = search if message == "no output" else f"read the end of its log, {log}, and {search}"
     if code == 1 and message.startswith(LAST_LINE):
-        fix = f"its last line may be its own reason, as sys.exit(TEXT) prints one and ends with 1; else {fix}"
+        words = WORDS.match(message.removeprefix(LAST_LINE))
+        fix = f"find what prints it: `grep -rnF '{words[0]}' --include='*.py' .`" if words else fix
+        fix = f"its last line may be its own reason, as sys.exit(TEXT) prints one and ends with 1; {fix}"
     return replace(
         explanation, cause=UNKNOWN, rank=rank, summary=f"{summary}; {message}" if message else summary, fix=fix
     )

@@ -1,8 +1,8 @@
 """
 One host's side of the launch: `python -m paceline.launch.agent`, with JSON lines on stdin and stdout.
 
-The first line on stdin is the job; later ones are {"do": "stop"}, {"do": "end"}, {"do": "kill"} and {"do": "kill_rank"}. Stdout has
-the engine's lines (launch/elastic.py) and, last, `engine_ended`; on several hosts first `store`, the port on which the ranks meet.
+The first line on stdin is the job; later ones are orders: {"do": "stop", "signal": 2}, {"do": "end"}, "kill", "kill_rank". Stdout
+has the engine's lines (launch/elastic.py) and, last, `engine_ended`; on several hosts first `store`, the port where the ranks meet.
 When stdin ends, the supervisor or the connection is gone: the workers may save, then everything ends. So it works the same as
 a child process and at the far end of ssh. No torch: it must start at once and stay small beside the workers.
 """
@@ -111,7 +111,7 @@ class Agent:
         """Carries out the orders in these lines."""
         for line in lines:
             if line["do"] == "stop":
-                self.stop(self.stop_grace_s)
+                self.stop(self.stop_grace_s, signum=line["signal"])
             elif line["do"] == "kill":
                 self.kill_after(0.0)
             elif line["do"] == "end":  # a rank of another host has failed
@@ -128,9 +128,9 @@ class Agent:
                     self.engine.send_signal(signal.SIGUSR2)
                 self.kill_after(self.peer_grace_s + ENGINE_MARGIN_S)
 
-    def stop(self, grace_s: float) -> None:
-        """Stops the engine, which gives its workers grace_s; an engine that still imports torch just ends."""
-        self.engine.send_signal(signal.SIGTERM)
+    def stop(self, grace_s: float, *, signum: int = signal.SIGTERM) -> None:
+        """Stops the engine: its workers get this signal and have grace_s; one that still imports torch just ends."""
+        self.engine.send_signal(signum if self.pids else signal.SIGTERM)
         self.kill_after(grace_s + ENGINE_MARGIN_S)
 
     def kill_after(self, seconds: float) -> None:

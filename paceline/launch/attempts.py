@@ -125,6 +125,7 @@ def finish_job(job: Job, services: Services, signals: StopSignals) -> tuple[int,
         try:
             with watch_preemption(job.options, signals.preempt, partial(note_problem, job.run)):
                 outcome = run_attempts(job, job.options, signals)
+            seconds = time.monotonic() - started
             exit_code = job.exit_code(outcome)
             if outcome.state == "failed":
                 append_event(job.run, "failed", rank=outcome.failures[0].rank, exit_code=exit_code)
@@ -141,9 +142,10 @@ def finish_job(job: Job, services: Services, signals: StopSignals) -> tuple[int,
         if outcome.state == "failed":
             lines = ["", time_line, "", format_explained(outcome, job.run)]
         else:
-            lines = job.closing_lines(outcome, seconds=time.monotonic() - started, time_line=time_line)
+            lines = job.closing_lines(outcome, seconds=seconds, time_line=time_line)
             if outcome.state == "interrupted":
-                lines[1:1] = [f"note    {text}" for text in earlier_failures(read_json_lines(job.run.events))]
+                texts = [*earlier_failures(read_json_lines(job.run.events)), *filter(None, [outcome.message])]
+                lines[1:1] = [f"note    {text}" for text in texts]
         job.show([*lines, *notes], exit_code=exit_code)
         if isinstance(sys.stdout, TolerantStream) and sys.stdout.problem:
             lost = f"a part of the output could not be written ({sys.stdout.problem})"

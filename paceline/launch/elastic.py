@@ -7,7 +7,7 @@ never restarts a rank: a restart would reuse the store of the attempt before, an
 differences to torchrun:
 
 - the peers of a failed rank have `peer_grace_s` after SIGTERM: 30 s in a script, as with torchrun, and 3 s in the trainer;
-- SIGTERM lets every worker save and exit at its own pace, up to `stop_grace_s`;
+- SIGTERM, or SIGINT for the Ctrl-C of a script, goes to every worker, which saves and exits at its own pace, up to `stop_grace_s`;
 - the rendezvous on one host needs no host name and no port chosen in advance;
 - it works with a torch that was built without libuv.
 """
@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -41,6 +42,7 @@ MONITOR_INTERVAL_S = 0.1
 KILL_S = 3  # for the processes to be gone
 LOOPBACK = "127.0.0.1"
 STORE_TIMEOUT_S = 60
+SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
 
 
 def main(job_path: str) -> int:
@@ -84,10 +86,12 @@ class Engine(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, *, logs_specs: LogsSpecs, stop_grace_s: float, peer_grace_s: float):
         super().__init__(spec, logs_specs)
         self._stop_grace_s, self._peer_grace_s = stop_grace_s, peer_grace_s
-        self._stop_requested = self._peer_failed = False
-        self._deadline = math.inf  # of the workers, once they have received SIGTERM
+        self._stop_signal: signal.Signals | None = None  # for the workers, once a stop is requested
+        self._peer_failed = False
+        self._deadline = math.inf  # of the workers, once they have received a signal
         self._end_times: dict[int, float] = {}  # rank -> Unix time at which its end was noticed
         self._ended_by_us: set[int] = set()
+        self._killed: set[int] = set()  # behind their deadline
         self._num_succeeded = 0
         self._keys_before = 0
         self.joined: bool | None = None  # whether a rank joined a process group; None: unknown
@@ -104,7 +108,7 @@ class Engine(LocalElasticAgent):
         return pids
 
     def _request_stop(self, signum: int, frame: FrameType | None) -> None:
-        self._stop_requested = True
+        self._stop_signal = self._stop_signal or (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
 
     def _note_peer(self, signum: int, frame: FrameType | None) -> None:
         self._peer_failed = True  # a rank of another host
@@ -118,7 +122,7 @@ class Engine(LocalElasticAgent):
         if running and len(ranks) - len(running) - len(failed) > self._num_succeeded:
             self._num_succeeded = len(ranks) - len(running) - len(failed)
             report("rank_ended", ranks=ranks)  # with 0: only its heartbeat shows whether that is too early
-        if failed or self._peer_failed or self._stop_requested:
+        if failed or self._peer_failed or self._stop_signal:
             ended: set[int] = set()
             self._pcontext._capture_process_failures(ended)  # torch's log blames the rank that it has noted first
             self._pcontext._running_local_ranks -= ended
@@ -127,6 +131,7 @@ class Engine(LocalElasticAgent):
             if running and time.monotonic() < self._deadline:
                 # torch would end them all at the first exit code other than 0
                 return RunResult(state=WorkerState.HEALTHY)
+            self._killed.update(running)
             self._pcontext.close(signal.SIGKILL, timeout=KILL_S)
         result: RunResult = super()._monitor_workers(worker_group)
         rendezvous = worker_group.spec.rdzv_handler
@@ -141,14 +146,17 @@ class Engine(LocalElasticAgent):
         return result
 
     def _end_workers(self, context: SubprocessContext, running: list[int], failed: list[dict[str, Any]]) -> None:
-        """Sends SIGTERM to the workers at a stop, or to the peers of a failed rank, which is reported; sets their deadline."""
-        if failed and not self._stop_requested:
+        """Signals the workers at a stop, or the peers of a failed rank, which is reported; sets their deadline."""
+        if failed and not self._stop_signal:
             report("rank_failed", ranks=failed)
-        if not self._stop_requested:
+        if not self._stop_signal:
             self._ended_by_us.update(running)
-        self._deadline = time.monotonic() + (self._stop_grace_s if self._stop_requested else self._peer_grace_s)
+        self._deadline = time.monotonic() + (self._stop_grace_s if self._stop_signal else self._peer_grace_s)
         for handler in context.subprocess_handlers.values():
-            handler.proc.send_signal(signal.SIGTERM)  # not its group: its data loaders must outlive the save
+            # not its group: its data loaders must outlive the save
+            handler.proc.send_signal(self._stop_signal or signal.SIGTERM)
+            if self._stop_signal == signal.SIGINT and handler.proc.poll() is None:
+                interrupt_program(handler.proc.pid)
 
     def _num_keys(self) -> int:
         """Returns the number of keys in the whole store; the agent's have a prefix, the workers' have none."""
@@ -164,8 +172,17 @@ class Engine(LocalElasticAgent):
             if exit_code is not None:
                 self._end_times.setdefault(rank, time.time())
             record = {"rank": rank, "local_rank": local_rank, "pid": handler.proc.pid, "exit_code": exit_code}
-            ranks.append({**record, "time": self._end_times.get(rank), "ended_by_us": rank in self._ended_by_us})
+            by_us = {"ended_by_us": rank in self._ended_by_us, "killed": rank in self._killed}
+            ranks.append({**record, "time": self._end_times.get(rank), **by_us})
         return ranks
+
+
+def interrupt_program(pid: int) -> None:
+    """Sends SIGINT to what a worker runs if the worker is a shell, which waits for it and passes no signal on."""
+    with suppress(OSError):  # it has just ended
+        if Path(f"/proc/{pid}/comm").read_text().strip() in SHELLS:
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                os.kill(int(child), signal.SIGINT)
 
 
 def blame_nobody(signum: int, frame: FrameType | None) -> None:

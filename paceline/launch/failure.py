@@ -21,6 +21,7 @@ import psutil
 
 from paceline.errors import TrainingFailed
 from paceline.explain.catalogue import load_catalogue
+from paceline.explain.collectives import hang_fix
 from paceline.explain.evidence import flight_recorder_logs
 from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
 from paceline.explain.lines import strip_escapes
@@ -34,7 +35,6 @@ from paceline.explain.recorded_end import (
     WORKER_KILLED,
     RankError,
     explain_full_disk,
-    hang_fix,
     next_command,
     read_error_file,
 )
@@ -43,11 +43,11 @@ from paceline.heartbeat import END_PHASES, read_heartbeat
 from paceline.launch.log_tail import ERROR_START, PEER_LOST, exception_line, read_log_tail
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
 from paceline.launch.ssh import disk_fix
-from paceline.launch.stacks import STATES, Frame, call_site
+from paceline.launch.stacks import STATES, Frame, call_site, main_frames
 from paceline.plan.host import memory_limit, physical_memory_bytes
 from paceline.redaction import redact_text
 from paceline.rundir import RunDir, read_json_lines
-from paceline.units import format_bytes, signal_name
+from paceline.units import exit_signal, format_bytes
 
 FAILED_EXIT_CODE = TrainingFailed.exit_code
 
@@ -73,7 +73,7 @@ FULL_DISK = os.strerror(errno.ENOSPC)  # in what another host reports
 
 REJOINS = "; it joins the run again when it "  # in the fix of a lost host, while the run goes on
 
-PORT_IN_USE = "port-in-use"
+BUS_ERROR, PORT_IN_USE = "sigbus", "port-in-use"
 FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 ADDRESS = re.compile(r"(?::|\bport[ =:]{1,2})(\d{2,5})\b|, (\d{2,5})\)", re.IGNORECASE)
 MAX_COMMAND = 80  # characters
@@ -147,7 +147,7 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
     rank, exit_code = end["rank"], end["exit_code"]
     lines = read_log_tail(run.rank_log(attempt, rank))
     error = read_error_file(run.rank_error(attempt, rank))
-    end_signal = signal_name(-exit_code) if exit_code < 0 else None
+    end_signal = exit_signal(exit_code)
     traceback = (error and error.traceback) or None
     # otherwise it had survived that error
     if not traceback and (end["ended_by_us"] or end_signal not in OUTSIDE_SIGNALS):
@@ -167,7 +167,7 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
         message = f"exit code {exit_code}, " + (f"last line: {last}" if last else "no output")
     return Failure(
         rank=rank,
-        exit_code=exit_code if exit_code > 0 else None,
+        exit_code=None if end_signal else exit_code,
         signal=end_signal,
         message=message,
         # the rank's host may have another time than this one
@@ -213,6 +213,8 @@ def explain_end(
         explanation = explain_kill(explanation, root, run, memory_ran_out=memory_ran_out)
     elif explanation.cause == PORT_IN_USE and (place := own_port(root)):
         explanation = explain_port(explanation, root, place)
+    elif explanation.cause == BUS_ERROR and root.traceback:
+        explanation = explain_bus_error(explanation, root.traceback)
     if explanation.cause in (UNKNOWN, HEALTHY):
         explanation = explain_full_disk(explanation, run, events, free_bytes.get(root.host or ""), host=root.host)
     if explanation.cause == HEALTHY:  # its logs show no failure, and it failed
@@ -285,6 +287,14 @@ def explain_hang(
         fix = f"find what stopped the process: SIGSTOP, Ctrl-Z, a debugger or a frozen container; {fix}"
     step = explanation.step if hang.get("step") is None else hang["step"]  # a script's ranks report none
     return replace(explanation, cause=HANG, rank=rank, step=step, summary=summary, fix=fix, confidence=1.0)
+
+
+def explain_bus_error(explanation: Explanation, stack: str) -> Explanation:
+    """Adds to a SIGBUS where the rank used the memory; where the stack shows a mapped file, the fix for that."""
+    place = call_site(main_frames(stack))
+    summary = f"{explanation.summary}, used in {place}" if place else explanation.summary
+    fix, _ = load_catalogue().causes[BUS_ERROR].choose_fix(stack)
+    return replace(explanation, summary=summary, fix=fix)
 
 
 def explain_port(explanation: Explanation, root: Failure, place: str) -> Explanation:

@@ -24,7 +24,7 @@ UNAVAILABLE_WAIT_S = 30.0  # at least: a service or a full disk does not recover
 CRASHES = frozenset({
     "sigsegv", "native-abort", "illegal-instruction", "floating-point-exception", "illegal-memory-access", "cuda-error",
     "nccl-cuda-failure", "nccl-internal-error", "nccl-p2p-failure", "nccl-p2p-hang", "gloo-connect-failure", "gpu-kernel-timeout",
-    "cufft-failure",
+    "cufft-failure", "sigbus",
 })  # fmt: skip
 # In a script these are the author's to fix. The trainer runs no code of the user's, so there they count as crashes.
 TRAINER_CRASHES = CRASHES | {"unknown", "user-code-exception", "cuda-driver-broken", "collective-bad-tensor"}

@@ -219,7 +219,10 @@ class ScriptJob(Job):
             for event in events.read():
                 if event.get("event") == "stopping":
                     seconds = min(STOP_GRACE_S, event.get("seconds_left", STOP_GRACE_S))
-                    self.show([f"stopping: the script has {seconds:.0f} s to end; Ctrl-C again to end now"])
+                    name = "SIGINT" if event.get("signal") == "SIGINT" else "SIGTERM"
+                    self.show(
+                        [f"stopping: {name} sent, the script has {seconds:.0f} s to end; Ctrl-C again to end now"]
+                    )
                 elif event.get("event") in ("note", "silence"):
                     self.show([event_text(event, max_chars=None)])
 

@@ -6,6 +6,7 @@ only this process, which then asks the agents to stop. Everything that the attem
 """
 
 import math
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import INTERRUPTED
-from paceline.explain.explanation import Explanation
+from paceline.explain.explanation import MAX_VICTIMS, Explanation
 from paceline.explain.recorded_end import HANG
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.agent import kill_processes
@@ -30,7 +31,7 @@ from paceline.launch.watchdog import Hang, Watchdog
 from paceline.redaction import redact_text
 from paceline.rundir import RunDir, append_event
 from paceline.slurm import allocation
-from paceline.units import signal_name, signal_number
+from paceline.units import format_ranks, signal_name, signal_number
 
 TICK_S = 0.2
 # after a rank has exited too early: its peers may save and report it, but a peer that waits for it to join would wait forever
@@ -56,6 +57,7 @@ class Outcome:
     explanation: Explanation | None = None  # of a failure, once launch/attempts.py has it
     between_attempts: bool = False  # the user stopped the run before the next attempt began
     free_bytes: Mapping[str, int] = field(default_factory=dict)  # on the disks of other hosts
+    message: str | None = None  # of a stop that cut ranks off
 
 
 def run_attempt(
@@ -137,7 +139,8 @@ class AttemptRecord:
         self.members = cluster.begin()
         self.nproc = sum(member.nproc for member in self.members)
         self.peer_grace_s = SCRIPT_PEER_GRACE_S if script else PEER_GRACE_S
-        self.stopping = self.killing = self.ending = self.regrouping = False
+        self.stopping = self.killing = self.ending = self.regrouping = self.is_overdue = False
+        self.stop_s = 0.0  # that the ranks have to end, once they should
         self.dead_agents: list[Member] = []  # whose agent ended first, by itself
         self.failed_first = False  # a rank had failed before anyone asked to stop
         self.by_rank: dict[int, dict[str, Any]] = {}
@@ -181,19 +184,23 @@ class AttemptRecord:
         """Ends the attempt, at the pace that is due, where the user or a failure says so."""
         if self.cluster.is_leaving and not self.stopping:
             self.stopping = self.regrouping = True
-            self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
+            self.cluster.order("stop", signal=signal.SIGTERM, give_up_s=stop_grace_s + AGENT_MARGIN_S)
         if signals.first and (not self.stopping or self.regrouping):
             self.stopping, self.regrouping = True, False
             hint = "; Ctrl-C again to end now" if signals.by_person else ""
             text = "a rank had failed before" + ": its peers may still save" * (self.nproc > 1) + hint
             late = {"text": text} if self.failed_first else {}
             append_event(self.run, "note" if late else "stopping", attempt=self.attempt, **late, **signals.facts())
-            self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
+            self.stop_s = min(stop_grace_s, signals.deadline - time.monotonic())
+            # as under torchrun: a script that saves at KeyboardInterrupt does so
+            signum = signal.SIGINT if self.script and signals.by_person else signal.SIGTERM
+            self.cluster.order("stop", signal=signum, give_up_s=stop_grace_s + AGENT_MARGIN_S)
         # the peers of a rank that exited too early have had their grace period
         is_overdue = not self.stopping and time.monotonic() - self.early_exit_at > EARLY_EXIT_GRACE_S
         if (signals.is_over or is_overdue) and not self.killing:
             self.killing = True
             if signals.is_over and not signals.kill:
+                self.is_overdue = True
                 append_event(
                     self.run, "note", text="the time of the notice is over: ending without the rest of the save"
                 )
@@ -282,9 +289,19 @@ class AttemptRecord:
                 names = ("rank", "exit_code", "signal", "message", "consequence", *(["host"] if failure.host else []))
                 facts = {name: getattr(failure, name) for name in names}
                 append_event(self.run, "rank_failed", attempt=self.attempt, **facts)
-        append_event(self.run, "attempt_ended", attempt=self.attempt, state=state, exit_code=exit_code)
+        message = self.cut_off() if state == "interrupted" else None
+        text = {"message": message} if message else {}
+        append_event(self.run, "attempt_ended", attempt=self.attempt, state=state, exit_code=exit_code, **text)
         free_bytes = {member.name: member.free_bytes for member in self.members if member.free_bytes is not None}
-        return Outcome(state, exit_code, self.attempt, failures, self.joined, self.hang, free_bytes=free_bytes)
+        return Outcome(
+            state, exit_code, self.attempt, failures, self.joined, self.hang, free_bytes=free_bytes, message=message
+        )
+
+    def cut_off(self) -> str | None:
+        """Returns which ranks were killed because they had not ended in time behind a stop; not those of a second Ctrl-C."""
+        killed = [r["rank"] for r in self.ranks if r["killed"] or (self.is_overdue and r["exit_code"] is None)]
+        text = f"killed {format_ranks(killed, limit=MAX_VICTIMS)}, which did not end in {self.stop_s:.0f} s"
+        return f"{text}: what was being saved is incomplete" if killed else None
 
     def failures(self) -> list[Failure]:
         """Returns every failure, the root cause first: a lost host, a rank that exited too early, hung or failed, or the launch."""
@@ -322,7 +339,8 @@ class AttemptRecord:
                 return "failed"
             # the workers alone may have received the signal
             return "interrupted" if "stopped" in phases else "finished"
-        if any(failure.traceback and not failure.consequence for failure in failures):
+        errors = [failure for failure in failures if failure.traceback and not failure.consequence]
+        if any(not failure.message.startswith("KeyboardInterrupt") for failure in errors):
             return "failed"  # an error while stopping, such as a full disk: perhaps nothing was saved
         # where every rank had reached its last step, the order to stop came too late to matter
         return "finished" if phases == {"done"} else "regrouped" if self.regrouping else "interrupted"

@@ -45,7 +45,7 @@ STATELESS = {
 }  # fmt: skip
 INTERRUPTED_JOB = f"{INTERRUPTED}:0"  # exit code and signal, as Slurm shows them
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
-ATTEMPT_FIELDS = {"attempt_ended": ("state",), "verdict": ("cause", "summary"), "decision": ("action", "why")}
+ATTEMPT_FIELDS = {"attempt_ended": ("state", "message"), "verdict": ("cause", "summary"), "decision": ("action", "why")}
 DECISIONS = {"stop": "no further attempt: ", "retry": "retrying: "}  # other actions say themselves what is done
 REQUIRED_FIELDS = {"attempt": ("attempt",), "resumed": ("step",), "checkpoint": ("step",), "sample": ("step",)}
 # by the launching terminal; a finding is printed whole, by check/ready.py
@@ -216,7 +216,7 @@ def end_notes(state: State, attempts: Sequence[AttemptView]) -> Iterator[str]:
     elif state == "stopped":
         failed = (attempt for attempt in attempts if attempt.state in ("failed", None) and attempt.cause)
         yield from format_failures((attempt.attempt, str(attempt.cause), attempt.summary or "") for attempt in failed)
-        yield from (attempt.job for attempt in attempts[-1:] if attempt.job)
+        yield from (text for attempt in attempts[-1:] for text in (attempt.message, attempt.job) if text)
     yield from (attempt.damage for attempt in attempts if attempt.damage)
 
 

@@ -133,6 +133,7 @@ class AttemptView:
     summary: str | None = None
     action: str | None = None
     why: str | None = None
+    message: str | None = None  # of a stop that cut ranks off
     damage: str | None = None  # the checkpoint that it could not resume from
     job: str | None = None  # what became of Slurm's job behind it
 

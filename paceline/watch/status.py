@@ -269,7 +269,7 @@ def format_run(snapshot: Snapshot) -> str:
         elif snapshot.explanation and attempt is snapshot.attempts[-1]:  # nobody was left to record it
             lines.append(f"  {snapshot.explanation['cause']}: {snapshot.explanation['summary']}")
         decision = f"{attempt.action}: {attempt.why}" if attempt.action else None
-        lines += [f"  {text}" for text in (attempt.damage, decision, attempt.job) if text]
+        lines += [f"  {text}" for text in (attempt.message, attempt.damage, decision, attempt.job) if text]
     if goodput := snapshot.goodput:
         lines += ["", *goodput_table(goodput), "", f"time    {goodput_line(goodput)}"]
     return "\n".join(lines)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from paceline.explain.explanation import Explanation, format_explanation, name_host
+from paceline.explain.explanation import Explanation, format_explanation, format_summary, name_host
 from paceline.explain.run_folder import explain_run
 from paceline.rundir import RunDir, append_event, append_sample, utc_now
 
@@ -78,3 +78,10 @@ def test_only_the_rank_itself_gets_the_host():
     assert name_host(explanation, {}) == explanation
     named = name_host(explanation, {"bob": [1]})
     assert name_host(named, {"bob": [1]}) == named and json.dumps(named.host) == '"bob"'
+
+
+def test_a_message_that_has_the_name_of_a_host_does_not_stand_for_the_host_of_the_rank():
+    explanation = Explanation("user-code-exception", rank=1, step=5, host="bob", summary="ValueError: boom on bob")
+    assert format_summary(explanation) == "ValueError: boom on bob (rank 1 on bob, step 5)"
+    waits = Explanation("hang", rank=1, host="bob", summary="rank 1 waits")
+    assert format_summary(waits) == "rank 1 waits (host bob)"

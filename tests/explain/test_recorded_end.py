@@ -180,6 +180,11 @@ def test_a_rank_that_ended_itself_without_an_error_is_looked_up_in_its_own_log(r
 
 @pytest.mark.parametrize("message, fix", [
     ("exit code 1, last line: config.yaml: unknown key 'lr'", "its last line may be its own reason"),
+    (
+        "exit code 1, last line: too few files: want 5",
+        "its last line may be its own reason, as sys.exit(TEXT) prints one and ends with 1; find what prints it:"
+        " `grep -rnF 'too few files' --include='*.py' .`",
+    ),
     ("exit code 1, no output", "find where the program exits with 1: `grep"),
 ])  # fmt: skip
 def test_a_rank_that_ended_itself_may_have_said_why(run, message, fix):
@@ -201,6 +206,7 @@ def test_a_signal_to_one_rank_is_no_stop_of_the_run(run, signal, printed):
     explanation = explain_run(run)
     assert (explanation.cause, explanation.rank) == ("killed-from-outside", 1)
     assert explanation.summary == f"rank 1 was ended by {signal}, which was sent to it alone"
+    assert explanation.step == 8 and explanation.confidence >= 0.8
 
 
 def test_the_rank_that_was_recorded_as_the_first_to_fail_is_to_blame(run):

@@ -102,7 +102,7 @@ CAUSES = [
     "system-tool-missing",
     "host-oom-killed",
     "sigsegv",
-    "shm-too-small",
+    "sigbus",
     "native-abort",
     "permission-denied",
     "disk-full",

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from paceline.explain.explanation import Evidence, Explanation
+from paceline.explain.run_folder import explain_run
 from paceline.heartbeat import HeartbeatWriter
 from paceline.launch.failure import (
     Failure,
@@ -58,6 +59,44 @@ def test_a_killed_rank_is_the_root_and_what_it_had_survived_before_is_not_shown(
     run.rank_log(1, 1).write_text(BOOM + "trying again\n")
     failures = find_failures(run, 1, [ended(0, 1), ended(1, -9, time=100.1)])
     assert (failures[0].rank, failures[0].signal, failures[0].traceback) == (1, "SIGKILL", None)
+
+
+@pytest.mark.parametrize(("exit_code", "signal"), [
+    (-9, "SIGKILL"), (137, "SIGKILL"), (139, "SIGSEGV"), (134, "SIGABRT"), (135, "SIGBUS"), (143, "SIGTERM"),
+    (130, None), (3, None), (255, None),
+])  # fmt: skip
+def test_a_shell_reports_the_signal_that_ended_its_program_as_an_exit_code(run, exit_code, signal):
+    (failure,) = find_failures(run, 1, [ended(0, exit_code)])
+    assert (failure.signal, failure.exit_code) == (signal, None if signal else exit_code)
+
+
+@pytest.mark.parametrize("exit_code", [-9, 137])
+def test_a_kill_behind_a_shell_is_a_kill_from_outside_and_retried(run, exit_code):
+    run.rank_log(1, 0).write_text("train.sh: line 1: 4711 Killed                  python train.py\n")
+    append_event(run, "attempt", attempt=1)
+    (failure,) = find_failures(run, 1, [ended(0, exit_code)])
+    oom = Explanation("host-oom-killed", confidence=0.88, rank=0, summary="rank 0 could not allocate memory")
+    end, explanation = explain_end(run, 1, failure, oom, memory_ran_out=False)
+    assert (explanation.cause, end.retry) == ("killed-from-outside", "same")
+    end, explanation = explain_end(run, 1, failure, oom, memory_ran_out=True)
+    assert (explanation.cause, end.retry) == ("host-oom-killed", "smaller")
+
+
+@pytest.mark.parametrize(("frame", "fix"), [
+    ('/x/site-packages/numpy/_core/_methods.py", line 49 in _sum', "check `df -h /dev/shm`"),
+    ('/x/site-packages/numpy/_core/memmap.py", line 360 in __getitem__', "see whether the file that is mapped"),
+])  # fmt: skip
+def test_a_bus_error_has_the_place_that_used_the_memory_and_the_fix_for_a_mapped_file(run, frame, fix):
+    stack = f'Current thread 0x01 (most recent call first):\n  File "{frame}\n  File "/my/data.py", line 10 in batch\n'
+    run.rank_log(1, 0).write_text(f"step 1\nFatal Python error: Bus error\n\n{stack}")
+    append_event(run, "attempt", attempt=1)
+    append_event(run, "rank_failed", attempt=1, rank=0, exit_code=None, signal="SIGBUS", message="", consequence=False)
+    (failure,) = find_failures(run, 1, [ended(0, -7)])
+    _, explanation = explain_end(run, 1, failure, explain_run(run), memory_ran_out=False)
+    assert explanation.cause == "sigbus" and explanation.also == ("shm-too-small",)
+    assert explanation.summary.endswith(", used in batch at my/data.py:10") and explanation.fix.startswith(fix)
+    append_event(run, "verdict", attempt=1, **{n: getattr(explanation, n) for n in ("cause", "rank", "summary", "fix")})
+    assert explain_run(run).summary == explanation.summary
 
 
 def test_a_peer_that_outlives_its_sigterm_is_killed_by_the_launcher_and_by_nobody_else(run):

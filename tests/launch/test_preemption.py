@@ -300,9 +300,10 @@ def test_what_does_not_end_within_the_time_of_the_notice_is_killed_before_it_is_
     events = list(read_json_lines(run.events))
     stopping = next(event for event in events if event["event"] == "stopping")
     assert (stopping["reason"], stopping["seconds_left"]) == ("the notice file notice", 2)
-    assert "stopping: the script has 2 s to end; Ctrl-C again to end now\n" in errors
+    assert "stopping: SIGTERM sent, the script has 2 s to end; Ctrl-C again to end now\n" in errors
     assert "the time of the notice is over: ending without the rest of the save" in errors
     assert events[-1]["event"] == "interrupted"
+    assert "note    killed rank 0, which did not end in 2 s: what was being saved is incomplete\n" in errors
 
 
 SMALL = {

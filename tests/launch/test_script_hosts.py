@@ -47,7 +47,7 @@ TRAIN = """
 WAIT = """
     import os, signal, sys, time
     stopped = []
-    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+    signal.signal(signal.SIGINT, lambda *_: stopped.append(1))
     print("ready", flush=True)
     while not stopped or "deaf" in sys.argv:
         time.sleep(0.2)

@@ -295,13 +295,16 @@ def test_one_ctrl_c_that_arrives_twice_is_one(monkeypatch):
     assert signals.kill
 
 
-@pytest.mark.soak
-def test_a_worker_that_does_not_stop_is_killed_after_its_grace(launch):
+def test_a_worker_that_does_not_stop_is_killed_after_its_grace_and_reported(launch):
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
     running = launch(script, stop_grace_s=1.0).wait_until_running()
     running.signal(signal.SIGINT)
     ended = running.end()
     assert (ended.exit_code, ended.outcome["state"]) == (130, "interrupted")
+    text = "killed ranks 0 and 1, which did not end in 1 s: what was being saved is incomplete"
+    assert ended.event("attempt_ended")["message"] == text
+    explanation = explain_run(ended.run)
+    assert explanation.summary.endswith(f"; {text}") and "nothing is broken" not in explanation.fix
 
 
 @pytest.mark.soak

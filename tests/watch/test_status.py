@@ -119,6 +119,16 @@ def test_a_run_interrupted_before_its_first_step_is_stopped(tmp_path):
     assert run_status(run).state == "broken"
 
 
+def test_ranks_that_a_stop_killed_are_reported_wherever_the_run_is_shown(tmp_path):
+    run = make_run(tmp_path)
+    text = "killed rank 1, which did not end in 60 s: what was being saved is incomplete"
+    append_event(run, "attempt", attempt=1)
+    append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130, message=text)
+    snapshot = open_reader(run.path).update()
+    assert f": interrupted\n  {text}\n" in format_run(snapshot)
+    assert text in summarize(snapshot, now=0.0).text
+
+
 def test_the_table_is_aligned_and_shows_unknown_values(tmp_path):
     make_run(tmp_path)
     empty = RunDir(tmp_path / "long-name")

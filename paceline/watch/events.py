@@ -40,6 +40,7 @@ STATELESS = {
     "checkpoint", "sample", "note", "memory", "step_time", "finding", "attempt_ended", "verdict", "decision", "save_failed",
     "stopping", "silence", "damaged",
 }  # fmt: skip
+BEFORE_ATTEMPTS = {"launch", "script", "note", "finding"}
 INTERRUPTED_JOB = f"{INTERRUPTED}:0"  # exit code and signal, as Slurm shows them
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
 ATTEMPT_FIELDS = {"attempt_ended": ("state",), "verdict": ("cause", "summary"), "decision": ("action", "why")}
@@ -200,6 +201,14 @@ def run_notes(state: State, events: Sequence[JsonRecord]) -> Iterator[str]:
         yield from unsaved_texts(events)
     elif state == "finished":
         yield from end_notes(state, attempt_views(events))
+    else:
+        yield from unstarted_notes(state, events)
+
+
+def unstarted_notes(state: State, events: Sequence[JsonRecord]) -> Iterator[str]:
+    """Yields that the command of a run ended before the first attempt, and left no record of why."""
+    if state == "broken" and all(event.get("event") in BEFORE_ATTEMPTS for event in events):
+        yield "nothing was started: the command ended before the first attempt; paceline resume starts it"
 
 
 def end_notes(state: State, attempts: Sequence[AttemptView]) -> Iterator[str]:

@@ -96,16 +96,16 @@ def unsaved_texts(events: Sequence[JsonRecord | EventView]) -> Iterator[str]:
         yield saves[0].text + ("" if newest is None else f"; the newest checkpoint is of step {newest:,}")
 
 
-def event_line(event: JsonRecord, *, num_steps: int, has_steps: bool = True) -> str | None:
+def event_line(event: JsonRecord, *, num_steps: int, ending: str = "") -> str | None:
     """Returns the line that the launching terminal prints; None for events that it does not print.
 
-    The line opens with the step's label where the event has a step. has_steps: there is something to save.
+    The line opens with the step's label where the event has a step. ending: what the ranks do before they stop.
     """
     kind, step = event.get("event"), event.get("step")
     if kind not in PRINTED:
         return None
     if kind == "stopping":
-        return f"{event_text(event)}{': saving a checkpoint' if has_steps else ''}; Ctrl-C again to end now"
+        return f"{event_text(event)}{ending and f': {ending}'}; Ctrl-C again to end now"
     text = event_text(event, labelled=True, max_chars=None)
     return f"{step_label(step, num_steps)} | {text}" if isinstance(step, int) and kind != "step_time" else text
 

@@ -186,7 +186,7 @@ def cores_few(host: Host) -> Cases:
         yield Case(f"{ranks} processes on {cores} CPU cores", fix)
 
 
-def cpu_no_bf16(host: Host) -> Cases:
+def cpu_precision_emulated(host: Host) -> Cases:
     precision = host.intent.precision
     if precision in ("bf16", "fp16") and not host.uses_cuda and host.at("host.cpu.bf16") is False:
         yield Case(f"{host.at('host.cpu.model')} has no {precision} instructions", "--precision fp32")

@@ -330,12 +330,12 @@ def grad_accum_steps(total_batch_size: int, *, device_batch_size: int, sequence_
         rows, uneven = divmod(total_batch_size, sequence_len * world_size)
         if not uneven:
             same.append({"device_batch_size": next(n for n in divisors(rows) if n < device_batch_size)})
-        kept = f"{' or '.join(map(format_flags, same))}, same total_batch_size; or " if same else ""
+        same_text = f"{' or '.join(map(format_flags, same))}, same total_batch_size; or " if same else ""
         takers = format_number_of(world_size, "process takes", "processes take")
         raise PlanError(
             f"total_batch_size {total_batch_size:,} is not a multiple of the {tokens_per_micro_step:,} tokens"
             f" that {takers} at once ({format_number_of(device_batch_size, 'row')} x {sequence_len} tokens each)",
-            fix=f"{kept}set total_batch_size to {upper:,}" + (f" or {lower:,}" if lower else ""),
+            fix=f"{same_text}set total_batch_size to {upper:,}" + (f" or {lower:,}" if lower else ""),
             changes=[*same, *({"total_batch_size": tokens} for tokens in (upper, lower) if tokens)],
         )
     return steps

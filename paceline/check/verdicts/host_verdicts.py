@@ -327,7 +327,8 @@ def wandb_silent(host: Host) -> Cases:
     elif wandb.get("mode") in ("offline", "disabled"):
         yield Case(f"WANDB_MODE={wandb['mode']}: nothing is sent", "export WANDB_MODE=online")
     elif wandb.get("logged_in") is False:
-        yield Case("W&B is requested but not logged in", "wandb login")
+        effect = "; what was saved offline is sent later by paceline track RUN --to wandb" if is_followed else ""
+        yield Case("W&B is requested but not logged in", f"wandb login{effect}")
 
 
 def slurm_outside(host: Host) -> Cases:

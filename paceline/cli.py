@@ -56,7 +56,7 @@ def stop(args: run_options.StopOptions) -> None:
 
 
 def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:
-    from paceline.data.prepare import epoch_rows
+    from paceline.data.prepare import known_sizes
     from paceline.plan.query import answer, answer_configs
 
     if isinstance(args, options.ConfigsOptions):
@@ -64,7 +64,7 @@ def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:
     else:  # what reaches other hosts is imported where hosts are named
         if args.slurm:
             from paceline.launch.sbatch import add_jobs as answer
-        print(answer(args, lambda config: import_module("paceline.launch.host_facts").ask_machine(config), epoch_rows))
+        print(answer(args, lambda config: import_module("paceline.launch.host_facts").ask_machine(config), known_sizes))
 
 
 def check(args: options.CheckOptions) -> int:

@@ -74,6 +74,10 @@ INSTEAD = {
     "aspect_ratio": "set n_embd, the width itself",
     "target_flops": "set num_steps, or time, such as 8h",
 }
+DERIVED_FLAGS = {  # in a .py file they are translated, as the others stand beside them
+    "gradient_accumulation_steps": "--total-batch-size N, in tokens: these steps x batch_size x block_size",
+    "n_head": "--head-dim N: n_embd / n_head",
+}
 # names that change nothing here at any value
 UNUSED = (
     "wandb_", "use_dummy_wandb", "core_metric_", "eval_iters", "lr_decay_iters", "min_lr", "beta1", "beta2", "betas",
@@ -119,6 +123,8 @@ def with_our_flags(args: Sequence[str], known: Collection[str]) -> list[str]:
         argument = remaining.pop(0)
         flag, equals, text = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name in DERIVED_FLAGS:
+            raise UsageError(f"{flag} is nanoGPT's, and depends on other settings", fix=DERIVED_FLAGS[name])
         is_ours = not flag.startswith("--") or f"--{name.replace('_', '-')}" in known
         if is_ours or not (name in KEY_OF or name in HARMLESS or name.startswith(UNUSED)):
             words.append(argument)

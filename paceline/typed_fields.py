@@ -16,7 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, expand_home
 from paceline.rundir import (
     RunDir,
     find_run,
@@ -91,6 +91,12 @@ def find_training_run(name: str, *, runs_dir: str, script_fix: str = "") -> RunD
 
     Raises PacelineError where config.toml is empty or damaged too. script_fix: instead of the command that resumes the script.
     """
+    if origin := export_origin(expand_home(name)):
+        checkpoint = RunDir(Path(runs_dir) / origin[0]).checkpoints / f"step_{origin[1]:06d}"
+        raise PacelineError(
+            f"{name} is an export of {origin[0]} at step {origin[1]:,}: it is for transformers, and cannot be trained on",
+            fix=f"give the run, or its checkpoint: {shlex.quote(str(checkpoint))}, if it is there",
+        )
     run = find_run(name, runs_dir=runs_dir)
     if is_queued(run):
         raise PacelineError(
@@ -106,6 +112,14 @@ def find_training_run(name: str, *, runs_dir: str, script_fix: str = "") -> RunD
     if not read_run_file(run.config_toml, tomllib.loads):
         raise damaged(run.config_toml, "is empty")
     return run
+
+
+def export_origin(folder: Path) -> tuple[str, int] | None:
+    """Returns the run and the step of a folder that `paceline export` wrote; None for any other."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        origin = json.loads(read_text(folder / "config.json"))["paceline"]
+        return str(origin["run"]), int(origin["step"])
+    return None
 
 
 def read_run_file(path: Path, parse: Callable[[str], T]) -> T:

@@ -158,6 +158,15 @@ def test_a_flag_of_another_trainer_for_what_paceline_does_not_have_is_refused():
         parse_flags(["--bias", "true"])
 
 
+@pytest.mark.parametrize(
+    "flag, key", [("--gradient-accumulation-steps", "--total-batch-size"), ("--n_head", "--head-dim")]
+)
+def test_a_flag_of_nanogpt_that_depends_on_others_names_the_key_to_set(flag, key):
+    with pytest.raises(UsageError, match=f"{flag} is nanoGPT's") as error:
+        parse_flags([flag, "3"])
+    assert error.value.fix.startswith(f"{key} N")
+
+
 def test_nanochat_s_switch_for_fp8_is_a_precision(tmp_path):
     assert parse_flags(["--fp8"])[1]["precision"] == "fp8"
     for lines in ("fp8 = True\ndtype = 'bfloat16'\n", "dtype = 'bfloat16'\nfp8 = True\n"):
@@ -549,6 +558,14 @@ def test_a_config_file_beside_other_weights_takes_their_shape_and_sets_the_other
 def test_weights_of_another_shape_or_of_no_run_are_refused(trained, keys, message):
     with pytest.raises(PacelineError, match=message):
         resolve_config(None, {"init_from": "books", **keys})
+
+
+def test_an_export_is_refused_with_the_checkpoint_of_its_run(tmp_path):
+    origin = '{"model_type": "paceline", "paceline": {"version": "1", "run": "books", "step": 40}}'
+    write(tmp_path / "config.json", origin)
+    with pytest.raises(PacelineError, match="is an export of books at step 40") as error:
+        resolve_config(None, {"init_from": str(tmp_path)})
+    assert "runs/books/checkpoints/step_000040" in error.value.fix
 
 
 def test_nanogpt_s_value_for_random_weights_is_auto(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from paceline.cli import run_command
 from paceline.config import KEYS
+from paceline.data.tokenizer import train_tokenizer
 from paceline.plan import query
 from paceline.plan.gpu_table import find_gpu
 from paceline.units import MIB
@@ -265,6 +266,28 @@ def test_a_cpu_that_was_not_measured_has_no_time_and_says_why(capsys):
 def test_a_plan_is_the_plan_that_train_would_take(capsys):
     answer = json.loads(plan(capsys, "--device", "cpu", "--nproc", "2", "--json"))
     assert (answer["device_batch_size"], answer["grad_accum_steps"], answer["total_batch_size"]) == (8, 3, 12_288)
+
+
+@pytest.mark.parametrize("words", [["--json"], ["--tokens-per-param", "20", "--json"]])
+def test_the_vocabulary_of_a_plan_is_that_of_the_tokenizer_file(capsys, tmp_path, words):
+    tokenizer = train_tokenizer(iter(["the vocabulary of a plan is that of the tokenizer"]), vocab_size=270)
+    tokenizer.save(file := tmp_path / "own.json")
+    answer = json.loads(plan(capsys, *TWO, f"--tokenizer={file}", *words))
+    assert answer["model"]["vocab_size"] == tokenizer.vocab_size == 270
+    same = json.loads(plan(capsys, *TWO, "--vocab-size=270", *words))
+    assert (answer["num_steps"], answer["memory"]) == (same["num_steps"], same["memory"])
+
+
+@pytest.mark.parametrize("content, reason", [(None, "no such tokenizer file"), ("{}", "is not a tokenizer.json")])
+def test_a_tokenizer_that_cannot_be_read_leaves_a_plan_its_assumption(capsys, tmp_path, content, reason):
+    file = tmp_path / "own.json"
+    if content is not None:
+        file.write_text(content)
+    assert run_command(["plan", *TWO, f"--tokenizer={file}"]) == 0
+    shown = capsys.readouterr()
+    assert "vocabulary 32,768," in shown.out
+    assert shown.err.startswith("note    a vocabulary of 32,768 is assumed: ") and reason in shown.err
+    assert shown.err.count("\n") == 1
 
 
 @pytest.mark.slow

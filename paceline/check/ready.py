@@ -210,7 +210,8 @@ def check_config(
     machine = machine if ask_hosts is None else machine_of_hosts(hosts) or replace(machine, hosts=len(hosts))
     try:
         measured = measured_here(cache_dir(config), machine=machine)
-        plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, measured=measured)
+        vocab_size = next(filter(None, (at(facts, "text.vocab_size") for facts in hosts)), config.vocab_size)
+        plan = make_plan(config, machine, vocab_size=vocab_size, num_rows=0, measured=measured)
         intent = training_intent(config, plan, command="check", set_keys=set_keys, run_path=run_path)
     except PlanError as error:
         intent = Intent(

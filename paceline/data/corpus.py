@@ -268,6 +268,8 @@ def _folder_files(folder: Path, *, print_note: bool) -> list[SourceFile]:
         what = f"no text file in {folder}: it holds {shown}"
         command = _conversion([f"{root}/{name}" for name in others])
         fix = command or f"give a folder with files of these types: {known}"
+        if {"train.bin", "val.bin"} <= {*others}:  # nanoGPT's
+            fix = "these .bin files are tokens: give the text that they were made from, such as nanoGPT's input.txt"
         if is_saved_dataset(folder):
             fix = f"--data hf:{shlex.quote(str(folder))}, as it was written by save_to_disk"
     raise PacelineError(what, fix=fix)

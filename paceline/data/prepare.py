@@ -29,7 +29,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from paceline.config import Config, cache_dir
 from paceline.data.corpus import Progress, cannot_write, list_files
 from paceline.data.readers import SourceFile
-from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file
+from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file, tokenizer_vocab_size
 from paceline.errors import PacelineError, expand_home
 from paceline.locks import NoLocks, try_lock
 from paceline.rundir import RunDir, write_atomic
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1  # of the folder, and of how text becomes tokens: another version prepares everything again
 SHARD_TOKENS = 1 << 27
 META = "meta.json"
+WITHOUT_TOKENIZER = ", or leave --tokenizer out to train one on the text"
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,7 @@ def prepare(
     cannot be read, is too small, or changes meanwhile.
     """
     files = list_files(source, print_note=True)
-    otherwise = ", or leave --tokenizer out to train one on the text"
-    tokenizer_json = None if tokenizer is None else read_tokenizer_file(tokenizer, otherwise=otherwise)
+    tokenizer_json = None if tokenizer is None else read_tokenizer_file(tokenizer, otherwise=WITHOUT_TOKENIZER)
     tokenizer_hash = None if tokenizer_json is None else hashlib.sha256(tokenizer_json).hexdigest()
     path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
     if (path / META).exists():
@@ -122,18 +122,46 @@ def prepare(
     return replace(open_dataset(path), reused=False)
 
 
-def epoch_rows(config: Config) -> int:
-    """Returns the rows of one epoch of this config's text; 0 where it is paceline's own or is not prepared on this host."""
-    if config.data == Config.data or config.packing != "stream":
-        return 0
+def vocab_size_of(config: Config) -> int:
+    """Returns the vocabulary of the config's tokenizer file, or vocab_size where one is to be trained.
+
+    Raises PacelineError where the file is no tokenizer or cannot be read.
+    """
+    if config.tokenizer is None:
+        return config.vocab_size
+    content = read_tokenizer_file(Path(config.tokenizer), otherwise=WITHOUT_TOKENIZER)
+    with suppress(ValueError):
+        if vocab_size := tokenizer_vocab_size(json.loads(content)):
+            return vocab_size
+    return Tokenizer(content, name=config.tokenizer).vocab_size  # its error says what is wrong with the file
+
+
+def planned_vocab_size(config: Config) -> int:
+    """Returns the same for a plan; where the tokenizer file cannot be read here, vocab_size, and a note says so."""
+    try:
+        return vocab_size_of(config)
+    except PacelineError as error:
+        print(f"note    a vocabulary of {config.vocab_size:,} is assumed: {error.message}", file=sys.stderr)
+        return config.vocab_size
+
+
+def known_sizes(config: Config) -> tuple[int, int]:
+    """Returns the rows of one epoch of this config's text, and its vocabulary.
+
+    The rows are 0 where the text is paceline's own or is not prepared on this host.
+    """
+    vocab_size = planned_vocab_size(config)
+    if config.data == Config.data:
+        return 0, vocab_size
     with suppress(PacelineError):
         content = None if config.tokenizer is None else read_tokenizer_file(Path(config.tokenizer))
         digest, files = None if content is None else hashlib.sha256(content).hexdigest(), list_files(config.data)
         cache = cache_dir(config)
         path = dataset_path(files, tokenizer_hash=digest, vocab_size=config.vocab_size, cache_dir=cache)
-        num_tokens: int = open_dataset(path).meta["splits"]["train"]["num_tokens"]
-        return -(-(num_tokens - 1) // config.sequence_len)
-    return 0
+        meta = open_dataset(path).meta
+        num_rows = -(-(meta["splits"]["train"]["num_tokens"] - 1) // config.sequence_len)
+        return num_rows if config.packing == "stream" else 0, meta["vocab_size"]
+    return 0, vocab_size
 
 
 def dataset_path(

@@ -364,6 +364,17 @@ def read_tokenizer_file(path: Path, *, otherwise: str = "") -> bytes:
     return content
 
 
+def tokenizer_vocab_size(settings: Any) -> int | None:
+    """Returns what Tokenizer.vocab_size is of a parsed tokenizer.json, without the library; None if it is not one."""
+    try:
+        vocab = settings["model"]["vocab"]
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))  # unigram models list their tokens
+        added = [token["id"] for token in settings.get("added_tokens") or []]
+        return int(max([*ids, *added])) + 1
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
 def _byte_alphabet() -> dict[str, int]:
     """Returns the byte of each letter of GPT-2's alphabet: printable ones their own, those from U+0100 on the others in order."""
     from tokenizers import pre_tokenizers

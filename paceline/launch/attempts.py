@@ -8,8 +8,8 @@ SIGTERM end an attempt (launch/supervisor.py) or the wait before the next one. N
 import os
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -98,6 +98,27 @@ class Job:
     def closing_lines(self, outcome: Outcome, *, seconds: float, time_line: str) -> list[str]:
         """Returns what to print after a run that did not fail. time_line: where the run's time went."""
         raise NotImplementedError
+
+
+@contextmanager
+def records_early_stop(job: Job) -> Iterator[None]:
+    """Records a Ctrl-C or SIGTERM that ends the block before its first attempt, and prints how the run continues.
+
+    An attempt records its own end. The folder of a run that was removed again has nothing to continue.
+    """
+    num_attempts = count_attempts(job.run)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if job.run.config_toml.is_file() and count_attempts(job.run) == num_attempts:
+            append_event(job.run, "interrupted")
+            job.show([f"next    {resume_command(job.run)}"], exit_code=INTERRUPTED)
+        raise
+
+
+def count_attempts(run: RunDir) -> int:
+    """Returns how many attempts of the run its events have."""
+    return sum(event.get("event") == "attempt" for event in read_json_lines(run.events))
 
 
 def run_job(job: Job, services: Services) -> int:

@@ -21,6 +21,7 @@ from typing import TextIO
 
 from paceline.check.format import format_findings
 from paceline.errors import Finding
+from paceline.heartbeat import read_heartbeat
 from paceline.noise import seconds_per_step
 from paceline.rundir import RunDir, open_file, utc_now
 from paceline.terminal import COLOUR, SEQUENCE, STEERING, is_terminal, own_stream
@@ -31,6 +32,7 @@ from paceline.watch.growing_file import GrowingFile, JsonRecord, parse_lines
 ETA_RECORDS = 50  # logged steps that the speed is taken from: it includes evaluations and saves
 REDRAW_S = 0.25
 BAR_WIDTH = 16
+SLOW_STEP_S = 5.0  # a stop says that it waits for such a step
 
 CHUNK_BYTES = 1 << 18
 TURN_BYTES = 1 << 23  # of one rank before the other ranks have their turn and a Ctrl-C is noticed
@@ -58,8 +60,9 @@ class Digest:
         total_batch_size: int,
         stream: TextIO,
         on_metrics: OnMetrics = lambda record: None,
+        stop_grace_s: float = 60.0,
     ):
-        self.num_steps = num_steps
+        self.run, self.num_steps, self.stop_grace_s = run, num_steps, stop_grace_s
         self.on_metrics = on_metrics
         self.total_batch_size = total_batch_size
         self.stream = stream
@@ -109,10 +112,24 @@ class Digest:
         if kind == "stopping" and self.stop_shown:
             return  # the supervisor and the workers may both write it
         self.stop_shown = kind == "stopping" or (self.stop_shown and kind != "attempt")
+        ending = self.ending() if kind == "stopping" else ""
         if kind == "finding":
             self.show(format_findings([Finding(**{field.name: event[field.name] for field in fields(Finding)})]))
-        elif text := event_line(event, num_steps=self.num_steps, has_steps=bool(self.recent)):
+        elif text := event_line(event, num_steps=self.num_steps, ending=ending):
             self.show(text)
+
+    def ending(self) -> str:
+        """Returns what the ranks do before they stop; until the first step is done they end at once, as nothing is to be saved."""
+        if not self.recent:
+            return ""
+        heartbeat, step_s = read_heartbeat(self.run.progress(0)), (self.recent[-1].get("step_ms") or 0.0) / 1000
+        if heartbeat and heartbeat.phase == "eval":
+            work = "finishing the evaluation"
+        elif step_s >= SLOW_STEP_S:
+            work = f"finishing the step, {format_duration(step_s)} each"
+        else:
+            return "saving a checkpoint"
+        return f"{work}, then saving a checkpoint, {format_duration(self.stop_grace_s)} at most"
 
     def show(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""

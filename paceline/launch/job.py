@@ -81,6 +81,7 @@ class TrainingJob(Job):
             total_batch_size=plan.total_batch_size,
             stream=sys.stdout,
             on_metrics=watch_steps(self.run, plan, cache=cache, cluster=cluster),
+            stop_grace_s=stop_grace_s(plan),
         )
         try:
             outcome = run_attempt(

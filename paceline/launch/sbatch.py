@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields, replace
 from paceline.command_line import parameters_of
 from paceline.config import Config, cache_dir
 from paceline.config_file import format_toml, resolve_config
+from paceline.data.prepare import planned_vocab_size
 from paceline.errors import PacelineError, PlanError, UsageError, nearest
 from paceline.launch.background import check_unused
 from paceline.launch.job import planned_step, stop_grace_s
@@ -30,7 +31,7 @@ from paceline.plan.forecast import Forecast, forecast
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Machine, imagined_machine, probe_machine
 from paceline.plan.planner import Plan
-from paceline.plan.query import answer
+from paceline.plan.query import SizesOf, answer
 from paceline.rundir import RunDir, append_event, is_queued, job_facts, unwritable_run, write_atomic
 from paceline.slurm import Partition, SlurmError, SlurmJob, ask, parse_limit, read_partitions, submit_script
 from paceline.units import format_duration, format_list, format_number_of
@@ -295,7 +296,7 @@ def plan_job(config: Config, partition: Partition, *, nodes: int, gpus: int | No
             machine = imagined_machine(find_gpu(partition.gpu_kind or ""), gpus=gpus, hosts=nodes)
     if machine is None or config.epochs is not None:
         return None
-    return forecast(config, machine, cache=cache_dir(config), vocab_size=config.vocab_size, num_rows=0)
+    return forecast(config, machine, cache=cache_dir(config), vocab_size=planned_vocab_size(config), num_rows=0)
 
 
 def check_length(length: JobLength, estimate: Forecast | None) -> None:
@@ -358,7 +359,7 @@ def option_flags(options: TrainOptions | ResumeOptions) -> list[str]:
     return flags
 
 
-def add_jobs(options: PlanOptions, ask_hosts: Callable[[Config], Machine], count_rows: Callable[[Config], int]) -> str:
+def add_jobs(options: PlanOptions, ask_hosts: Callable[[Config], Machine], sizes_of: SizesOf) -> str:
     """Returns the answer of `paceline plan --slurm`: for the GPUs of the partition, with the number of jobs that the run needs."""
     nodes, config = nodes_of(resolve_config(options.config, options.keys))
     submission, length = make_submission(config, nodes, options.slurm_args, gpu=options.gpu)
@@ -371,7 +372,7 @@ def add_jobs(options: PlanOptions, ask_hosts: Callable[[Config], Machine], count
         except PlanError:  # a name of the site's own
             kind = f"the GPUs of partition {partition.name} ({partition.gpu_kind or 'no name'})"
             note = f"\nnote    the plan does not know {kind}: it is for the devices here; --gpu NAME says what they are"
-    text = answer(options, ask_hosts, count_rows)
+    text = answer(options, ask_hosts, sizes_of)
     if options.json:
         limit_s = None if length.limit_s == math.inf else length.limit_s
         facts = {"nodes": nodes, "partition": partition.name, "limit_s": limit_s, "jobs": length.num_jobs}

@@ -12,7 +12,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import partial
@@ -30,7 +30,7 @@ from paceline.explain.explanation import Explanation, format_summary
 from paceline.explain.recorded_end import went_on
 from paceline.explain.run_folder import explain_run
 from paceline.explain.verdict import HEALTHY, UNKNOWN
-from paceline.launch.attempts import Job, run_job
+from paceline.launch.attempts import Job, records_early_stop, run_job
 from paceline.launch.background import check_unused, create_folder, detach
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import LogTail, NewRecords
@@ -171,12 +171,11 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = (), *, run: 
     device = f"device  {format_devices(script, machine, num_hosts=len(entries))}"
     if has_input():
         lines = [*lines, "note    the script gets no standard input: what is piped in stays unread"]
-    job.show([f"script  {shlex.join(script.command)}", device, *lines, f"run     {run.path}", *harm_lines(rows), ""])
-    try:
+    with records_early_stop(job), closing(job.cluster) if job.cluster else nullcontext():
+        job.show(
+            [f"script  {shlex.join(script.command)}", device, *lines, f"run     {run.path}", *harm_lines(rows), ""]
+        )
         return run_job(job, services)
-    finally:
-        if job.cluster:
-            job.cluster.close()
 
 
 def format_devices(script: Script, machine: Machine, *, num_hosts: int) -> str:

@@ -22,9 +22,9 @@ from paceline.check.ready import CheckResult, save_check
 from paceline.config import Config, cache_dir, check_config
 from paceline.config_file import format_toml, load_config, override
 from paceline.data.corpus import Progress
-from paceline.data.prepare import TokenDataset
+from paceline.data.prepare import TokenDataset, vocab_size_of
 from paceline.errors import PacelineError
-from paceline.launch.attempts import run_job
+from paceline.launch.attempts import records_early_stop, run_job
 from paceline.launch.background import check_unused, continuing_fix, create_folder, detach
 from paceline.launch.cluster import Cluster
 from paceline.launch.env import check_host_options, format_env, harm_lines
@@ -105,7 +105,7 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
     weights = first_weights(config)
     if not entries:  # refuses what cannot run before any text is read
         measured = measured_here(cache_dir(config))
-        make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0, measured=measured)
+        make_plan(config, probe_machine(), vocab_size=vocab_size_of(config), num_rows=0, measured=measured)
     is_named = config.name is not None or start == "submitted"
     with new_folder(run, is_named=is_named, is_submitted=start == "submitted") as (run, lock, publish):
         reaches = reach_early(entries, config.python, options)
@@ -134,7 +134,8 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
         append_event(run, "note", text=text)
     job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster(rejoin=options.rejoin, reaches=reaches))
     job.resumes_itself = config.name is not None  # without one, the command of a requeued job starts a new run
-    return run_training(job, plan, checked, dataset, services, started=started, is_new=True)
+    with records_early_stop(job):
+        return run_training(job, plan, checked, dataset, services, started=started, is_new=True)
 
 
 def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] = ()) -> int:
@@ -186,7 +187,8 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
         record_job(run, place.job_id)
     job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster(rejoin=options.rejoin, reaches=reaches))
     job.resumes_itself = True
-    return run_training(job, plan, checked, dataset, services, started=started, is_new=False)
+    with records_early_stop(job):
+        return run_training(job, plan, checked, dataset, services, started=started, is_new=False)
 
 
 def adopt_copy(run: RunDir) -> None:

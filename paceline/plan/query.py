@@ -56,14 +56,12 @@ NOT_BESIDE = {  # options of which the first would leave the others unused
 COLUMNS = ("rows", "batch", "memory", "of card", "fits", "checkpointing", "step", "tok/s", "mfu", "run", "kWh")
 VERDICTS = {"fits": "yes", "does not fit": "no", "undecidable": "perhaps", None: "n/a"}
 NO_ROWS = "--follow-rows needs --sweep device_batch_size"
+SizesOf = Callable[[Config], tuple[int, int]]  # rows of one epoch of the text, 0 if not known, and its vocabulary
 NO_CUDA = "Torch not compiled with CUDA enabled"  # PyTorch's own words
 
 
-def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], count_rows: Callable[[Config], int]) -> str:
-    """Returns the whole text of the command. ask_hosts: returns what the hosts are like that a config names.
-
-    count_rows: returns the rows of one epoch of its text, 0 where that is not known.
-    """
+def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], sizes_of: SizesOf) -> str:
+    """Returns the whole text of the command. ask_hosts: returns what the hosts are like that a config names."""
     if options.time and not options.budget and (options.config is not None or "depth" in options.keys):
         options = replace(options, keys={**options.keys, "time": options.time}, time=None)  # the length, as for train
     compared = [name.strip() for name in (options.compare or "").split(",") if name.strip()]
@@ -73,7 +71,8 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], count_r
     is_imagined = options.gpu or compared or options.time or options.budget
     resolve = partial(resolve_config, options.config, default=DEFAULTS_OF_A_PLAN if is_imagined else None)
     config = resolve(options.keys)
-    num_rows = count_rows(config)
+    num_rows, vocab_size = sizes_of(config)
+    requested_vocab_size = config.vocab_size
     if config.epochs is not None and not num_rows:
         what = "the length is given in epochs, and a plan does not read the text"
         raise PlanError(what, fix="--num-steps N; train says how many steps the epochs are")
@@ -86,7 +85,7 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], count_r
             config,
             machine,
             cache=cache_dir(config),
-            vocab_size=config.vocab_size,
+            vocab_size=vocab_size if config.vocab_size == requested_vocab_size else config.vocab_size,
             num_rows=num_rows,
             link_name=None if needs_no_link(compared, options.gpus, machine) else options.link,
             watts=options.watts,

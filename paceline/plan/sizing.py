@@ -290,7 +290,8 @@ def changes_that_fit(config: Config, setup: MemorySetup, solver: Solver, *, shar
     smallest = {"depth": 1, **opened}
     for shorter in (setup.model.sequence_len // divisor for divisor in (2, 4, 8, 16, 32)):
         yield {"sequence_len": max(2, shorter), **smallest}
-    yield {"vocab_size": SMALL_VOCAB_SIZE, "sequence_len": 256, **smallest}
+    if config.tokenizer is None:
+        yield {"vocab_size": SMALL_VOCAB_SIZE, "sequence_len": 256, **smallest}
 
 
 def optimizer_changes(

@@ -182,11 +182,11 @@ class Loop:
             self._evaluate_first()
         seconds: list[float] = []  # of the steps since the last line of metrics, without evaluations and samples
         bpb: float | None = None
-        self.stop.training = True
         self.progress.beat(start_step, "train")
         for step in range(start_step, plan.num_steps):
             started = time.perf_counter()
             values, stopping, saving = self.one_step(step)
+            self.stop.training = True
             seconds.append(time.perf_counter() - started)
             done = step + 1
             last = done == plan.num_steps

@@ -359,10 +359,10 @@ class StopRequest:
     """A request to stop, set by a signal handler at any moment; ranks agree on it in each step and after each evaluation."""
 
     is_set: bool = False
-    training: bool = False  # before the first step there is nothing to save
+    training: bool = False  # until the first step is done, which may compile for minutes, there is nothing to save
 
     def listen(self, signums: Sequence[int]) -> None:
-        """Handles these signals. Before the first step they end the process even while it waits in native code for other ranks."""
+        """Handles these signals. Until the first step is done they end the process even while it waits in native code."""
         for signum in signums:
             signal.signal(signum, self.set)
         reading, writing = os.pipe()

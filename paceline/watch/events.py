@@ -43,6 +43,7 @@ STATELESS = {
     "checkpoint", "sample", "note", "memory", "step_time", "finding", "attempt_ended", "verdict", "decision", "save_failed",
     "stopping", "silence", "damaged",
 }  # fmt: skip
+BEFORE_ATTEMPTS = {"launch", "script", "note", "finding"}
 INTERRUPTED_JOB = f"{INTERRUPTED}:0"  # exit code and signal, as Slurm shows them
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
 ATTEMPT_FIELDS = {"attempt_ended": ("state", "message"), "verdict": ("cause", "summary"), "decision": ("action", "why")}
@@ -102,16 +103,16 @@ def unsaved_texts(events: Sequence[JsonRecord | EventView]) -> Iterator[str]:
         yield saves[0].text + ("" if newest is None else f"; the newest checkpoint is of step {newest:,}")
 
 
-def event_line(event: JsonRecord, *, num_steps: int, has_steps: bool = True) -> str | None:
+def event_line(event: JsonRecord, *, num_steps: int, ending: str = "") -> str | None:
     """Returns the line that the launching terminal prints; None for events that it does not print.
 
-    The line opens with the step's label where the event has a step. has_steps: there is something to save.
+    The line opens with the step's label where the event has a step. ending: what the ranks do before they stop.
     """
     kind, step = event.get("event"), event.get("step")
     if kind not in PRINTED:
         return None
     if kind == "stopping":
-        return f"{event_text(event)}{': saving a checkpoint' if has_steps else ''}; Ctrl-C again to end now"
+        return f"{event_text(event)}{ending and f': {ending}'}; Ctrl-C again to end now"
     text = event_text(event, labelled=True, max_chars=None)
     return f"{step_label(step, num_steps)} | {text}" if isinstance(step, int) and kind != "step_time" else text
 
@@ -207,6 +208,14 @@ def run_notes(state: State, events: Sequence[JsonRecord]) -> Iterator[str]:
         yield from unsaved_texts(events)
     elif state == "finished":
         yield from end_notes(state, attempt_views(events))
+    else:
+        yield from unstarted_notes(state, events)
+
+
+def unstarted_notes(state: State, events: Sequence[JsonRecord]) -> Iterator[str]:
+    """Yields that the command of a run ended before the first attempt, and left no record of why."""
+    if state == "broken" and all(event.get("event") in BEFORE_ATTEMPTS for event in events):
+        yield "nothing was started: the command ended before the first attempt; paceline resume starts it"
 
 
 def end_notes(state: State, attempts: Sequence[AttemptView]) -> Iterator[str]:

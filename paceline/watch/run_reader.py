@@ -36,6 +36,7 @@ from paceline.watch.events import (
     last_event_time,
     live_state,
     lost_hosts,
+    unstarted_notes,
 )
 from paceline.watch.goodput import LINE_FIELDS, goodput, last_writes, step_lines
 from paceline.watch.growing_file import GrowingFile, JsonRecord, parse_lines
@@ -85,7 +86,8 @@ class RunReader:
         sizes = self._events_file.offset, self.metrics.file.offset
         notes += self._cached("damage", sizes, lambda: damaged_files(self.run))
         self.heartbeats, self.logs = self._read_heartbeats(), self._logs()
-        fields = self._shared_fields(spent) | {"notes": notes, "eval_tokens": config.get("eval_tokens")}
+        fields = self._shared_fields(spent) | {"eval_tokens": config.get("eval_tokens")}
+        fields["notes"] = [*notes, *unstarted_notes(fields["state"], self.events)]
         return self._script_snapshot(config, fields) if "command" in config else self._training_snapshot(fields)
 
     def _config(self) -> tuple[JsonRecord, list[str]]:
@@ -295,9 +297,10 @@ class RunReader:
         times.append(unix_time(last_event_time(self.events)))
         if not self.running:
             times += [host.time or math.nan for host in self.hosts.values()]
-        for log in self.logs[-LIVE_LOGS:] if self.running else ():
+        logs = [Path(log.path) for log in self.logs[-LIVE_LOGS:] if log.bytes] if self.running else []
+        for path in logs if self.events else [*logs, self.run.config_toml]:
             with suppress(OSError):
-                times.append(Path(log.path).stat().st_mtime if log.bytes else math.nan)
+                times.append(path.stat().st_mtime)
         return max((value for value in times if value > 0), default=None)
 
     def _job_id(self) -> JobId | None:

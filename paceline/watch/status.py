@@ -94,8 +94,8 @@ def run_status(run: RunDir) -> RunStatus:
     values = {**dict.fromkeys(names), **start, **read}
     state = run_state(run, events, values)
     times = [values.pop("time", None), last_event_time(events)]
-    if command and state in LIVE and (stamp := file_stamp(log)):
-        times.append(to_utc(stamp[0] / 1e9))
+    path = log if command and state in LIVE else None if any(times) else run.config_toml
+    times += [to_utc(stamp[0] / 1e9)] if path and (stamp := file_stamp(path)) else []
     tags, note = read_notes(run)
     num_steps = values.pop("num_steps", None)
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
@@ -270,9 +270,9 @@ def format_run(snapshot: Snapshot) -> str:
             lines.append(f"  {snapshot.explanation['cause']}: {snapshot.explanation['summary']}")
         decision = f"{attempt.action}: {attempt.why}" if attempt.action else None
         lines += [f"  {text}" for text in (attempt.message, attempt.damage, decision, attempt.job) if text]
-    if goodput := snapshot.goodput:
+    if (goodput := snapshot.goodput) and goodput.busy_s:
         lines += ["", *goodput_table(goodput), "", f"time    {goodput_line(goodput)}"]
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip("\n")
 
 
 @dataclass

@@ -22,12 +22,11 @@ from paceline.check.probes.storage_probe import (
     probe_place,
     probe_storage,
     probe_text,
-    tokenizer_vocab_size,
 )
 from paceline.config import Config
 from paceline.data.corpus import FORMATS, list_files
-from paceline.data.prepare import epoch_rows, prepare
-from paceline.data.tokenizer import Tokenizer
+from paceline.data.prepare import known_sizes, prepare
+from paceline.data.tokenizer import Tokenizer, tokenizer_vocab_size
 
 FIELDS = {
     "path", "exists", "writable", "error", "total_bytes", "free_bytes", "free_inodes", "filesystem", "network",
@@ -253,8 +252,8 @@ def test_text_counts_as_prepared_until_it_changes(corpus, tmp_path):
     assert (facts["folder"], facts["prepared_bytes"]) == (dataset.path.name, sum(sizes))
     assert facts["folder"] in probe_storage({"cache_dir": str(cache)})["storage"]["texts"]
     config = Config(data=str(corpus), vocab_size=300, cache_dir=str(cache), sequence_len=8)
-    assert epoch_rows(config) == dataset.split("train", "stream").num_rows(8)
-    assert epoch_rows(replace(config, vocab_size=290)) == 0
+    assert known_sizes(config) == (dataset.split("train", "stream").num_rows(8), dataset.meta["vocab_size"])
+    assert known_sizes(replace(config, vocab_size=290)) == (0, 290)
     assert text_facts(str(corpus), cache_dir=cache, vocab_size=290)["prepared"] is False
     assert text_facts(str(corpus), cache_dir=cache, tokenizer=tmp_path / "missing.json")["prepared"] is False
 

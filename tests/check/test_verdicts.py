@@ -134,7 +134,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("wsl", "workstation", {"host.wsl": True}, CUDA, "note"),
     ("container-no-gpus", "cpu_box", {"nvidia_cards": 2, "host.container": "docker"}, {}, "note"),
     ("cores-few", "cpu_box", {}, {**CPU, "nproc": 3}, "warn"),
-    ("cpu-no-bf16", "cpu_box", {"host.cpu.bf16": False}, CPU, "warn"),
+    ("cpu-precision-emulated", "cpu_box", {"host.cpu.bf16": False}, CPU, "warn"),
     ("omp-threads", "cpu_box", {"env.OMP_NUM_THREADS": "16"}, CPU, "warn"),
     ("omp-threads", "cpu_box", {"env.OMP_NUM_THREADS": "16,2"}, CPU, "warn"),
     ("omp-threads-few", "cpu_box", {"env.OMP_NUM_THREADS": "1", "host.cpu.cores": 16}, CPU, "warn"),

@@ -205,6 +205,12 @@ def test_an_empty_file_and_an_empty_folder_are_named(tmp_path):
     assert refused(tmp_path / "none").message == f"{tmp_path}/none is an empty folder"
 
 
+def test_the_tokens_of_nanogpt_are_refused_with_the_text_to_give(tmp_path):
+    for name in ("train.bin", "val.bin", "meta.pkl"):
+        (tmp_path / name).write_bytes(b"1")
+    assert refused(tmp_path).fix.endswith("give the text that they were made from, such as nanoGPT's input.txt")
+
+
 def test_a_folder_without_text_says_what_it_holds(tmp_path):
     for number in range(7):
         (tmp_path / f"{number}.doc").write_text("a,b")

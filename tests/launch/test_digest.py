@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import Finding
+from paceline.heartbeat import HeartbeatWriter
 from paceline.launch.attempts import format_failure
 from paceline.launch.digest import Digest, NewRecords, format_step, seconds_left
 from paceline.launch.failure import Failure
@@ -155,6 +156,18 @@ def test_a_stop_saves_a_checkpoint_where_a_step_was_taken(run, stream, digest):
     append_event(run, "stopping", signal="SIGINT")
     digest.poll()
     assert stream.getvalue().endswith("\nstopping on SIGINT: saving a checkpoint; Ctrl-C again to end now\n")
+
+
+@pytest.mark.parametrize(
+    "phase, work", [("forward", "finishing the step, 53s each"), ("eval", "finishing the evaluation")]
+)
+def test_a_stop_says_what_it_waits_for_and_how_long_at_most(run, stream, digest, phase, work):
+    append_json_line(run.metrics, {"step": 1, "loss": 2.0, "step_ms": 53e3, "time": "2026-01-01T00:00:00.000Z"})
+    HeartbeatWriter(run, 0).beat(1, phase)
+    append_event(run, "stopping", signal="SIGINT")
+    digest.poll()
+    last = stream.getvalue().splitlines()[-1]
+    assert last == f"stopping on SIGINT: {work}, then saving a checkpoint, 1m00s at most; Ctrl-C again to end now"
 
 
 def on_a_terminal(run: RunDir, env: dict[str, str]) -> str:

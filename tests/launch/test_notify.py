@@ -370,7 +370,10 @@ def test_what_a_training_is_checked_for_has_the_trackers_that_follow_it(run):
         assert check.intent(plan).trackers == ("wandb",)
 
 
-@pytest.mark.parametrize(("trackers", "fixes"), [(("wandb",), ["wandb login"]), (("tensorboard",), [])])
+LOGIN = "wandb login; what was saved offline is sent later by paceline track RUN --to wandb"
+
+
+@pytest.mark.parametrize(("trackers", "fixes"), [(("wandb",), [LOGIN]), (("tensorboard",), [])])
 def test_a_script_that_wandb_follows_is_checked_for_its_login(run, trackers, fixes):
     facts = {"host": {"name": "ada"}, "tools": {"wandb": {"installed": True, "logged_in": False, "mode": None}}}
     script = Script(("x.py",), 1, "cpu", run.path)

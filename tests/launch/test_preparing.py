@@ -105,3 +105,35 @@ def test_a_viewer_goes_over_from_the_preparation_to_the_run(tmp_path):
     run.preparing_json.unlink()
     assert (reader.update().state, run_status(run).state) == ("starting", "starting")
     os.close(lock)
+
+
+SCRIPT = [sys.executable, "-m", "paceline.cli", "run", "--device", "cpu", "--nproc", "1", "--name", "s", "--"]
+TINY = ["--device", "cpu", "--nproc", "1", "--n-embd", "64", "--head-dim", "32", "--vocab-size", "300"]
+
+
+@pytest.mark.parametrize(
+    "command, line", [([*TRAIN, *TINY], "memory "), ([*SCRIPT, "wait.py"], "script ")], ids=["train", "run"]
+)
+def test_a_stop_before_the_first_attempt_is_a_stop_in_every_view(tmp_path, command, line):
+    (tmp_path / "wait.py").write_text("import time\ntime.sleep(600)\n")
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert any(text.startswith(line) for text in process.stdout)  # the lines of a plan come at once
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    [run] = map(RunDir, (tmp_path / "runs").iterdir())
+    assert (process.returncode, f"next    paceline resume runs/{run.name}" in output.splitlines()) == (130, True)
+    assert (run_status(run).state, open_reader(run.path).update().state) == ("stopped", "stopped")
+    assert run_status(run).time is not None
+
+
+def test_a_run_whose_command_was_killed_before_the_first_attempt_says_so_and_has_the_time_of_its_folder(tmp_path):
+    run = RunDir(tmp_path / "r")
+    run.path.mkdir()
+    run.config_toml.write_text("depth = 2\n")
+    os.utime(run.config_toml, (1e9, 1e9))
+    status, snapshot = run_status(run), open_reader(run.path).update()
+    note = "nothing was started: the command ended before the first attempt; paceline resume starts it"
+    assert (status.state, status.time, status.notes[-1]) == ("broken", "2001-09-09T01:46:40.000Z", note)
+    assert (snapshot.state, snapshot.updated, snapshot.notes[-1]) == ("broken", 1e9, note)

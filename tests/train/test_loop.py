@@ -254,6 +254,18 @@ def test_a_stop_that_any_rank_requests_in_an_evaluation_ends_the_run_without_ano
     assert [(line["step"], line.get("val_bpb")) for line in lines] == [(0, 1.5), (1, None), (2, 1.5)]
 
 
+def test_a_stop_waits_for_no_first_step_as_nothing_is_to_be_saved(tmp_path):
+    stop, seen = StopRequest(), []
+
+    class Watched(MadeUpLoop):
+        def one_step(self, step):
+            seen.append(stop.training)
+            return super().one_step(step)
+
+    run_made_up(Watched, tmp_path, lambda: 1.5, num_steps=3, every=3, stop=stop)
+    assert seen == [False, True, True]
+
+
 def end_of_run(run, *, stops=False):
     """What the end of a run needs of its loop."""
     progress, stop = SimpleNamespace(beat=lambda step, phase: None), SimpleNamespace(is_set=stops)

@@ -134,9 +134,10 @@ def test_the_table_is_aligned_and_shows_unknown_values(tmp_path):
     empty = RunDir(tmp_path / "long-name")
     empty.path.mkdir()
     empty.config_toml.write_text("")
+    os.utime(empty.config_toml, (1e9, 1e9))
     lines = format_runs(RunList(tmp_path).read()).splitlines()
     assert [len(line) for line in lines[:2]] == [len(lines[0])] * 2
-    assert lines[2].split() == ["long-name", "broken", "0", "n/a", "n/a", "n/a", "n/a"]
+    assert lines[2].split() == ["long-name", "broken", "0", "n/a", "n/a", "n/a", "2001-09-09", "01:46:40"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from paceline.check.probes.facts import Json, answer
 from paceline.data.corpus import FORMATS, NOT_TEXT_TO_LEARN, list_files
 from paceline.data.prepare import dataset_path, open_dataset
 from paceline.data.readers import is_saved_dataset
-from paceline.data.tokenizer import SEPARATORS
+from paceline.data.tokenizer import SEPARATORS, tokenizer_vocab_size
 from paceline.errors import PacelineError
 from paceline.hub import ask_hub, endpoint, is_cached, missing_packages
 from paceline.mounts import read_mounts
@@ -359,17 +359,6 @@ def probe_tokenizer(path: Path) -> tuple[dict[str, Any], str | None]:
         vocab_size, error_text = None, "not JSON"
     facts |= {"exists": True, "vocab_size": vocab_size, "error": error_text}
     return facts, hashlib.sha256(content).hexdigest()
-
-
-def tokenizer_vocab_size(content: Any) -> int | None:
-    """Returns the highest token id plus one, as data/tokenizer.py counts it; None if it is not a tokenizer.json."""
-    try:
-        vocab = content["model"]["vocab"]
-        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))  # unigram models list their tokens
-        added = [token["id"] for token in content.get("added_tokens") or []]
-        return int(max([*ids, *added])) + 1
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
 
 
 def find_prepared(source: str, *, tokenizer_hash: str | None, vocab_size: int | None, cache_dir: Path) -> Json:

@@ -186,7 +186,7 @@ def cores_few(host: Host) -> Cases:
         yield Case(f"{ranks} processes on {cores} CPU cores", fix)
 
 
-def cpu_no_bf16(host: Host) -> Cases:
+def cpu_precision_emulated(host: Host) -> Cases:
     precision = host.intent.precision
     if precision in ("bf16", "fp16") and not host.uses_cuda and host.at("host.cpu.bf16") is False:
         yield Case(f"{host.at('host.cpu.model')} has no {precision} instructions", "--precision fp32")
@@ -327,7 +327,8 @@ def wandb_silent(host: Host) -> Cases:
     elif wandb.get("mode") in ("offline", "disabled"):
         yield Case(f"WANDB_MODE={wandb['mode']}: nothing is sent", "export WANDB_MODE=online")
     elif wandb.get("logged_in") is False:
-        yield Case("W&B is requested but not logged in", "wandb login")
+        effect = "; what was saved offline is sent later by paceline track RUN --to wandb" if is_followed else ""
+        yield Case("W&B is requested but not logged in", f"wandb login{effect}")
 
 
 def slurm_outside(host: Host) -> Cases:

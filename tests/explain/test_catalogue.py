@@ -119,6 +119,7 @@ def test_a_line_of_a_healthy_run_is_no_message_of_an_exception(wording):
         ("ValueError: Adapter lora_2 not found in ['default']", "user-code-exception"),
         ("ValueError: The model is quantized with GPTQ and is not serializable", "user-code-exception"),
         ("ValueError: LoRA adapter path not found: /home/me/run7", "checkpoint-missing-or-perm"),
+        ("ImportError: Relative imports are not allowed in generated code.", "user-code-exception"),
     ],
 )
 def test_a_rule_of_a_library_does_not_show_the_failure_that_it_names(error, cause):

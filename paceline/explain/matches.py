@@ -100,7 +100,7 @@ NOT_SET_UP = re.compile(  # which a program can go on without
 MAX_ADVICE = 8  # lines behind it
 DIED = re.compile(r"\bdied with <Signals\.SIG")  # as Python reports the end of a child
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
-NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt|\w*Warning)(?:\w+\.)*(?:[A-Z]\w+|error)(?::|$)")
+NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt)(?:\w+\.)*(?:[A-Z]\w+|error)(?::|$)")
 # behind a bar that did not get to its end: of a process that could not clean up
 CUT_BAR = re.compile(r"(?<!\d)\d{1,2}%\|(?!.*\d%\|).*resource_tracker: There appear to be \d+ leaked")
 OWN_CLASS_WEIGHT, KILL_WEIGHT = 0.3, 0.6

@@ -79,6 +79,53 @@ def test_a_line_of_a_healthy_run_is_no_message_of_an_exception(wording):
     assert is_harmless(wording["text"]) or matches_of_message(wording["text"]) == []
 
 
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        ("TimeoutError: Exceeded time limit (8s) without interrupt; elapsed = 9s", "user-code-exception"),
+        ("AssertionError: MNN export requires torch>=1.10.0 to avoid segmentation faults", "version-mismatch"),
+        ("ValueError: Invalid rank 8, rank should be in the interval [0, 8]", "config-error"),
+        ("megatron.core.CheckpointingException: Invalid rank offsets: 8 for key layer.0", "user-code-exception"),
+        ("FileNotFoundError: Report file not found: summary", "user-code-exception"),
+        ("FileNotFoundError: No .axm file found in: exports", "user-code-exception"),
+        ("FileNotFoundError: Tokenizer path '/home/me/run7' does not exist", "checkpoint-missing-or-perm"),
+        (
+            "RuntimeError: the weight has no companion scale. The merged model would be corrupted.",
+            "user-code-exception",
+        ),
+        (
+            "ValueError: `truncation_weight` must be non-negative or `None`. It weighs truncated samples.",
+            "config-error",
+        ),
+        ("ValueError: nvfp4_merge_aware requires a LoRA adapter (adapter: lora)", "user-code-exception"),
+        ("PermissionError: Tried to overwrite /a/b but a dataset can't overwrite itself.", "user-code-exception"),
+        ('ValueError: fsdp_state_dict_type must be one of [None, "full", "sharded"], but got flat', "config-error"),
+        (
+            "ValueError: 'unet' cannot be combined with tensor parallelism: its layout is loaded once",
+            "user-code-exception",
+        ),
+        ("AssertionError: Meta tensors are not supported for this model currently.", "config-error"),
+        ("ValueError: Cannot combine adapters with different peft types. Found LORA and IA3.", "user-code-exception"),
+        ("ValueError: Axelera export requires imgsz>=64, but got imgsz=32.", "user-code-exception"),
+        ("ValueError: vocab_size must be positive when label_smoothing > 0", "config-error"),
+        ("ValueError: DFlash layer_types length 3 does not match num_hidden_layers 4.", "user-code-exception"),
+        ("AssertionError: causal_conv1d_fn_cuda is not available", "user-code-exception"),
+        (
+            "ValueError: Loss type `bco` estimates the KL divergence term and requires `strategy='sequential'`",
+            "config-error",
+        ),
+        ("ValueError: Linear8 has no `in_features`: rowwise shards linear layers.", "user-code-exception"),
+        ("ValueError: DeepSpeed only supports bf16 mixed precision for now, fp16 is not supported.", "config-error"),
+        ("ValueError: Adapter lora_2 not found in ['default']", "user-code-exception"),
+        ("ValueError: The model is quantized with GPTQ and is not serializable", "user-code-exception"),
+        ("ValueError: LoRA adapter path not found: /home/me/run7", "checkpoint-missing-or-perm"),
+        ("ImportError: Relative imports are not allowed in generated code.", "user-code-exception"),
+    ],
+)
+def test_a_rule_of_a_library_does_not_show_the_failure_that_it_names(error, cause):
+    assert CATALOGUE.match(error, "exception")[0][0].id == cause
+
+
 def test_every_cause_that_a_log_can_show_is_tested_on_at_least_two_wordings():
     counts = Counter(wording["cause"] for wording in WORDINGS)
     assert [cause.id for cause in CAUSES if counts[cause.id] < 2 and cause.group != CURVES] == []

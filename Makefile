@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 # Set in some containers; without compiled files every process of the tests compiles all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train quick test newest soak lint bench clean
+.PHONY: train quick compiled test newest soak lint bench clean
 
 train: $(VENV)/core
 	$(BIN)/paceline train
@@ -16,6 +16,10 @@ train: $(VENV)/core
 # the pure tests: no training, no compiler, no browser
 quick: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not dist and not slow and not soak'
+
+# each module compiled once: three processes that start together would compile all of them three times
+compiled: $(VENV)/dev
+	$(BIN)/python -m pytest --collect-only > /dev/null
 
 # of three processes one often waits for a deadline or a browser, so that two cores are busy
 test: $(VENV)/dev

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_answers import shared_answers
+from torch_answers import answers_of_session, shared_answers
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 NEEDED = [
@@ -129,7 +129,8 @@ def namespaced_hosts(count: int, folder: Path, *, names: Sequence[str] = ()) -> 
             command = [SSHD, "-D", "-f", str(home / "sshd_config"), "-E", str(home / "sshd.log")]
             servers.append(subprocess.Popen(hosts.command(host, command)))
         wait_until_served(hosts)
-        with shared_answers({name: folder / name / "cache" for name in hosts.names}):
+        caches = {name: folder / name / "cache" for name in hosts.names}
+        with shared_answers(caches, answers=answers_of_session(folder)):
             yield hosts
     finally:
         for server in servers:

@@ -376,7 +376,9 @@ def test_time_that_is_left_is_offered_to_the_same_depth(capsys):
     assert 11 < longer["cost"]["run"]["hours"]["expected"] <= 12
 
 
-@pytest.mark.parametrize("limit", [["--time", "1000h"], ["--budget", "100", "--price", "1/gpu-hour"]])
+@pytest.mark.parametrize(
+    "limit", [["--time", "1000h"], pytest.param(["--budget", "100", "--price", "1/gpu-hour"], marks=pytest.mark.soak)]
+)
 def test_time_that_memory_leaves_is_offered_to_a_deeper_model(capsys, limit):
     text = plan(capsys, "--gpu", "RTX 4090", *limit)
     depth, flags = re.search(r" remain, as memory ends first: depth (\d+) fits with (.*)\n", text).groups()

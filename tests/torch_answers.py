@@ -1,5 +1,5 @@
 """
-What a probe has found out about torch, for the caches of hosts that are made later in the same test process.
+What a probe has found out about torch, for the caches of hosts that are made later in the same session of tests.
 
 Finding it out takes an import of seconds. The answer lies in a host's cache beside the variables and files that it holds for, so a
 host where these differ asks again.
@@ -9,15 +9,28 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-ANSWERS: dict[str, bytes] = {}  # by the name of the host: a shell of ssh has other variables than this process
+from paceline.rundir import write_atomic
+
+
+def answers_of_session(folder: Path) -> Path:
+    """Returns where the answers lie: in pytest's folder of the session, which all its processes share, or in this one alone."""
+    session = next((path for path in folder.parents if path.parent.name.startswith("pytest-of-")), folder)
+    return session / "torch-answers"
 
 
 @contextmanager
-def shared_answers(caches: Mapping[str, Path]) -> Iterator[None]:
-    """Gives each host's cache the newest answer of a host of its name, and takes the one that is there at the end."""
+def shared_answers(caches: Mapping[str, Path], *, answers: Path) -> Iterator[None]:
+    """Gives each host's cache the newest answer of a host of its name, and keeps the one that is there at the end.
+
+    By the name of the host: a shell of ssh has other variables than this process.
+    """
+    answers.mkdir(exist_ok=True)
     files = {name: cache / "paceline" / "torch.json" for name, cache in caches.items()}
-    for name in files.keys() & ANSWERS.keys():
-        files[name].parent.mkdir(parents=True)
-        files[name].write_bytes(ANSWERS[name])
+    for name, file in files.items():
+        if (answers / name).exists():
+            file.parent.mkdir(parents=True)
+            file.write_bytes((answers / name).read_bytes())
     yield
-    ANSWERS.update((name, file.read_bytes()) for name, file in files.items() if file.exists())
+    for name, file in files.items():
+        if file.exists():
+            write_atomic(answers / name, file.read_text())

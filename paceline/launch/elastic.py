@@ -13,6 +13,7 @@ differences to torchrun:
 """
 
 import gc
+import importlib
 import json
 import logging
 import math
@@ -23,10 +24,24 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
+
+class Postponed(ModuleType):
+    """Stands for a module until something asks for an attribute of it."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), attribute)
+
+
 gc.disable()  # while torch is imported: collections would add a sixth to its time
+if __name__ == "__main__":  # a quarter of its time is for tensors without values: this process has no tensors
+    sys.modules["torch._meta_registrations"] = Postponed("torch._meta_registrations")
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState

@@ -14,6 +14,8 @@ one graph, and a graph for each layer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from paceline.plan.cost import RunSetup, attention_pairs
 from paceline.plan.shapes import (
@@ -54,30 +56,30 @@ class MemorySetup(RunSetup):
     attention: str
     compiled: bool
 
-    @property
+    @cached_property
     def element_bytes(self) -> int:
         return ELEMENT_BYTES[self.precision]
 
-    @property
+    @cached_property
     def one_graph(self) -> bool:
         """Whether the whole model is compiled as one graph; otherwise a compiled model is one graph for each layer."""
         return self.compiled and not compiles_by_block(world_size=self.world_size, shard=self.shard)
 
-    @property
+    @cached_property
     def casts_weights(self) -> bool:
         """Replicated weights stay fp32 and are cast where they are used; backward keeps the copies."""
         return self.shard == "none" and self.element_bytes != FP32
 
-    @property
+    @cached_property
     def stream_bytes(self) -> int:
         """The residual stream once: (B, T, C)."""
         return self.num_tokens * self.model.n_embd * self.element_bytes
 
-    @property
+    @cached_property
     def query_bytes(self) -> int:
         return self.num_tokens * self.model.n_head * self.model.head_dim * self.element_bytes
 
-    @property
+    @cached_property
     def value_bytes(self) -> int:
         """Keys, or values, or a value embedding: (B, T, K, D)."""
         return self.num_tokens * self.model.n_kv_head * self.model.head_dim * self.element_bytes
@@ -267,6 +269,7 @@ def backward_parts(
     width = _width(setup) if compiled else added
     table = model.padded_vocab_size * model.n_embd
     gradients = before + added * table  # the loss has made lm_head's
+    held = list(accumulate(saved, initial=stem))  # by the layers below each, and by all
     moments: list[dict[str, int]] = []
 
     def add(activations: int, working: int, extra: dict[str, int]) -> None:
@@ -274,19 +277,19 @@ def backward_parts(
 
     if gathered[-1].tables:  # lm_head's gradient beside the buffer that it goes to
         handed = loss_bytes(setup)[0] + _sent_width(setup) * table + gathered[-1].tables
-        add(stem + sum(saved) + head_bytes(setup), handed, gathered[-1].parts())
+        add(held[-1] + head_bytes(setup), handed, gathered[-1].parts())
     for layer in reversed(range(model.n_layer)):
         extra = gathered[layer + 1]
         working = _layer_backward_bytes(setup, layer, saved[layer], buffer=extra.matrices)
-        add(stem + sum(saved[: layer + 1]), working, extra.parts())
+        add(held[layer + 1], working, extra.parts())
         if setup.compiled and not compiled:
             working = (_streams(setup, layer) + 1) * setup.stream_bytes + _layer_gradient_bytes(setup)
-            add(stem + sum(saved[:layer]), working, extra.parts(matrices=extra.matrices))
+            add(held[layer], working, extra.parts(matrices=extra.matrices))
         gradients += width * layer_weights(model)
         if has_value_embed(layer, model.n_layer):
             working = (_streams(setup, layer - 1) if compiled else 3) * setup.stream_bytes
             working += _embedding_bytes(setup, setup.value_bytes, value_table(model), buffer=extra.tables)
-            add(stem + sum(saved[:layer]), working, extra.parts(matrices=extra.matrices))
+            add(held[layer], working, extra.parts(matrices=extra.matrices))
             gradients += width * value_table(model)
     working = _embedding_bytes(setup, setup.stream_bytes, table, buffer=gathered[0].tables)
     add(0 if compiled else stem, working, gathered[0].parts())

@@ -7,7 +7,7 @@ an MFU here compares with those published.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from paceline.config import ModelConfig
 from paceline.plan.algorithms import ALGORITHMS
@@ -83,28 +83,28 @@ class RunSetup:
     optimizer_states: str = "fp32"
     low_precision: LowPrecision | None = None  # of the blocks' products; all else is in `precision`
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """The tokens of one micro-step on one device."""
         return self.device_batch_size * self.model.sequence_len
 
-    @property
+    @cached_property
     def shards_weights(self) -> bool:
         """Whether each rank has a part of the weights alone, and gathers the others when it uses them."""
         return shards_weights(world_size=self.world_size, shard=self.shard)
 
-    @property
+    @cached_property
     def sends_narrow(self) -> bool:
         """Whether gradients are sent in bf16."""
         bf16, accum = self.precision == "bf16", self.grad_accum_steps
         return sends_narrow(bf16=bf16, grad_accum_steps=accum, world_size=self.world_size, shard=self.shard)
 
-    @property
+    @cached_property
     def layout(self) -> ShardPlan:
         """Which rank owns what."""
         return layout(self.model, self.world_size, self.optimizer, self.shard)
 
-    @property
+    @cached_property
     def of_states(self) -> "RunSetup":
         """What a rank's states and their update depend on: a key for caches. More micro-steps than two change nothing."""
         run = (self.model, self.device, self.world_size, self.precision, self.optimizer, self.shard)

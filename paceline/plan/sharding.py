@@ -133,8 +133,10 @@ class GatheredBytes:
 
     def parts(self, *, matrices: int = 0) -> dict[str, int]:
         """Returns the bytes by their kind. matrices: how much of these is there."""
-        sizes = {"gathered": self.weights, "communication": self.buffers + matrices}
-        return {name: size for name, size in sizes.items() if size}
+        parts = {"gathered": self.weights} if self.weights else {}
+        if communication := self.buffers + matrices:
+            parts["communication"] = communication
+        return parts
 
 
 def gather_schedule(

@@ -44,7 +44,7 @@ TIMEOUT_S = 1800.0  # a collective that takes longer has lost a rank; the superv
 FP32_ERROR = 1e-5  # relative, of a matmul over 512 terms: fp32 makes 3e-7, bf16 or tf32 inside make over 1e-4
 ONEDNN_GAIN = 1.7  # from which on it is used: by less, noise would decide
 MATMUL_TRIALS = 4  # of a layer of 512 channels and 128 tokens
-MATMUL_ROUNDS = 9  # whose median counts: 0.6 s on one core
+MATMUL_ROUNDS = 9  # at most, whose median counts: 0.6 s on one core, and mostly half of that
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # from glibc's malloc.h
 
 
@@ -249,6 +249,9 @@ def onednn_gain() -> float:
                 fastest[onednn, number] = min(fastest[onednn, number], time.thread_time() - started)
         times = [sum(fastest[onednn, number] for number in range(len(products))) for onednn in (False, True)]
         gains.append(times[0] / times[1])
+        used = sum(gain >= ONEDNN_GAIN for gain in gains)
+        if max(used, len(gains) - used) > MATMUL_ROUNDS // 2:
+            break  # the median of all rounds is on this side
     torch.set_num_threads(threads)
     return median(gains)
 

@@ -25,7 +25,7 @@ from paceline.plan.machine import Gpu, Machine, with_spec
 from paceline.plan.planner import Plan, make_plan
 
 WRONG_RANK = str(Path(__file__).with_name("wrong_rank.py"))
-SMALL = {"max_bytes": 16_384, "sweep_s": 0.3}
+SMALL = {"max_bytes": 16_384, "sweep_s": 0.05}
 GIB = 1 << 30
 
 

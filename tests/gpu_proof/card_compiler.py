@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._inductor.compile_fx
 from gpu_proof.fake_card import CARDS
 from torch._dynamo.utils import counters
 from torch._guards import detect_fake_mode
@@ -30,10 +29,17 @@ TEMPLATES = "triton_tem_"  # kernels from a template, such as FlexAttention's
 
 
 class GraphKeeper:
-    """Replaces inductor in this process. names: the function that each graph begins in, in the order of compilation."""
+    """Replaces inductor in this process. names: the function that each graph begins in, in the order of compilation.
 
-    def __init__(self) -> None:
+    Without `compiles` nothing is compiled, and inductor, whose import takes seconds, stays away.
+    """
+
+    def __init__(self, *, compiles: bool = True) -> None:
         self.names: list[str] = []
+        if not compiles:
+            return
+        import torch._inductor.compile_fx
+
         self.compile_fx = torch._inductor.compile_fx.compile_fx
         torch._inductor.compile_fx.compile_fx = self.compile  # type: ignore[assignment]
 

@@ -33,7 +33,7 @@ SHARDED = {
     for rank in (0, gpus - 1)
 }
 # in the second round DDP has its buckets
-DDP = EAGER | STEP | {"shard": "none", "optimizer": "adamw", "vocab_size": 32_768, "rounds": 2}
+DDP = EAGER | STEP | {"depth": 1, "shard": "none", "optimizer": "adamw", "vocab_size": 32_768, "rounds": 2}
 REPLICATED = {
     f"DDP, rank {rank} of {gpus}": DDP | {"gpus": gpus, "rank": rank} for gpus in (2, 8) for rank in (0, gpus - 1)
 }
@@ -50,7 +50,7 @@ SOUND = {
     **LAST_RANKS,
     **SHARDED,
     **REPLICATED,
-    "resumed": EAGER | {"phases": ["step", "save", "resume", "sample"]},
+    "resumed": EAGER | {"phases": ["step", "save", "resume", "sample"], "depth": 1},
     "weights sharded, compiled": COMPILED | {"shard": "full", "gpus": 2, "phases": ["step", "sample"]},
     "weights sharded, checkpointing": FULL | STEP | {"gpus": 2, "activation_checkpointing": True},
 }
@@ -69,8 +69,8 @@ BROKEN = {
     "collectives in another order": EAGER | STEP | {"gpus": 2, "rank": 1},
     "gradients sent in fp32": SHORT | STEP,
     "weights gathered late": FULL | STEP | {"gpus": 2},
-    "gradients sent in every micro-step": DDP | ONE_LAYER | {"gpus": 2},
-    "gradients in one bucket": DDP | ONE_LAYER | {"gpus": 8},
+    "gradients sent in every micro-step": DDP | {"gpus": 2},
+    "gradients in one bucket": DDP | {"gpus": 8},
     "a synchronize in the step": SHORT_STEP,
     "a copy on a stream of its own": SHORT_STEP,
     "a stream of its own that the step waits for": SHORT_STEP,

@@ -116,7 +116,7 @@ def main(*walks: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the facts of each walk. walks: the arguments of `walk`."""
     prepare()
     gc.freeze()  # what torch and its compiler made: collections need not visit it
-    keeper = GraphKeeper()
+    keeper = GraphKeeper(compiles=any((SMALL | settings)["compile"] for settings in walks))
     facts = []
     for settings in walks:
         keeper.forget()

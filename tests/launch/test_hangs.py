@@ -281,10 +281,20 @@ def test_an_exception_whose_process_lives_on_in_a_thread_is_the_failure_and_no_h
     assert (explanation.cause, explanation.rank) == ("user-code-exception", 1)
 
 
+RAISES_BESIDE_A_THREAD = """
+    import os, threading, time
+    print("ready", flush=True)
+    if os.environ["RANK"] == "0":
+        time.sleep(1000)
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    raise ValueError("boom")
+"""
+
+
 def test_a_stop_while_a_thread_keeps_a_process_whose_program_an_exception_ended_leaves_the_exception_as_the_failure(
     watched,
 ):
-    launch = watched(SCRIPT, kind="script", hang_after_s=600, more=RAISE_BESIDE_A_THREAD)
+    launch = watched(RAISES_BESIDE_A_THREAD, kind="script", hang_after_s=600)
     launch.wait_until_running()
     launch.wait_for(lambda: "ValueError: boom" in launch.log(1))
     launch.signal(signal.SIGTERM)

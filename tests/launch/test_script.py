@@ -293,9 +293,10 @@ def test_the_exit_code_is_that_of_the_root_cause_as_a_shell_reports_it(bench, en
     assert (events["attempt_ended"]["exit_code"], run_status(bench.run_dir).state) == (code, "failed")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("message, code", [
     ("dataset shard 12 has a wrong magic number", 1),
-    pytest.param("failed to download the dataset", 7, marks=pytest.mark.soak),
+    ("failed to download the dataset", 7),
 ])  # fmt: skip
 def test_a_script_whose_data_is_damaged_ends_as_after_a_mistake(bench, message, code):
     bench.script(f"import sys\nprint('ERROR: {message}')\nsys.exit(7)")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.config import ModelConfig
 from paceline.model.gpt import GPT
@@ -38,6 +37,8 @@ def test_windows_take_flops_off():
 
 def test_flops_agree_with_those_pytorch_counts_within_a_tenth_of_a_percent():
     """One block of 128 tokens: CPU attention skips no key then, as the formula counts it."""
+    from torch.utils.flop_counter import FlopCounterMode  # it imports Triton
+
     config = ModelConfig(n_layer=3, n_embd=64, n_head=4, n_kv_head=4, head_dim=16, sequence_len=128, vocab_size=512)
     model = GPT(config, compute_dtype=torch.float32)
     model.init_weights(seed=0)

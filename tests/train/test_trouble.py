@@ -100,7 +100,7 @@ def shop(tmp_path_factory) -> Workshop:
 @pytest.fixture(scope="module")
 def poisoned(shop):
     """Copies of a run of 4 steps whose checkpoint has a number that overflows where the lone token is embedded."""
-    first = shop.train("poisoned", nproc=1, num_steps=4)
+    first = shop.train("poisoned", nproc=1, num_steps=4, device_batch_size=6)
     poison(first, "model.value_embeds.1.weight", shop.shard.lone_token, 3e38)
     return lambda name: Path(shutil.copytree(first, first.with_name(name)))
 

@@ -38,6 +38,8 @@ CLASSES = (
     r"|Vectorizer|CV|KFold|Imputer|Executor|Writer)|(?:OneHot|Label|Ordinal)Encoder|SentenceTransformer|Async\w*|Client|OpenAI|HfApi"
     r"|LSTM|GRU|Conv[123]D|Dense|Dropout|BatchNormalization|LayerNorm\w*|\w*EntropyLoss|MultiheadAttention|DataFrame|Process|Popen"
 )
+# names of packages' classes whose methods are called, which a class of the user's own may have too
+OBJECTS = r"\w*Env|\w*Wrapper|TimeLimit|Dataset\w*|\w*Engine|YOLO|Booster|\w*Model|Figure|\w*Axes|Session|Series|Tensor|Module"
 OWN = re.compile(  # whoever calls it: a file outside of the packages, a function inside of another one
     r"ImportError: cannot import name '[^']+' from '[^']+' "
     r"\((?!unknown location|.*(?:site-packages|dist-packages|/lib/python))[^)\n]+\)(?:\. Did you mean[^\n]*)?$"
@@ -45,7 +47,8 @@ OWN = re.compile(  # whoever calls it: a file outside of the packages, a functio
 )
 OWN_IF_CALLED = re.compile(  # by the user's file, as it is more often its own than a package's
     r"TypeError: [a-z_]\w*\(\) got an unexpected keyword argument|AttributeError: '\w+' object has no attribute '_[a-z]"
-    rf"|(?<![\w.])(?!(?:{CLASSES})\.)[A-Z]\w*\.\w+\(\) got an unexpected keyword argument"
+    rf"|(?<![\w.])(?!(?:{CLASSES})\.)[A-Z]\w*\.__init__\(\) got an unexpected keyword argument"
+    rf"|(?<![\w.])(?!(?:{CLASSES}|{OBJECTS})\.)[A-Z]\w*\.(?!__)\w+\(\) got an unexpected keyword argument"
     rf"|type object '(?!(?:{CLASSES})')[A-Z]\w*' has no attribute"
     r"|AttributeError: (?:partially initialized )?module '(?P<module>\w+)[\w.]*' has no attribute"
     r"|KeyError: (?P<key>'[a-z][\w.-]*')$"

@@ -134,7 +134,9 @@ SCORES = r"(?:acc|accuracy|f1|top-?1|au(?:ro)?c|dice|m?iou)['\"]?\s*[:=]\s*['\"]
 SCORE = re.compile(rf"(?i)(?<![a-z]){SCORES}")  # higher is better
 HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT_WORD}[\] _/.-]*(?:\d+ +)?{SCORES}")
 SHORT_LOSS = re.compile(r"(?<![\w.])(?:avg_)?L=(?P<value>nan|\d+\.\d+(?:e[-+]?\d+)?)\b")  # beside a step
-MODULE_ROW = re.compile(r"\d+ +\| \w+ +\| \w+ +\| ")  # of Lightning's summary of a model, which may hold a loss
+MODULE_ROW = re.compile(
+    r"\d+ +\| [A-Za-z_]\w* +\| [A-Z]\w+ +\| "
+)  # of Lightning's summary of a model, which may hold a loss
 MEAN_LOSS = "train_mean_loss"  # of a whole run: of interest where it is exactly 0
 LONG_RUN = re.compile(r"'train_runtime': \d{3,}\.")  # in seconds: not one that had nothing left to do
 REWARD = re.compile(rf"(?i)(?<![\w/])(?:(?:train|critic)/)?(?:mean_)?rewards?(?:[/_]mean)?{VALUE}")

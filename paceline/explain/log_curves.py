@@ -38,6 +38,7 @@ from paceline.explain.progress import LossPoint
 from paceline.explain.series import (
     LOSS,
     MEMORY,
+    PART_LOSS,
     REWARD,
     SCORE,
     THROUGHPUT,
@@ -51,6 +52,7 @@ from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.noise import MIN_POINTS, SPIKE, STUCK_FALL, is_level, is_stuck, median
 
 LOG_RISE = 1.0  # of a loss that was higher at first
+EXPLODED = 1e3  # times its first points, or 1
 PART_RISE = 9.0  # of one whose first steps are not in the log
 ZEROS, ZERO_REWARDS = 3, 10  # on the lines of a log, if no others are there
 NO_REWARD, MEAN_OF_ALL = "every reward is 0", "the mean of all steps is exactly 0"
@@ -93,14 +95,12 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         evaluations = []  # results of several programs
     scores = line_series(points["scores"], kind=SCORE)
     ends_lowest, ends_best = any(map(is_lowest_at_end, evaluations)), is_best_at_end(points["scores"])
+    rising = [] if ends_lowest else [item for item in losses if not (ends_best and ends_below_start(item))]
     # transformers writes 0 for a loss that is NaN, but not in evaluations
     has_nan = any(math.isnan(point.value) for name in ("losses", "held_out") for point in points[name])
     findings = [
-        *(
-            rise
-            for item in (() if ends_lowest or ends_best else losses)
-            for rise in find_rises([item], least_rise(item))
-        ),
+        *(rise for item in rising for rise in find_rises([item], least_rise(item))),
+        *find_explosions([item for item in reported if item.kind == PART_LOSS]),
         *still,
         *find_unlearned(losses, held_out),
         *find_chance(losses, held_out),
@@ -167,6 +167,20 @@ def is_lowest_at_end(series: MetricSeries) -> bool:
     """Whether a loss of evaluations ends at about its lowest, below where it began."""
     values = list(filter(math.isfinite, series.values))
     return len(values) >= MIN_SCORES and values[-1] <= (1 + NEAR_BEST) * min(values) < values[0]
+
+
+def ends_below_start(series: MetricSeries) -> bool:
+    """Whether a loss ends below its first points, so that a rise may be that of a term which joined it."""
+    values = list(filter(math.isfinite, series.values))
+    return bool(values) and median(values[-SPIKE:]) < max(values[:SPIKE])
+
+
+def find_explosions(parts: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+    """Losses of parts, such as those of a GAN, that need not fall but end many times as high as they began."""
+    for series in parts:
+        values = list(filter(math.isfinite, series.values))
+        if len(values) >= MIN_POINTS and median(values[-SPIKE:]) > EXPLODED * max(1.0, *values[:SPIKE]):
+            yield CurveFinding(DIVERGED, series, next(at for at, value in enumerate(series.values) if value > EXPLODED))
 
 
 def is_best_at_end(scores: Sequence[LossPoint]) -> bool:

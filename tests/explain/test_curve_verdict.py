@@ -1036,10 +1036,12 @@ def test_of_two_networks_that_compete_no_loss_must_fall():
     rising = [0.4, 2.0, 0.3, 1.1, 0.5, *[0.6 + step / 40 for step in range(60)]]
     lines = (f"Step [{at}/65], D Loss: {loss:.4f}, G Loss: {3 / (1 + loss):.4f}\n" for at, loss in enumerate(rising, 1))
     assert explain(["".join(lines).encode()]).cause == "healthy"
+    explodes = (f"Step [{at}/65], D Loss: {3.0**at:.4g}, G Loss: {2.0**at:.4g}\n" for at in range(1, 65))
+    assert explain(["".join(explodes).encode()]).cause == "loss-diverged"
 
 
 def test_a_loss_that_rises_while_evaluations_get_better_gained_terms():
-    losses = [1.1 - at / 60 for at in range(30)] + [0.55 + at / 40 for at in range(30)]
+    losses = [1.1 - at / 40 for at in range(30)] + [0.3 + at / 40 for at in range(30)]
     lines = (
         f"[{50 * at}/3000] loss={loss:.4f}\n"
         + (f"[Val] {50 * at}  dice={0.9 - 0.9 * 0.8**at:.4f}\n" if at % 5 == 0 else "")
@@ -1047,9 +1049,12 @@ def test_a_loss_that_rises_while_evaluations_get_better_gained_terms():
     )
     text = "".join(lines)
     assert explain([text.encode()]).cause == "healthy"
+    explodes = "".join(f"[{50 * at}/6000] loss={0.55 * 1.3**at:.4f}\n" for at in range(60))
+    assert explain([(text + explodes).encode()]).cause == "loss-diverged"
     alone = "".join(line for line in text.splitlines(keepends=True) if "Val" not in line)
     assert explain([alone.encode()]).cause == "loss-diverged"
 
 
 def test_a_row_of_a_model_s_summary_reports_no_loss():
     assert read_step_and_loss("1 | criterion | CTCLoss                     | 0      | train") is None
+    assert read_step_and_loss("12 | 120 | 500 | loss: 2.31 | 3.4s").loss == 2.31

@@ -160,6 +160,10 @@ def test_a_member_that_the_user_s_own_module_never_set_is_no_difference_between_
         "TypeError: Learner.save() got an unexpected keyword argument 'end'", ("/home/me/runner.py", "run")
     )
     assert verdict(method).cause == "user-code-exception"
+    gym = traceback(
+        "TypeError: TimeLimit.reset() got an unexpected keyword argument 'seed'", ("/home/me/runner.py", "run")
+    )
+    assert verdict(gym).cause == "version-mismatch"
 
 
 def test_a_traceback_whose_message_is_said_to_have_ended_the_training_is_the_outcome():

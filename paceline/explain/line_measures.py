@@ -306,7 +306,7 @@ def name_of(match: re.Match[str]) -> str:
     """The name of a loss in the form of metrics: train/loss."""
     if is_held_out(match):
         return "eval_loss"
-    if part := ADVERSARIAL.search(before(match)):
+    if (part := ADVERSARIAL.search(before(match))) and match.string.lower().count("loss") > 1:
         return f"{part['part']}_loss"
     prefix = NAME_START.search(match.string[max(0, match.start() - 40) : match.start()])
     measure = WORDS.match(match[0]) if match.re is ERROR_MEASURE else None

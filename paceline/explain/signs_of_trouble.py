@@ -279,7 +279,7 @@ def is_ordinary(log: Log) -> bool:
     Training that is announced at the very end did not get to its first step, nor did what was announced in a short log.
     """
     # all that a bar draws on its line is one
-    ordinary = {number if "%|" in text else text for number, text in log.last_lines if not MONITOR.search(text)}
+    ordinary = {(number, "%|" in text or text) for number, text in log.last_lines if not MONITOR.search(text)}
     begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
     if log.last_lines and log.last_lines[-1][0] - log.first_line < MIN_OUTPUT and not ends_well(log):
         begins = begins or any(ANNOUNCES.search(split_prefix(text).text) for _, text in log.last_lines[-LAST_CHECKED:])

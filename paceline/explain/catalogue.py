@@ -141,16 +141,10 @@ class Keyword:
 
     cause: str
     match: str
-    unless: str = ""  # words that give a text another meaning
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
         return re.compile(self.match, re.IGNORECASE)
-
-    def fits(self, text: str) -> bool:
-        if not self.regex.search(text):
-            return False
-        return not (self.unless and re.search(self.unless, text, re.IGNORECASE))
 
 
 @dataclass(frozen=True)
@@ -230,7 +224,7 @@ class Catalogue:
     def guess(self, text: str) -> Cause | None:
         """The cause that a text is likely about, by its words alone."""
         text = self.in_english(text[:MAX_TEXT])
-        return next((self.causes[keyword.cause] for keyword in self.keywords if keyword.fits(text)), None)
+        return next((self.causes[keyword.cause] for keyword in self.keywords if keyword.regex.search(text)), None)
 
     def _search(self, text: str, kind: str) -> list[tuple[Cause, float, dict[str, str]]]:
         lowered = text.lower()

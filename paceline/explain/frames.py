@@ -89,6 +89,7 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         r"gym(?:nasium)?[/\\]envs[/\\]registration\.py\", line \d+, in make\b",
     ),
 )  # fmt: skip
+CHECK = re.compile(r"(?:Value|Assertion|Type|NotImplemented|Index|Lookup|Attribute)Error\b")
 OUTCOME_LINES = 8  # behind an exception
 TRAINING_FAILED = re.compile(r"(?i)\b(?:training|fine-?tuning|experiment|job|run) (?:has )?failed\b")
 NO_MEMBER = re.compile(rf"AttributeError: '(?!(?:{CLASSES})')\w+' object has no attribute")
@@ -131,6 +132,11 @@ def is_own(record: Record) -> bool:
         return False
     module = called["module"] or ""
     return module not in sys.stdlib_module_names and not MODULES.fullmatch(module)
+
+
+def is_check(record: Record) -> bool:
+    """Whether a package refuses a value: the words of such a message name what a setting is about, not what failed."""
+    return bool(record.frames) and bool(CHECK.match(record.text) and PACKAGE.search(record.frames[-1]))
 
 
 def lacks_own_member(record: Record) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER
 from paceline.explain.explanation import Record
-from paceline.explain.frames import PACKAGE, is_outcome, is_own, left_program_running, match_frames
+from paceline.explain.frames import PACKAGE, is_check, is_outcome, is_own, left_program_running, match_frames
 from paceline.explain.lines import IGNORABLE
 from paceline.explain.log import LAST_LINES, Log
 from paceline.explain.run_bounds import BUFFERED_LINES, ended_program, failed_at_import, shape_of
@@ -196,7 +196,7 @@ def matches_of(record: Record, log: Log) -> list[tuple[Cause, float, dict[str, s
         matches = [match for match in matches if match[0].id != FALLBACK]
         matches = [match for match in matches if not is_vague(match)] or matches
     is_vague_one = record.kind == "exception" and not CODE_ERROR.match(record.text) and all(map(is_vague, matches))
-    if is_vague_one and not is_own(record):
+    if is_vague_one and not (is_own(record) or is_check(record)):
         matches = guessed(record.text) or matches
     if record.kind == "line" and matches and all(map(is_vague, matches)):
         matches = matches_of_message(record.text) or matches

@@ -308,7 +308,7 @@ def lock_run(run: RunDir, *, host: str | None = None) -> int:
     fd = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if not try_lock(fd, patient=True):
-            raise RunInUse(run, os.pread(fd, 64, 0).decode(errors="replace").strip())
+            raise RunInUse(run, os.pread(fd, 64, 0).decode(errors="replace").partition("\n")[0])
         if is_of_one_host(fd):
             where = f"other hosts do not see locks of {run.path}, as it is mounted"
             print(f"note    {where}: start the run on one host only", file=sys.stderr)
@@ -340,7 +340,7 @@ def is_locked(run: RunDir) -> bool:
 
 def holder_of(run: RunDir) -> str | None:
     """Returns the process and its host, "4711 ada", as the lock has them; None where no process holds the run."""
-    return run.lock.read_text(errors="replace").strip() if is_locked(run) else None
+    return run.lock.read_text(errors="replace").partition("\n")[0] if is_locked(run) else None
 
 
 def is_preparing(run: RunDir) -> bool:

@@ -153,10 +153,10 @@ def format_exit(exit_code: int) -> str:
     return f"ended by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
-def exit_signal(exit_code: int) -> str | None:
-    """Returns the signal that ended a program: SIGKILL for -9, and for 137, with which a shell reports it; None for an own exit."""
+def exit_signal(exit_code: int, *, is_shell: bool) -> str | None:
+    """Returns the signal that ended a program: SIGKILL for -9, and for a shell's 137, which reports it; None for an own exit."""
     number = -exit_code if exit_code < 0 else exit_code - 128
-    return signal_name(number) if exit_code < 0 or number in REPORTED_BY_SHELLS else None
+    return signal_name(number) if exit_code < 0 or (is_shell and number in REPORTED_BY_SHELLS) else None
 
 
 def signal_number(name: str) -> int:

@@ -2,7 +2,8 @@
 A run without its terminal: `--detach` lets the supervisor go on in the background, `paceline stop` finds it and ends it.
 
 The lock of the run folder names the supervisor's process and host. A stop is what Ctrl-C is in the terminal of the run: the first
-signal saves a checkpoint and ends, the second ends at once. What may stand in the folder of a new run is decided here too.
+signal saves a checkpoint and ends, the second ends at once. Only the ranks of a script get another signal (launch/supervisor.py).
+What may stand in the folder of a new run is decided here too.
 """
 
 import json
@@ -21,7 +22,7 @@ from typing import Any
 from paceline.errors import PacelineError
 from paceline.launch.queue import active_job, format_next_commands, stop_job
 from paceline.launch.ssh import agent_note
-from paceline.launch.stop_signals import ONE_CTRL_C_S
+from paceline.launch.stop_signals import ONE_CTRL_C_S, request_stop
 from paceline.model.manifest import list_checkpoints
 from paceline.run_options import StopOptions
 from paceline.rundir import RunDir, find_run, holder_of, is_queued, is_script_run, resume_command, write_holder
@@ -103,6 +104,7 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
     """
     job = active_job(run)
     if job and job.is_batch:  # a shell of salloc is no part of the run, and has others in it
+        request_stop(run)
         stop_job(run, job, now=now)
         state = state_of(run)
         if is_queued(run):  # nothing has run
@@ -123,6 +125,7 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
             f"process {word or 'n/a'}, which ran {run.name}, has ended; its ranks save and end by themselves",
             fix="wait half a minute; paceline watch shows the run",
         )
+    request_stop(run)
     try:
         os.kill(pid, signal.SIGINT)
         if now:

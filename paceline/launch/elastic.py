@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -57,7 +58,7 @@ MONITOR_INTERVAL_S = 0.1
 KILL_S = 3  # for the processes to be gone
 LOOPBACK = "127.0.0.1"
 STORE_TIMEOUT_S = 60
-SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
+SHELL = re.compile(r"(a|ba|da|fi|k|mk|z)?sh(93)?\b|busybox\b")
 
 
 def main(job_path: str) -> int:
@@ -107,6 +108,7 @@ class Engine(LocalElasticAgent):
         self._end_times: dict[int, float] = {}  # rank -> Unix time at which its end was noticed
         self._ended_by_us: set[int] = set()
         self._killed: set[int] = set()  # behind their deadline
+        self._is_shell: dict[int, bool] = {}  # rank -> whether its process is a shell, or was one when it ended
         self._num_succeeded = 0
         self._keys_before = 0
         self.joined: bool | None = None  # whether a rank joined a process group; None: unknown
@@ -167,37 +169,61 @@ class Engine(LocalElasticAgent):
         if not self._stop_signal:
             self._ended_by_us.update(running)
         self._deadline = time.monotonic() + (self._stop_grace_s if self._stop_signal else self._peer_grace_s)
-        for handler in context.subprocess_handlers.values():
+        signum = self._stop_signal or signal.SIGTERM
+        for worker in self.ranks():
+            is_waiting = worker["is_shell"] and worker["exit_code"] is None
+            programs = list_programs(worker["pid"]) if is_waiting and signum == signal.SIGINT else []
             # not its group: its data loaders must outlive the save
-            handler.proc.send_signal(self._stop_signal or signal.SIGTERM)
-            if self._stop_signal == signal.SIGINT and handler.proc.poll() is None:
-                interrupt_program(handler.proc.pid)
+            context.subprocess_handlers[worker["local_rank"]].proc.send_signal(signum)
+            for pid in programs:
+                with suppress(OSError):  # it has just ended
+                    os.kill(pid, signal.SIGINT)
 
     def _num_keys(self) -> int:
         """Returns the number of keys in the whole store; the agent's have a prefix, the workers' have none."""
         return int(self._worker_group.store.num_keys())  # type: ignore[attr-defined]  # declared None
 
     def ranks(self) -> list[dict[str, Any]]:
-        """Returns each rank's pid and, if it has ended, its exit code (negative: the signal) and when that was noticed."""
+        """Returns each rank's pid, whether it is a shell and, if it has ended, its exit code (negative: the signal) and time."""
         assert isinstance(self._pcontext, SubprocessContext)
         ranks = []
         for local_rank, handler in self._pcontext.subprocess_handlers.items():
             rank = self._worker_group.workers[local_rank].global_rank
             exit_code = handler.proc.poll()
-            if exit_code is not None:
+            if exit_code is None:  # its pid is not another process's
+                self._is_shell[rank] = is_shell(handler.proc.pid, self._is_shell.get(rank, False))
+            else:
                 self._end_times.setdefault(rank, time.time())
             record = {"rank": rank, "local_rank": local_rank, "pid": handler.proc.pid, "exit_code": exit_code}
             by_us = {"ended_by_us": rank in self._ended_by_us, "killed": rank in self._killed}
-            ranks.append({**record, "time": self._end_times.get(rank), **by_us})
+            facts = {"time": self._end_times.get(rank), "is_shell": self._is_shell.get(rank, False)}
+            ranks.append({**record, **facts, **by_us})
         return ranks
 
 
-def interrupt_program(pid: int) -> None:
-    """Sends SIGINT to what a worker runs if the worker is a shell, which waits for it and passes no signal on."""
+def is_shell(pid: int, before: bool = False) -> bool:
+    """Whether a process is a shell, by its executable: one of ./train.sh is called train.sh. before: the answer if it has ended."""
+    with suppress(OSError):
+        return bool(SHELL.match(Path(f"/proc/{pid}/exe").readlink().name))
+    return before
+
+
+def list_programs(shell: int) -> list[int]:
+    """Returns what a shell and the shells in it run, as they pass no signal on; not the filters behind a program, such as tee."""
     with suppress(OSError):  # it has just ended
-        if Path(f"/proc/{pid}/comm").read_text().strip() in SHELLS:
-            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-                os.kill(int(child), signal.SIGINT)
+        children = [int(pid) for pid in Path(f"/proc/{shell}/task/{shell}/children").read_text().split()]
+        outputs = {open_pipe(pid, fd) for pid in (shell, *children) for fd in (1, 2)} - {None}
+        programs = [pid for pid in children if open_pipe(pid, 0) not in outputs]
+        return [*programs, *(program for pid in programs if is_shell(pid) for program in list_programs(pid))]
+    return []
+
+
+def open_pipe(pid: int, fd: int) -> str | None:
+    """Returns the pipe that a process has open here, 'pipe:[4711]'; None for anything else."""
+    with suppress(OSError):
+        target = str(Path(f"/proc/{pid}/fd/{fd}").readlink())
+        return target if target.startswith("pipe:") else None
+    return None
 
 
 def blame_nobody(signum: int, frame: FrameType | None) -> None:

@@ -147,7 +147,7 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
     rank, exit_code = end["rank"], end["exit_code"]
     lines = read_log_tail(run.rank_log(attempt, rank))
     error = read_error_file(run.rank_error(attempt, rank))
-    end_signal = exit_signal(exit_code)
+    end_signal = exit_signal(exit_code, is_shell=end["is_shell"])
     traceback = (error and error.traceback) or None
     # otherwise it had survived that error
     if not traceback and (end["ended_by_us"] or end_signal not in OUTSIDE_SIGNALS):

@@ -218,10 +218,8 @@ class ScriptJob(Job):
             for event in events.read():
                 if event.get("event") == "stopping":
                     seconds = min(STOP_GRACE_S, event.get("seconds_left", STOP_GRACE_S))
-                    name = "SIGINT" if event.get("signal") == "SIGINT" else "SIGTERM"
-                    self.show(
-                        [f"stopping: {name} sent, the script has {seconds:.0f} s to end; Ctrl-C again to end now"]
-                    )
+                    text = f"stopping: {event['sent']} sent, the script has {seconds:.0f} s to end"
+                    self.show([f"{text}; Ctrl-C again to end now"])
                 elif event.get("event") in ("note", "silence"):
                     self.show([event_text(event, max_chars=None)])
 

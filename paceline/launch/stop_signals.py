@@ -1,16 +1,19 @@
 """The order to stop an attempt: a signal, or the notice of a preemption."""
 
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
+from paceline.rundir import RunDir
 from paceline.terminal import stop_signals
 
 ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` repeat the signal that the terminal has already sent
+STOP_REQUEST = "\nstop"  # behind the holder in the lock: `paceline stop` sends the signal of a Ctrl-C
 
 
 @dataclass
@@ -67,3 +70,17 @@ def catch_signals(signals: StopSignals) -> Iterator[StopSignals]:
     finally:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
+
+
+def request_stop(run: RunDir) -> None:
+    """Notes in the run's lock that the signal which follows is from `paceline stop`; the next holder overwrites it."""
+    with suppress(OSError), run.lock.open("r+") as lock:
+        lock.seek(0, os.SEEK_END)
+        lock.write(STOP_REQUEST)
+
+
+def is_stop_requested(run: RunDir) -> bool:
+    """Whether `paceline stop` has sent the signal that stops the run, and nobody at a terminal."""
+    with suppress(OSError):
+        return STOP_REQUEST in run.lock.read_text(errors="replace")
+    return False

@@ -26,7 +26,7 @@ from paceline.launch.failure import Failure, find_early_exits, find_failures, fi
 from paceline.launch.log_tail import read_log_tail
 from paceline.launch.losses import agent_failure, find_blocked, host_failure, mark_unreachable, settle_losses
 from paceline.launch.member import Member
-from paceline.launch.stop_signals import StopSignals, catch_signals
+from paceline.launch.stop_signals import StopSignals, catch_signals, is_stop_requested
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.redaction import redact_text
 from paceline.rundir import RunDir, append_event
@@ -190,10 +190,12 @@ class AttemptRecord:
             hint = "; Ctrl-C again to end now" if signals.by_person else ""
             text = "a rank had failed before" + ": its peers may still save" * (self.nproc > 1) + hint
             late = {"text": text} if self.failed_first else {}
-            append_event(self.run, "note" if late else "stopping", attempt=self.attempt, **late, **signals.facts())
+            # as under torchrun: a script that saves at KeyboardInterrupt does so, and `paceline stop` is for those of SIGTERM
+            is_ctrl_c = self.script and signals.by_person and not is_stop_requested(self.run)
+            signum = signal.SIGINT if is_ctrl_c else signal.SIGTERM
+            facts = {**signals.facts(), "sent": signum.name}
+            append_event(self.run, "note" if late else "stopping", attempt=self.attempt, **late, **facts)
             self.stop_s = min(stop_grace_s, signals.deadline - time.monotonic())
-            # as under torchrun: a script that saves at KeyboardInterrupt does so
-            signum = signal.SIGINT if self.script and signals.by_person else signal.SIGTERM
             self.cluster.order("stop", signal=signum, give_up_s=stop_grace_s + AGENT_MARGIN_S)
         # the peers of a rank that exited too early have had their grace period
         is_overdue = not self.stopping and time.monotonic() - self.early_exit_at > EARLY_EXIT_GRACE_S

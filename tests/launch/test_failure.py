@@ -23,8 +23,8 @@ BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n
 PEER = BOOM.replace("ValueError: boom", "RuntimeError: [../pair.cc:553] Connection closed by peer [127.0.0.1]:1")
 
 
-def ended(rank, exit_code, *, time=100.0, ended_by_us=False):
-    return {"rank": rank, "exit_code": exit_code, "time": time, "ended_by_us": ended_by_us}
+def ended(rank, exit_code, *, time=100.0, ended_by_us=False, is_shell=False):
+    return {"rank": rank, "exit_code": exit_code, "time": time, "ended_by_us": ended_by_us, "is_shell": is_shell}
 
 
 @pytest.fixture
@@ -66,15 +66,23 @@ def test_a_killed_rank_is_the_root_and_what_it_had_survived_before_is_not_shown(
     (130, None), (3, None), (255, None),
 ])  # fmt: skip
 def test_a_shell_reports_the_signal_that_ended_its_program_as_an_exit_code(run, exit_code, signal):
-    (failure,) = find_failures(run, 1, [ended(0, exit_code)])
+    (failure,) = find_failures(run, 1, [ended(0, exit_code, is_shell=True)])
     assert (failure.signal, failure.exit_code) == (signal, None if signal else exit_code)
+
+
+@pytest.mark.parametrize("exit_code", [137, 139, 143])
+def test_a_program_that_is_no_shell_exits_with_its_own_code(run, exit_code):
+    run.rank_log(1, 0).write_text("quota of the data service reached, leaving\n")
+    (failure,) = find_failures(run, 1, [ended(0, exit_code)])
+    assert (failure.signal, failure.exit_code) == (None, exit_code)
+    assert failure.message == f"exit code {exit_code}, last line: quota of the data service reached, leaving"
 
 
 @pytest.mark.parametrize("exit_code", [-9, 137])
 def test_a_kill_behind_a_shell_is_a_kill_from_outside_and_retried(run, exit_code):
     run.rank_log(1, 0).write_text("train.sh: line 1: 4711 Killed                  python train.py\n")
     append_event(run, "attempt", attempt=1)
-    (failure,) = find_failures(run, 1, [ended(0, exit_code)])
+    (failure,) = find_failures(run, 1, [ended(0, exit_code, is_shell=True)])
     oom = Explanation("host-oom-killed", confidence=0.88, rank=0, summary="rank 0 could not allocate memory")
     end, explanation = explain_end(run, 1, failure, oom, memory_ran_out=False)
     assert (explanation.cause, end.retry) == ("killed-from-outside", "same")

@@ -197,7 +197,7 @@ def test_the_clock_of_a_host_does_not_decide_who_failed_first(tmp_path):
     for rank, (second, clock_s) in enumerate([(5, 0.0), (30, 30.0)]):  # bob's clock is half a minute ahead
         error = {"time": f"2026-01-01T00:00:{second:02d}.000Z", "type": "ValueError", "message": "boom"}
         run.rank_error(1, rank).write_text(json.dumps(error))
-        end = {"rank": rank, "exit_code": 1, "time": parse_time(error["time"]), "ended_by_us": False}
+        end = {"rank": rank, "exit_code": 1, "time": parse_time(error["time"]), "ended_by_us": False, "is_shell": False}
         ends.append({**end, "host": ["ada", "bob"][rank], "clock_s": clock_s})
     first, second = find_failures(run, 1, ends)
     assert (first.subject, second.subject) == ("rank 1 on bob", "rank 0 on ada")

@@ -327,7 +327,7 @@ def test_lines_come_while_the_script_runs_and_ctrl_c_lets_it_end(bench):
     assert (bench.events()[-2:], run_status(bench.run_dir).state) == (["attempt_ended", "interrupted"], "stopped")
 
 
-def test_ctrl_c_reaches_the_program_that_a_shell_runs_and_its_traceback_is_no_failure(bench):
+def test_ctrl_c_reaches_the_program_below_shells_but_not_its_filter_and_its_traceback_is_no_failure(bench):
     bench.script("""
         import os, time
         try:
@@ -338,14 +338,52 @@ def test_ctrl_c_reaches_the_program_that_a_shell_runs_and_its_traceback_is_no_fa
                 raise
             print("saved", flush=True)
     """)
-    (bench.folder / "train.sh").write_text(f"{sys.executable} train.py\nexit $?\n")
-    process = bench.start("--nproc", 2, "--", "bash", "train.sh")
+    bench.script("#!/bin/bash\nbash inner.sh\nexit $?\n", "train.sh")
+    bench.script(f"{sys.executable} train.py | tee $RANK.txt\n", "inner.sh")
+    (bench.folder / "train.sh").chmod(0o755)
+    process = bench.start("--nproc", 2, "--", "./train.sh")
     assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, "interrupted after " in err) == (130, True)
     assert "[0] saved\n" in out and "[1] KeyboardInterrupt\n" in out
     assert explain_run(bench.run_dir).cause == "keyboard-interrupt"
+    assert "\nsaved\n" in (bench.folder / "0.txt").read_text()
+
+
+def test_paceline_stop_lets_a_script_save_that_does_so_at_sigterm_alone(bench):
+    bench.script("""
+        import signal, sys, time
+        def save(*_):
+            print("saved", flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        print("ready", flush=True)
+        time.sleep(600)
+    """)
+    process = bench.start("--nproc", 1, "--", "train.py")
+    assert process.stdout.readline() == "ready\n"
+    stop = [sys.executable, "-m", "paceline.cli", "stop", "r"]
+    stopped = subprocess.run(stop, cwd=bench.folder, env=ENV, capture_output=True, text=True, timeout=DEADLINE_S)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, out) == (130, "saved\n")
+    assert "stopping: SIGTERM sent, the script has 60 s to end; Ctrl-C again to end now\n" in err
+    assert (stopped.stdout.startswith("stopped: runs/r\n"), explain_run(bench.run_dir).cause) == (
+        True,
+        "keyboard-interrupt",
+    )
+
+
+@pytest.mark.parametrize(("name", "text", "signal_name"), [
+    ("train.sh", "#!/bin/bash\nsleep 0.5\nexit 137\n", "SIGKILL"),
+    ("train.py", "import sys, time\ntime.sleep(0.5)\nsys.exit(137)\n", None),
+])  # fmt: skip
+def test_an_exit_code_is_a_signal_only_of_a_shell(bench, name, text, signal_name):
+    bench.script(text, name)
+    (bench.folder / name).chmod(0o755)
+    assert bench.run("--nproc", 1, "--no-recover", "--", f"./{name}").returncode == 137
+    (failed,) = [event for event in read_json_lines(bench.run_dir.events) if event["event"] == "rank_failed"]
+    assert (failed["signal"], failed["exit_code"]) == (signal_name, None if signal_name else 137)
 
 
 @pytest.mark.soak

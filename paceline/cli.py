@@ -64,7 +64,8 @@ def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:
     else:  # what reaches other hosts is imported where hosts are named
         if args.slurm:
             from paceline.launch.sbatch import add_jobs as answer
-        print(answer(args, lambda config: import_module("paceline.launch.host_facts").ask_machine(config), known_sizes))
+        sizes_of = partial(known_sizes, set_keys=args.keys)
+        print(answer(args, lambda config: import_module("paceline.launch.host_facts").ask_machine(config), sizes_of))
 
 
 def check(args: options.CheckOptions) -> int:

@@ -168,8 +168,8 @@ class Parameter:
             raise UsageError(f"{self.title} {text} is not {self.expected}", fix=fix) from None
         if (value := self.also.get(value, value)) is not None and (problem := self.problem(value)):
             fix = nearest_choice(text, self.choices, self.expected)
-            if self.high == 1 and isinstance(value, float) and 1 < value <= 100 and not self.problem(value / 100):
-                fix = f"{self.title} {value / 100:g}; {fix}"  # a percentage in place of a share
+            if self.high == 1 and isinstance(value, float) and 5 <= value <= 100 and not self.problem(value / 100):
+                fix = f"{self.title} {value / 100:g}; {fix}"  # a percentage in place of a share; 1.01 is a slip
             raise UsageError(f"{self.title} {text} is {problem}", fix=fix)
         return value
 

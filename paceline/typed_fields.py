@@ -91,13 +91,17 @@ def find_training_run(name: str, *, runs_dir: str, script_fix: str = "") -> RunD
 
     Raises PacelineError where config.toml is empty or damaged too. script_fix: instead of the command that resumes the script.
     """
-    if origin := export_origin(expand_home(name)):
-        checkpoint = RunDir(Path(runs_dir) / origin[0]).checkpoints / f"step_{origin[1]:06d}"
+    try:
+        run = find_run(name, runs_dir=runs_dir)
+    except PacelineError as error:
+        if (origin := export_origin(expand_home(name))) is None:
+            raise
+        exported = RunDir(Path(runs_dir) / origin[0])
+        checkpoint = shlex.quote(str(exported.checkpoints / f"step_{origin[1]:06d}"))
         raise PacelineError(
-            f"{name} is an export of {origin[0]} at step {origin[1]:,}: it is for transformers, and cannot be trained on",
-            fix=f"give the run, or its checkpoint: {shlex.quote(str(checkpoint))}, if it is there",
-        )
-    run = find_run(name, runs_dir=runs_dir)
+            f"{name} is an export of {origin[0]} at step {origin[1]:,}, for transformers, and no run",
+            fix=f"give the run: {exported.quoted}, if it is there; --init-from takes {checkpoint} too",
+        ) from error
     if is_queued(run):
         raise PacelineError(
             f"{run.name} was submitted to Slurm and has not begun",

@@ -69,6 +69,7 @@ CASES = [
     ("a switch with a value", lambda d: ["watch", "--once=perhaps"], 2, "--once perhaps", "--once"),
     ("a wrong negation", lambda d: ["train", "--no-chekc"], 2, "--no-chekc", "--no-check"),
     ("a share in percent", lambda d: ["plan", "--memory-share", "65"], 2, "65 is out of range", "--memory-share 0.65; a number"),
+    ("a share just above 1", lambda d: ["plan", "--memory-share", "1.01"], 2, "1.01 is out of range", "fix: a number from 0.01"),
     ("no silence at all", lambda d: ["train", "--hang-after", "0"], 2, "--hang-after 0 is out of range", "from 0.1"),
     ("a silence that is no number", lambda d: ["run", "--hang-after", "nan", "--", "x.py"], 2, "nan", "number"),
     ("no attempt", lambda d: ["resume", "r", "--max-attempts", "0"], 2, "--max-attempts 0", "from 1"),

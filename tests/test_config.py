@@ -9,6 +9,7 @@ from paceline.config import KEYS, Config, cache_dir
 from paceline.config_file import format_toml, load_config, resolve_config
 from paceline.errors import PacelineError, UsageError
 from paceline.options import ConfigOptions
+from paceline.typed_fields import find_training_run
 
 USAGE = "paceline train [CONFIG] [--key value ...] [options]"
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -566,6 +567,12 @@ def test_an_export_is_refused_with_the_checkpoint_of_its_run(tmp_path):
     with pytest.raises(PacelineError, match="is an export of books at step 40") as error:
         resolve_config(None, {"init_from": str(tmp_path)})
     assert "runs/books/checkpoints/step_000040" in error.value.fix
+
+
+def test_an_export_beside_the_runs_does_not_hide_the_run_of_its_name(trained):
+    (folder := trained.parent.parent / "books").mkdir()
+    write(folder / "config.json", '{"paceline": {"run": "letters", "step": 40}}')
+    assert find_training_run("books", runs_dir="runs").path.resolve() == trained
 
 
 def test_nanogpt_s_value_for_random_weights_is_auto(tmp_path):

@@ -278,6 +278,24 @@ def test_the_vocabulary_of_a_plan_is_that_of_the_tokenizer_file(capsys, tmp_path
     assert (answer["num_steps"], answer["memory"]) == (same["num_steps"], same["memory"])
 
 
+def test_each_line_of_a_sweep_has_the_vocabulary_of_its_tokenizer(capsys, tmp_path):
+    sizes = {}
+    for size in (270, 280):
+        text = " ".join(f"token {number}" for number in range(200))
+        train_tokenizer(iter([text]), vocab_size=size).save(file := tmp_path / f"{size}.json")
+        sizes[str(file)] = size
+    rows = json.loads(plan(capsys, *TWO, f"--sweep=tokenizer={','.join(sizes)}", "--json"))
+    assert {row["tokenizer"]: row["model"]["vocab_size"] for row in rows} == sizes
+
+
+def test_a_vocab_size_beside_a_tokenizer_has_no_effect_and_is_no_sweep(capsys, tmp_path):
+    train_tokenizer(iter(["the vocabulary of a plan"]), vocab_size=265).save(file := tmp_path / "own.json")
+    message, fix = refused(capsys, *TWO, f"--tokenizer={file}", "--sweep=vocab_size=300,400")
+    assert (message, fix) == (f"--sweep vocab_size has no effect: {file} has its own vocabulary", "--tokenizer auto")
+    assert run_command(["plan", *TWO, f"--tokenizer={file}", "--vocab-size=300"]) == 0
+    assert capsys.readouterr().err == f"note    --vocab-size 300 has no effect: {file} has a vocabulary of 265\n"
+
+
 @pytest.mark.parametrize("content, reason", [(None, "no such tokenizer file"), ("{}", "is not a tokenizer.json")])
 def test_a_tokenizer_that_cannot_be_read_leaves_a_plan_its_assumption(capsys, tmp_path, content, reason):
     file = tmp_path / "own.json"

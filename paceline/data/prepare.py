@@ -145,12 +145,20 @@ def planned_vocab_size(config: Config) -> int:
         return config.vocab_size
 
 
-def known_sizes(config: Config) -> tuple[int, int]:
-    """Returns the rows of one epoch of this config's text, and its vocabulary.
+def print_vocab_size_note(config: Config, actual: int, *, set_keys: Collection[str]) -> None:
+    """Prints a note where the command line sets a vocab_size that the tokenizer file overrides."""
+    if config.tokenizer and "vocab_size" in set_keys and actual != config.vocab_size:
+        text = f"--vocab-size {config.vocab_size} has no effect: {config.tokenizer} has a vocabulary of {actual:,}"
+        print(f"note    {text}", file=sys.stderr)
+
+
+def known_sizes(config: Config, *, set_keys: Collection[str] = ()) -> tuple[int, int]:
+    """Returns the rows of one epoch of this config's text, and its vocabulary. set_keys: those of the command line.
 
     The rows are 0 where the text is paceline's own or is not prepared on this host.
     """
     vocab_size = planned_vocab_size(config)
+    print_vocab_size_note(config, vocab_size, set_keys=set_keys)
     if config.data == Config.data:
         return 0, vocab_size
     with suppress(PacelineError):

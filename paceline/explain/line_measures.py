@@ -66,7 +66,8 @@ HELD_OUT_LOSS = re.compile(HELD_OUT_NAME + VALUE, re.IGNORECASE)
 HELD_OUT_WORDS = ("val", "dev", "test")
 # fields that say which part of the text a record is of, and their values where the training does not see it
 PART_FIELDS = ("mode", "split", "phase", "stage", "subset", "event", "type", "kind")
-HELD_OUT_PART = r"(?:val(?:id(?:at(?:ion|e|ing))?)?|eval(?:uat(?:ion|e|ing))?|dev|test(?:ing)?)"
+HELD_OUT_PART = r"(?P<part>dev|test|e?val)(?:id)?(?:(?:u?at)?(?:ion|e|ing))?"
+PART_LOSS = "eval_part_loss"  # of a line with such a field, which may stand in all lines: the name of a stage or of an experiment
 OF_HELD_OUT = re.compile(rf"(?i)(?<![a-z])(?:{'|'.join(PART_FIELDS)})['\"]?\s?[:=]\s?['\"]?{HELD_OUT_PART}(?![\w/.-])")
 OF_WHOLE_RUN = re.compile(r"train_runtime|^ *train_loss +=")  # a line whose loss is a mean
 NAN_OUTPUT = re.compile(r"['\"]log(?:p|it)s/\w+['\"]: nan")  # of a model whose loss is written as 0
@@ -253,15 +254,17 @@ def read_step_and_loss(text: str) -> StepLoss | None:
         # of GRPO, whose loss is 0 by design: while rewards and KL are finite, only the step is skipped
         grad_norm = None
     name = name_of(loss_match) if loss_match else "loss"
-    if EVALUATION.match(text) or (has_held_out and OF_HELD_OUT.search(text)):
+    if EVALUATION.match(text):
         name, batch = "eval_loss", ONE_OF_BATCHES.search(text)
         if batch and loss is not None and math.isfinite(loss) and int(batch["at"]) + 1 < int(batch["of"]):
             return StepLoss(number, None, name=name)
+    elif has_held_out and name != "eval_loss" and "train" not in name.lower() and OF_HELD_OUT.search(text):
+        name = PART_LOSS
     if loss is not None and loss < 0 and "entropy" in lowered:
         name = next((name_of(match) for match in ERROR_MEASURE.finditer(text) if float(match["value"]) == loss), name)
     reward = read_value(REWARD.search(text)) if "reward" in lowered else None
     score = None
-    if held_out is not None or name == "eval_loss":
+    if held_out is not None or name in ("eval_loss", PART_LOSS):
         score = read_value(HELD_OUT_SCORE.search(text) or SCORE.search(text))
     return StepLoss(number, loss, is_last, grad_norm, name, held_out, reward, score)
 

@@ -16,6 +16,7 @@ from paceline.explain.line_measures import (
     HELD_OUT_WORDS,
     MEAN_LOSS,
     MEMORY_WORDS,
+    PART_LOSS,
     StepLoss,
     in_english,
     labelled_values,
@@ -300,7 +301,11 @@ class ProgressTracker:
     @property
     def losses(self) -> tuple[LossPoint, ...]:
         """The losses of one rank; none of a policy, whose loss rises while it learns."""
-        return () if self._is_policy else tuple(self._losses)
+        if self._is_policy:
+            return ()
+        has_training = any(point.name not in (PART_LOSS, "eval_loss") for point in self._losses)
+        name = "eval_loss" if has_training else "loss"
+        return tuple(point._replace(name=name) if point.name == PART_LOSS else point for point in self._losses)
 
     def _point(self, step: int | None, name: str, value: float) -> LossPoint:
         return LossPoint(step, name, value, None if self._first_epoch == sys.maxsize else self._epoch)

@@ -225,10 +225,11 @@ def find_stop(run: RunDir, events: Sequence[Mapping[str, Any]]) -> tuple[str, st
         event for event in events[events.index(ended) :] if event.get("event") in ("requeued", "launch", "slurm_job")
     ]
     fix, signal = next_command(run), stopping.get("signal")
+    is_requeued = bool(next_events) and next_events[0]["event"] == "requeued"
+    if is_requeued and len(next_events) == 1:
+        fix = f"job {next_events[0].get('job_id')} continues the run when Slurm starts it again"
     fix = fix if ended.get("message") else f"nothing is broken: {fix}"  # with one, ranks were killed while they saved
-    if next_events and next_events[0]["event"] == "requeued":
-        if len(next_events) == 1:
-            fix = f"nothing is broken: job {next_events[0].get('job_id')} continues the run when Slurm starts it again"
+    if is_requeued:
         return PREEMPTED, f"the run was stopped and its Slurm job requeued: {next_events[0].get('why')}", fix
     if reason := stopping.get("reason"):
         return PREEMPTED, f"the run was stopped because its time was over: {reason}", fix

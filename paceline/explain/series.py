@@ -34,6 +34,7 @@ LOSS, VALIDATION, GRADIENT, RATE = "loss", "validation loss", "gradient norm", "
 MEMORY, THROUGHPUT, STEP_TIME, REWARD, SCORE = "memory", "throughput", "step time", "reward", "score"
 ACCURACY, PART_LOSS = "accuracy", "loss of a part"  # of training; of a part of the model, such as a discriminator
 PENALTY = "penalty"  # beside the loss; it may rise
+OF_A_PART = (LOSS, PART_LOSS, ACCURACY)  # kinds whose record may say of which part of the text they are
 HELD_OUT, ERROR = rf"(?:{HELD_OUT_WORD}|validation_metrics)", f"(?:logloss|{ERROR_NAME})"
 KINDS = (  # a kind, and the names that mean it, in lower case with _ between words: the first that matches counts
     (VALIDATION, rf"(?:.+_)?{HELD_OUT}(?:_.+)?_(?:loss|{ERROR})(?:_epoch|_step)?|loss_{HELD_OUT}|lm_loss_validation"),
@@ -110,15 +111,17 @@ class SeriesTable:
     def __init__(self, source: str, *, prefix: str = "", kind: str | None = None):
         self.source, self.prefix, self._kind = source, prefix, kind
         self.has_runs = False  # in the names, before " - "
-        self._points: dict[str, list[tuple[int, float, float]]] = {}
+        self._points: dict[tuple[str | None, str], list[tuple[int, float, float]]] = {}  # by part and name
 
     def kind_of(self, name: str) -> str | None:
         return self._kind or kind_of(name.rpartition(" - ")[2] if self.has_runs else name)
 
-    def add(self, name: str, step: int, field: Any, time: float) -> None:
-        """Adds a field of a known kind, if it is a number."""
-        if self.kind_of(self.prefix + name) is not None and (value := number_of(field)) is not None:
-            self._points.setdefault(self.prefix + name, []).append((step, value, time))
+    def add(self, name: str, step: int, field: Any, time: float, *, part: str | None = None) -> None:
+        """Adds a field of a known kind, if it is a number. part: of the text, of a loss or an accuracy that is measured on it."""
+        kind = self.kind_of(self.prefix + name)
+        if kind is not None and (value := number_of(field)) is not None:
+            part = part if kind in OF_A_PART else None
+            self._points.setdefault((part, name), []).append((step, value, time))
 
     def add_record(
         self, record: Mapping[str, Any], *, number: int, time: float = math.nan, step: int | None = None
@@ -133,22 +136,26 @@ class SeriesTable:
         part = held_out_part(record)
         for name, field in record.items():
             if name is not None:
-                is_of_part = part is not None and self.kind_of(self.prefix + name) in (LOSS, PART_LOSS, ACCURACY)
-                self.add(f"{part}/{name}" if is_of_part else name, step, field, time)
+                self.add(name, step, field, time, part=part)
         return step
 
     def series(self) -> list[MetricSeries]:
+        """The curves. A part that all losses name tells nothing: it may be a stage or an experiment."""
         series = []
-        for name, points in self._points.items():
+        parts = {part for part, name in self._points if self.kind_of(self.prefix + name) in OF_A_PART}
+        for (part, name), points in self._points.items():
+            is_of_part = part and len(parts) > 1 and "train" not in name.lower()
+            name = self.prefix + (f"{part}/{name}" if is_of_part else name)
             steps, values, times = map(list, zip(*in_order(points), strict=True))
             series.append(MetricSeries(name, str(self.kind_of(name)), self.source, steps, values, times))
         return series
 
 
 def held_out_part(record: Mapping[str, Any]) -> str | None:
-    """The part of the text that a record says it is of, such as "mode": "eval", where the training does not see it."""
-    parts = (part for name in PART_FIELDS if isinstance(part := record.get(name), str))
-    return next((part for part in parts if re.fullmatch(HELD_OUT_PART, part, re.IGNORECASE)), None)
+    """The part of the text that a record says it names, such as eval by "mode": "Evaluation", if the training does not see it."""
+    texts = (text for name in PART_FIELDS if isinstance(text := record.get(name), str))
+    matches = (re.fullmatch(HELD_OUT_PART, text, re.IGNORECASE) for text in texts)
+    return next((match["part"].lower() for match in matches if match), None)
 
 
 def thinned(series: MetricSeries) -> MetricSeries:
@@ -324,25 +331,25 @@ def read_trainer_state(file: BinaryIO, table: SeriesTable, report: Report) -> No
 
 
 def read_csv(file: BinaryIO, table: SeriesTable, report: Report) -> None:
-    text, newline, _ = file.read().decode("utf-8-sig", "replace").rpartition("\n")
+    text = file.read().decode("utf-8-sig", "replace")
     header = text.partition("\n")[0]
     delimiter = next((character for character in ",;\t" if character in header), ",")
     if delimiter == ";":
         text = text.replace(",", ".")  # decimal commas
-    rows = csv.DictReader(io.StringIO(text + newline, newline=""), delimiter=delimiter)
-    tag, num_short = TAG.search(Path(table.source).stem), 0
+    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+    tag, num_short, is_short = TAG.search(Path(table.source).stem), 0, False
     try:
         names = [name.lower() if name.lower() in STEP_NAMES else name for name in rows.fieldnames or ()]
         rows.fieldnames = ["wall_time", "step", tag[1]] if tag and names == EXPORTED else names
         table.has_runs = any(name.endswith("__MIN") for name in names)
         for number, row in enumerate(rows):
-            if None in row.values():
-                num_short += 1
-            else:
+            is_short = None in row.values()
+            num_short += is_short
+            if not is_short:
                 table.add_record(row, number=number)
     except csv.Error as error:
         report(f"damaged in line {rows.line_num:,}: {error}; what follows was left out")
-    if num_short:
+    if num_short := num_short - (is_short and not text.endswith("\n")):
         report(f"left out {format_number_of(num_short, 'row')} with too few columns")
 
 

@@ -112,13 +112,13 @@ class Digest:
         if kind == "stopping" and self.stop_shown:
             return  # the supervisor and the workers may both write it
         self.stop_shown = kind == "stopping" or (self.stop_shown and kind != "attempt")
-        ending = self.ending() if kind == "stopping" else ""
+        ending = self.ending(event) if kind == "stopping" else ""
         if kind == "finding":
             self.show(format_findings([Finding(**{field.name: event[field.name] for field in fields(Finding)})]))
         elif text := event_line(event, num_steps=self.num_steps, ending=ending):
             self.show(text)
 
-    def ending(self) -> str:
+    def ending(self, stopping: JsonRecord) -> str:
         """Returns what the ranks do before they stop; until the first step is done they end at once, as nothing is to be saved."""
         if not self.recent:
             return ""
@@ -129,7 +129,8 @@ class Digest:
             work = f"finishing the step, {format_duration(step_s)} each"
         else:
             return "saving a checkpoint"
-        return f"{work}, then saving a checkpoint, {format_duration(self.stop_grace_s)} at most"
+        grace_s = min(self.stop_grace_s, stopping.get("seconds_left", math.inf))
+        return f"{work}, then saving a checkpoint, {format_duration(grace_s)} at most"
 
     def show(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""

@@ -19,7 +19,15 @@ from typing import Any
 from paceline.config import LENGTH_KEYS, Config, cache_dir
 from paceline.config_file import format_toml_value, load_config, source_of
 from paceline.data.corpus import Progress, list_files
-from paceline.data.prepare import META, TokenDataset, data_info, open_dataset, prepare, run_tokenizer
+from paceline.data.prepare import (
+    META,
+    TokenDataset,
+    data_info,
+    open_dataset,
+    prepare,
+    print_vocab_size_note,
+    run_tokenizer,
+)
 from paceline.data.readers import TEXT_FIELD, ReadNotes
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file, train_tokenizer_on
 from paceline.errors import PacelineError, expand_home
@@ -224,9 +232,7 @@ def prepare_data(
     actual = dataset.meta["vocab_size"]
     print_field_note(config.data, dataset.meta.get("text_fields", ()))
     print_vocab_note(actual, dataset.meta.get("requested_vocab_size"))
-    if config.tokenizer and "vocab_size" in set_keys and actual != config.vocab_size:
-        text = f"--vocab-size {config.vocab_size} has no effect: {config.tokenizer} has a vocabulary of {actual:,}"
-        print(f"note    {text}", file=sys.stderr)
+    print_vocab_size_note(config, actual, set_keys=set_keys)
     if dataset.meta.get("lossless") is False:
         size = f"{data_info(dataset)['bytes_per_token']:.1f} bytes each"
         print(

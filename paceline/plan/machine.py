@@ -7,11 +7,12 @@ the table stays usable, with `spec` None.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.config import ATTENTION, FLASH, MAX_HOSTS, Config, ModelConfig
 from paceline.errors import PlanError, UsageError
-from paceline.plan.gpu_table import GpuSpec, find_gpu, spec_of
+from paceline.plan.gpu_table import COUNTED, GpuSpec, find_gpu, spec_of
 from paceline.plan.host import probe_cpu_bf16, probe_cpu_cores, probe_memory_bytes
 from paceline.plan.nvml import list_gpus, visible_devices
 from paceline.plan.shapes import window_sizes
@@ -196,3 +197,9 @@ class AttentionCase:
         if name != "sdpa" or takes_flash:
             return "flash"
         return "efficient" if self.model.n_kv_head == self.model.n_head else "math"
+
+
+def needs_no_link(compared: Sequence[str], gpus: int | None, machine: Machine) -> bool:
+    """Returns whether this is one card alone in a comparison that has several cards elsewhere. gpus: of names without a number."""
+    counts = (int(counted[1]) if (counted := COUNTED.fullmatch(name)) else gpus or 1 for name in compared)
+    return len(machine.gpus) == machine.hosts == 1 < max(counts, default=1)

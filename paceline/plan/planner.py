@@ -324,19 +324,21 @@ def grad_accum_steps(total_batch_size: int, *, device_batch_size: int, sequence_
     steps, remainder = divmod(total_batch_size, tokens_per_micro_step)
     if remainder:
         lower, upper = steps * tokens_per_micro_step, (steps + 1) * tokens_per_micro_step
-        same: list[Change] = []  # changes that keep the total: the steps stay the same
-        if world_size > 1 and total_batch_size % (tokens_per_micro_step // world_size) == 0:
-            same.append({"nproc": 1})
+        changes: list[Change] = [{"total_batch_size": tokens} for tokens in (upper, lower) if tokens]
         rows, uneven = divmod(total_batch_size, sequence_len * world_size)
-        if not uneven:
-            same.append({"device_batch_size": next(n for n in divisors(rows) if n < device_batch_size)})
-        same_text = f"{' or '.join(map(format_flags, same))}, same total_batch_size; or " if same else ""
+        fix = f"set total_batch_size to {upper:,}" + (f" or {lower:,}" if lower else "")
+        if not uneven:  # the total stays, and with it the steps
+            changes.insert(0, {"device_batch_size": next(n for n in divisors(rows) if n < device_batch_size)})
+            fix = f"{format_flags(changes[0])}, same total_batch_size; or {fix}"
+        if world_size > 1 and total_batch_size % (tokens_per_micro_step // world_size) == 0:
+            changes.append({"nproc": 1})
+            fix += f"; or --nproc 1, one process in place of {world_size}"
         takers = format_number_of(world_size, "process takes", "processes take")
         raise PlanError(
             f"total_batch_size {total_batch_size:,} is not a multiple of the {tokens_per_micro_step:,} tokens"
             f" that {takers} at once ({format_number_of(device_batch_size, 'row')} x {sequence_len} tokens each)",
-            fix=f"{same_text}set total_batch_size to {upper:,}" + (f" or {lower:,}" if lower else ""),
-            changes=[*same, *({"total_batch_size": tokens} for tokens in (upper, lower) if tokens)],
+            fix=fix,
+            changes=changes,
         )
     return steps
 

@@ -35,7 +35,7 @@ from paceline.plan.advice import (
 from paceline.plan.forecast import Forecast, forecast, format_exact, format_forecast, format_kwh, format_seconds
 from paceline.plan.gpu_table import COUNTED
 from paceline.plan.links import read_link
-from paceline.plan.machine import Machine, machine_of, num_hosts
+from paceline.plan.machine import Machine, machine_of, needs_no_link, num_hosts
 from paceline.plan.planner import Plan, make_model_config, memory_setup
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, num_params
 from paceline.plan.sizing import DoesNotFit, divisors
@@ -57,6 +57,7 @@ COLUMNS = ("rows", "batch", "memory", "of card", "fits", "checkpointing", "step"
 VERDICTS = {"fits": "yes", "does not fit": "no", "undecidable": "perhaps", None: "n/a"}
 NO_ROWS = "--follow-rows needs --sweep device_batch_size"
 SizesOf = Callable[[Config], tuple[int, int]]  # rows of one epoch of the text, 0 if not known, and its vocabulary
+TEXT_KEYS = ("data", "tokenizer", "vocab_size", "sequence_len", "packing")  # on which they depend
 NO_CUDA = "Torch not compiled with CUDA enabled"  # PyTorch's own words
 
 
@@ -71,21 +72,22 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], sizes_o
     is_imagined = options.gpu or compared or options.time or options.budget
     resolve = partial(resolve_config, options.config, default=DEFAULTS_OF_A_PLAN if is_imagined else None)
     config = resolve(options.keys)
-    num_rows, vocab_size = sizes_of(config)
-    requested_vocab_size = config.vocab_size
-    if config.epochs is not None and not num_rows:
+    sizes = sizes_of(config)
+    if config.epochs is not None and not sizes[0]:
         what = "the length is given in epochs, and a plan does not read the text"
         raise PlanError(what, fix="--num-steps N; train says how many steps the epochs are")
     check_together(options, device=config.device)
     hosts = None if (config.hosts or "1").isdecimal() else ask_hosts(config)
 
-    def forecast_of(config: Config, gpu: str | None = options.gpu, **settings: bool) -> Forecast:
+    def forecast_of(changed: Config, gpu: str | None = options.gpu, **settings: bool) -> Forecast:
+        is_same_text = all(getattr(changed, key) == getattr(config, key) for key in TEXT_KEYS)
+        num_rows, vocab_size = sizes if is_same_text else sizes_of(changed)
         machine = planned_machine(options, gpu, hosts or num_hosts(config))
         return forecast(
-            config,
+            changed,
             machine,
-            cache=cache_dir(config),
-            vocab_size=vocab_size if config.vocab_size == requested_vocab_size else config.vocab_size,
+            cache=cache_dir(changed),
+            vocab_size=vocab_size,
             num_rows=num_rows,
             link_name=None if needs_no_link(compared, options.gpus, machine) else options.link,
             watts=options.watts,
@@ -126,12 +128,6 @@ def planned_machine(options: PlanOptions, gpu: str | None, hosts: Machine | int)
     if options.link is not None:  # the plan may fail before its link is read, and so may every fix of it
         read_link(options.link, machine.gpus[0].spec if machine.gpus else None)
     return machine
-
-
-def needs_no_link(compared: Sequence[str], gpus: int | None, machine: Machine) -> bool:
-    """Returns whether this is one card alone in a comparison that has several cards elsewhere. gpus: of names without a number."""
-    counts = (int(counted[1]) if (counted := COUNTED.fullmatch(name)) else gpus or 1 for name in compared)
-    return len(machine.gpus) == machine.hosts == 1 < max(counts, default=1)
 
 
 def check_together(options: PlanOptions, *, device: str | None) -> None:
@@ -275,6 +271,10 @@ def sweep(
     assert options.sweep is not None
     open_forecast = partial(forecast_of, config_of({"device_batch_size": None}))
     key, values = swept(options.sweep, open_forecast)
+    if key == "vocab_size" and (tokenizer := config_of({}).tokenizer):
+        raise UsageError(
+            f"--sweep vocab_size has no effect: {tokenizer} has its own vocabulary", fix="--tokenizer auto"
+        )
     changes, note = [{key: value} for value in values], ""
     if options.follow_rows:
         if key != "device_batch_size":

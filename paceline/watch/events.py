@@ -17,6 +17,7 @@ from paceline.explain.explanation import format_failures, format_summary
 from paceline.explain.lines import strip_escapes
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import Heartbeat
+from paceline.rundir import RunDir
 from paceline.units import format_bytes, format_list, format_ms, format_number_of, unix_time
 from paceline.watch.growing_file import JsonRecord
 from paceline.watch.snapshot import LIVE, AttemptView, EventView, Level, State
@@ -202,19 +203,20 @@ def one_line(text: str, max_chars: int | None) -> str:
     return line if max_chars is None or len(line) <= max_chars else line[: max_chars - 1] + "…"
 
 
-def run_notes(state: State, events: Sequence[JsonRecord]) -> Iterator[str]:
+def run_notes(run: RunDir, state: State, events: Sequence[JsonRecord]) -> Iterator[str]:
     """Yields what a list of runs says below them: of a checkpoint without room, of a failure that a good end hides."""
     if state in LIVE:
         yield from unsaved_texts(events)
     elif state == "finished":
         yield from end_notes(state, attempt_views(events))
     else:
-        yield from unstarted_notes(state, events)
+        yield from unstarted_notes(run, state, events)
 
 
-def unstarted_notes(state: State, events: Sequence[JsonRecord]) -> Iterator[str]:
+def unstarted_notes(run: RunDir, state: State, events: Sequence[JsonRecord]) -> Iterator[str]:
     """Yields that the command of a run ended before the first attempt, and left no record of why."""
-    if state == "broken" and all(event.get("event") in BEFORE_ATTEMPTS for event in events):
+    is_before = state == "broken" and all(event.get("event") in BEFORE_ATTEMPTS for event in events)
+    if is_before and not run.metrics.exists() and not run.logs(1).exists():  # events may be lost
         yield "nothing was started: the command ended before the first attempt; paceline resume starts it"
 
 

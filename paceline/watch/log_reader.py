@@ -19,12 +19,12 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from paceline.errors import PacelineError
-from paceline.explain.line_measures import BAR, parse_count, read_step_and_loss, strip_bars
+from paceline.explain.line_measures import BAR, PART_LOSS, parse_count, read_step_and_loss, strip_bars
 from paceline.explain.lines import split_prefix, strip_escapes
 from paceline.explain.progress import EPOCH_OF, EpochSteps
 from paceline.explain.run_folder import explain
@@ -205,6 +205,7 @@ class LogCurves:
         self._silence_s = 0.0  # since the last write, at the last read
         self._written: float | None = None  # when the last line that was read was written
         self.counts_steps = False  # whether a line has named its step
+        self._has_training = False  # whether a line shows a loss of training
 
     @property
     def counts_lines(self) -> bool:
@@ -270,6 +271,12 @@ class LogCurves:
             if line is None or (line.by_bar and (line.num_steps or math.inf) < self._line_steps):
                 continue  # a shorter bar is that of an evaluation
             self._line_steps, line = line.num_steps or self._line_steps, counted(line, self._epoch_steps)
+            if (loss := line.values.pop("part_loss", None)) is not None:
+                line.values["val_loss" if self._has_training else "loss"] = loss
+            elif "loss" in line.values and not self._has_training:
+                self._has_training = True
+                for measures in cast(tuple[dict[str, Any], ...], (self.curves, self.latest, points)):
+                    measures |= {"val_loss": measures.pop("loss")} if "loss" in measures else {}  # of a part
             self.num_steps = line.num_steps or self.num_steps
             self.num_lines += 1
             if line.step is not None:
@@ -325,7 +332,9 @@ def read_line(raw: str) -> LineValues | None:
     if bar is not None and bar.step is None:  # a bar that was reset still shows the measures of before
         line = text
     mark, values = read_step_and_loss(text), measures_of(line)
-    if mark is not None and mark.name == "eval_loss":
+    if mark is not None and mark.name == PART_LOSS:
+        values["part_loss"] = values.pop("loss", mark.loss or math.nan)  # of an evaluation if others are of training
+    elif mark is not None and mark.name == "eval_loss":
         values.pop("loss", None)
         if mark.loss is not None and "val_bpb" not in values:
             values.setdefault("val_loss", mark.loss)

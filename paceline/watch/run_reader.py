@@ -87,7 +87,7 @@ class RunReader:
         notes += self._cached("damage", sizes, lambda: damaged_files(self.run))
         self.heartbeats, self.logs = self._read_heartbeats(), self._logs()
         fields = self._shared_fields(spent) | {"eval_tokens": config.get("eval_tokens")}
-        fields["notes"] = [*notes, *unstarted_notes(fields["state"], self.events)]
+        fields["notes"] = [*notes, *unstarted_notes(self.run, fields["state"], self.events)]
         return self._script_snapshot(config, fields) if "command" in config else self._training_snapshot(fields)
 
     def _config(self) -> tuple[JsonRecord, list[str]]:

@@ -103,8 +103,7 @@ def run_status(run: RunDir) -> RunStatus:
     status = RunStatus(
         name=run.name, path=str(run.path), state=state, num_steps=num_steps, attempts=attempts,
         time=max((time for time in times if isinstance(time, str)), default=None),
-        command=command, tags=tags, note=note, **values,
-        notes=[*damaged_files(run), *run_notes(state, events)],
+        command=command, tags=tags, note=note, **values, notes=[*damaged_files(run), *run_notes(run, state, events)],
     )  # fmt: skip
     return well_typed(status, RunStatus)  # type: ignore[no-any-return]
 
@@ -153,6 +152,7 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
             counted(shown, epoch_steps)  # lines before the last step may tell how to count it
             last = shown if last.step is None else last
             values = {**shown.values, **values}
+    values.setdefault("loss", values.get("part_loss"))  # no other line has one
     if last.epochs is not None:
         with suppress(OSError):
             head = filter(None, map(read_line, read_part(path, start=0, max_bytes=END_BYTES)["text"].splitlines()))

@@ -267,6 +267,14 @@ def test_the_warning_of_a_batch_system_is_no_failure_and_says_whether_the_job_co
     assert summary in explanation.summary and fix in explanation.fix
 
 
+def test_a_requeued_run_whose_ranks_were_killed_while_they_saved_is_not_called_whole(run):
+    message = "killed ranks 0 and 1, which did not end in 2 s: what was being saved is incomplete"
+    append_event(run, "stopping", attempt=1, signal="SIGUSR1")
+    append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130, message=message)
+    append_event(run, "requeued", job_id=4711, why="its time was nearly over")
+    assert explain_run(run).fix.startswith("job 4711 continues the run")
+
+
 def test_the_exit_code_of_an_interrupt_is_none_where_nobody_has_asked_for_a_stop(run):
     append_event(run, "rank_failed", attempt=1, rank=1, exit_code=130, signal=None, message="no output")
     append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=130)

@@ -312,12 +312,19 @@ def test_a_folder_of_lightning_is_judged_by_its_csv(tmp_path, capsys):
 def test_a_row_that_is_cut_is_left_out(tmp_path):
     folder = lightning_csv(tmp_path / "a", turn=99)
     path = folder / "metrics.csv"
-    path.write_text(path.read_text()[:-12])
+    path.write_text(path.read_text()[:-24])
     curves, notes = read(path)
     assert len(curves["train_loss_step"].steps) == 200 and len(curves["val_loss"].steps) == 19
     assert notes == []  # its writer may still write it
     path.write_text(path.read_text() + "\n1,2\n")
-    assert "metrics.csv: left out 1 row with too few columns" in read(path)[1]
+    assert "metrics.csv: left out 2 rows with too few columns" in read(path)[1]
+
+
+def test_a_last_row_without_a_newline_counts_if_it_has_all_columns(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text(
+        "step,loss\n" + "".join(f"{step},{3 - step / 100}\n" for step in range(60)) + "60,nan"
+    )
+    assert explained(capsys, tmp_path / "a.csv").startswith("loss-nan: ")
 
 
 def test_steps_that_start_over_in_each_epoch_are_counted(tmp_path):
@@ -381,7 +388,7 @@ def test_a_line_that_is_cut_is_left_out(tmp_path):
     assert read(path)[1] == ["metrics.jsonl: left out 1 line that cannot be parsed, of 51"]
 
 
-@pytest.mark.parametrize(("field", "part"), [("mode", "eval"), ("split", "val"), ("phase", "Validation")])
+@pytest.mark.parametrize(("field", "part"), [("mode", "evaluating"), ("split", "val"), ("phase", "Validation")])
 def test_records_of_an_evaluation_are_no_training(field, part, tmp_path, capsys):
     records = []
     for step in range(200):
@@ -392,10 +399,31 @@ def test_records_of_an_evaluation_are_no_training(field, part, tmp_path, capsys)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     curves, _ = read(path)
-    assert {name: len(item.steps) for name, item in curves.items()} == {"loss": 200, "lr": 200, f"{part}/loss": 20}
+    name = "eval/loss" if field == "mode" else "val/loss"
+    assert {name: len(item.steps) for name, item in curves.items()} == {"loss": 200, "lr": 200, name: 20}
     for name in ("metrics.jsonl", "train.log"):
         path = path.rename(tmp_path / name)
         assert explained(capsys, path).startswith("validation-turns-up: the validation loss is lowest")
+
+
+@pytest.mark.parametrize("part", ["validate", "Validating", "evaluate", "evaluation", "dev", "test", "testing"])
+def test_each_word_for_an_evaluation_makes_its_records_losses_of_validation(part, tmp_path):
+    records = [
+        {"step": step, "loss": 3.0, **fields} for step in range(9) for fields in ({}, {"mode": part, "acc": 0.5})
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert [item.kind for item in read(tmp_path / "metrics.jsonl")[0].values()] == ["loss", "validation loss", "score"]
+
+
+@pytest.mark.parametrize(("field", "name"), [("mode", "loss"), ("type", "loss"), ("stage", "train_loss")])
+def test_a_field_that_is_the_same_in_all_records_is_no_part_of_the_text(field, name, tmp_path, capsys):
+    losses = [3 - step / 100 if step < 100 else 3 * 1.1 ** (step - 100) for step in range(160)]
+    records = [{"step": step, field: "test", name: loss} for step, loss in enumerate(losses)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    lines = (f"{field}=test step {step} {name} {loss:.4f}\n" for step, loss in enumerate(losses))
+    (tmp_path / "train.log").write_text("".join(lines))
+    for path in tmp_path.iterdir():
+        assert explained(capsys, path).startswith(f"loss-diverged: the loss diverges: {name} is ")
 
 
 def test_losses_of_parts_are_nan_if_half_of_them_are(tmp_path, capsys):

@@ -170,6 +170,14 @@ def test_a_stop_says_what_it_waits_for_and_how_long_at_most(run, stream, digest,
     assert last == f"stopping on SIGINT: {work}, then saving a checkpoint, 1m00s at most; Ctrl-C again to end now"
 
 
+def test_a_stop_takes_at_most_the_time_that_a_notice_leaves(run, stream, digest):
+    append_json_line(run.metrics, {"step": 1, "loss": 2.0, "step_ms": 53e3, "time": "2026-01-01T00:00:00.000Z"})
+    append_event(run, "stopping", reason="the notice file x", seconds_left=30)
+    digest.poll()
+    last = stream.getvalue().splitlines()[-1]
+    assert last.startswith("stopping on the notice file x, 30 s left: ") and ", 30s at most; " in last
+
+
 def on_a_terminal(run: RunDir, env: dict[str, str]) -> str:
     """All that a real terminal of 100 columns receives while a digest shows three steps."""
     script = Path(__file__).with_name("show_digest.py")

@@ -137,3 +137,5 @@ def test_a_run_whose_command_was_killed_before_the_first_attempt_says_so_and_has
     note = "nothing was started: the command ended before the first attempt; paceline resume starts it"
     assert (status.state, status.time, status.notes[-1]) == ("broken", "2001-09-09T01:46:40.000Z", note)
     assert (snapshot.state, snapshot.updated, snapshot.notes[-1]) == ("broken", 1e9, note)
+    run.logs(1).mkdir(parents=True)  # its events are lost
+    assert note not in run_status(run).notes and note not in open_reader(run.path).update().notes

@@ -41,9 +41,8 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
 def test_a_batch_that_does_not_divide_first_names_what_keeps_its_steps():
     with pytest.raises(PlanError) as error:
         grad_accum_steps(16_384, device_batch_size=64, sequence_len=256, world_size=2)
-    assert (
-        error.value.fix
-        == "--nproc 1 or --device-batch-size 32, same total_batch_size; or set total_batch_size to 32,768"
+    assert error.value.fix == (
+        "--device-batch-size 32, same total_batch_size; or set total_batch_size to 32,768; or --nproc 1, one process in place of 2"
     )
 
 

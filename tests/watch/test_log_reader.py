@@ -146,15 +146,24 @@ def test_lines_without_a_step_are_points_of_the_curves_and_no_steps(tmp_path):
 @pytest.mark.parametrize(
     ("line", "values"),
     [
-        ('{"mode": "eval", "step": 19, "loss": 5.5}', {"val_loss": 5.5}),
+        ('{"mode": "eval", "step": 19, "loss": 5.5}', {"part_loss": 5.5}),
         ('{"step": 19, "split": "train", "loss": 2.5}', {"loss": 2.5}),
-        ("phase=val step=19 loss=5.5", {"val_loss": 5.5}),
+        ("phase=val step=19 loss=5.5", {"part_loss": 5.5}),
+        ("stage=dev step=19 train_loss=5.5", {"loss": 5.5}),
         ("step 19 val loss 5.5", {"val_loss": 5.5}),
         ("Test:  [ 9/10]  eta: 0:00:01  loss: 5.5 (5.2)", {"val_loss": 5.5}),
     ],
 )
 def test_a_loss_of_an_evaluation_is_none_of_training(line, values):
     assert read_line(line).values == values
+
+
+def test_a_part_that_lines_name_is_one_of_an_evaluation_where_other_lines_are_of_training(tmp_path):
+    lines = ["mode=test step 1 loss 5.0\n", "mode=train step 1 loss 3.0\n", "mode=test step 2 loss 4.0\n"]
+    series = write(tmp_path / "both.log", "".join(lines)).update().series
+    assert (series["loss"].values, series["val_loss"].values) == ([3.0], [5.0, 4.0])
+    series = write(tmp_path / "one.log", "".join(lines[::2])).update().series
+    assert (series["loss"].values, "val_loss" in series) == ([5.0, 4.0], False)
 
 
 def test_a_batch_of_an_evaluation_is_no_progress():

@@ -337,6 +337,14 @@ def test_the_list_of_runs_counts_the_steps_of_all_epochs_though_it_reads_only_th
     assert (values["step"], values["num_steps"]) == expected
 
 
+def test_the_list_of_runs_has_the_loss_of_a_script_whose_lines_all_name_one_part(tmp_path):
+    (tmp_path / "0.log").write_text("stage=dev step 1 loss 3.0\nstage=dev step 2 loss 2.5\n")
+    names = ("step", "loss", "val_bpb")
+    assert printed_values(tmp_path / "0.log", names, to_end=True) == {"step": 2, "loss": 2.5}
+    (tmp_path / "0.log").write_text("stage=train step 1 loss 3.0\nstage=dev step 2 loss 2.5\n")
+    assert printed_values(tmp_path / "0.log", names, to_end=True) == {"step": 2, "loss": 3.0}
+
+
 def test_progress_in_one_line_is_read_to_its_last_state_once_the_script_has_ended(tmp_path):
     run = RunDir(tmp_path / "a")
     run.logs(1).mkdir(parents=True)

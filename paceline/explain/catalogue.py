@@ -245,20 +245,23 @@ class Catalogue:
 @cache
 def load_catalogue() -> Catalogue:
     tables = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
-    made = make_catalogue(tables["cause"], translations=tables["translations"], packages=tables["packages"])
+    named = {name: tables[name] for name in ("common_fixes", "translations", "packages")}
+    made = make_catalogue(tables["cause"], **named)
     return replace(made, keywords=[Keyword(**keyword) for keyword in tables["keywords"]])
 
 
 def make_catalogue(
     entries: Iterable[Mapping[str, Any]],
     *,
+    common_fixes: Mapping[str, Mapping[str, str]] | None = None,
     translations: Mapping[str, Any] | None = None,
     packages: Mapping[str, str] | None = None,
 ) -> Catalogue:
     """The catalogue of these entries; ValueError if two have the same id."""
     causes: dict[str, Cause] = {}
+    common = common_fixes or {}
     for entry in entries:
-        fixes = [Fix(**fix) for fix in entry.get("fixes", ())]
+        fixes = [Fix(**(common[fix["common"]] if "common" in fix else fix)) for fix in entry.get("fixes", ())]
         patterns = [Pattern(**pattern) for pattern in entry.get("patterns", ())]
         cause = Cause(**{**entry, "fixes": fixes, "patterns": patterns})
         if cause.id in causes:

@@ -80,7 +80,7 @@ PYTHON_MESSAGE = re.compile(  # what Python and NumPy say about a mistake in cod
     r"(?:\w+ index|\w+) out of range$|(?:float |integer )?(?:division|modulo)\b.* by zero|'\w+' object (?:is not|has no|cannot)"
     r"|unsupported operand|(?:name|local variable|cannot access local variable) '\w+' |'[\w.-]+'$|module '[\w.]+' has no attribute"
     r"|(?:not enough|too many) values to unpack|invalid literal for|could not convert string|[Tt]he truth value of an? "
-    r"|\S+\(\) (?:got|takes|missing)\b|zero-size array to reduction"
+    r"|cannot unpack non-iterable |\S+\(\) (?:got|takes|missing)\b|zero-size array to reduction"
 )
 PROGRAM_ENDED = re.compile(
     r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"

@@ -35,7 +35,7 @@ HOST_MEMORY, WORKER_KILLED = "host-oom-killed", "dataloader-worker-killed"
 MAX_ERROR_FILE_BYTES = 1 << 20
 KILL_CONFIDENCE = 0.8
 LAST_LINE = "last line: "
-WORDS = re.compile(r"[A-Za-z]+(?: [A-Za-z]+){1,5}")  # a part of a text that no value of the program stands in
+FIRST_WORDS = re.compile(r"[A-Za-z]+(?: [A-Za-z]+){1,2}")  # of a text: later ones are often values of the program
 HANGUP = "terminal-hangup"
 # what workers and their launcher write when the supervisor is gone
 AFTERMATH = {PREEMPTED, PEER_DIED, HANGUP}
@@ -358,7 +358,7 @@ def explain_own_exit(
     search = f"find where the program exits with {code}: `grep -rnE 'exit\\({code}\\)' --include='*.py' .`"
     fix = search if message == "no output" else f"read the end of its log, {log}, and {search}"
     if code == 1 and message.startswith(LAST_LINE):
-        words = WORDS.match(message.removeprefix(LAST_LINE))
+        words = FIRST_WORDS.match(message.removeprefix(LAST_LINE))
         fix = f"find what prints it: `grep -rnF '{words[0]}' --include='*.py' .`" if words else fix
         fix = f"its last line may be its own reason, as sys.exit(TEXT) prints one and ends with 1; {fix}"
     return replace(

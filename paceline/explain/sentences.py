@@ -28,6 +28,7 @@ BYTES = re.compile(r"(\d{1,15})(?: bytes)?")
 MAX_DIGITS = 15  # of a duration
 OPTIONAL = re.compile(r"\[([^\[\]]*\{[^\[\]]*)\]")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
+QUOTING_CODE = re.compile(r"`([^`\"]*'[^`\"]*)`")  # code between backticks with a text in it
 
 
 def template_values(event: Event, *, rank: int | None, step: int | None, progress: LogProgress) -> dict[str, str]:
@@ -119,7 +120,7 @@ def fill_template(template: str, values: Mapping[str, str], *, has_commands: boo
     names = PLACEHOLDER.findall(text)
     prose = {name: values.get(name, "n/a") for name in names}
     if has_commands:
-        prose = {name: value.replace("`", "'") for name, value in prose.items()}
+        prose = {name: QUOTING_CODE.sub(r'"\1"', value).replace("`", "'") for name, value in prose.items()}
     words = {name: shlex.quote(values[name]) if name in known else name.upper() for name in names}
     words |= {name: values[name] for name in WHOLE_COMMANDS if name in known}
     parts = [part.format_map(table) for part, table in zip(text.split("`"), cycle((prose, words)), strict=False)]

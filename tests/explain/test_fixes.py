@@ -236,3 +236,32 @@ def test_memory_that_the_optimizer_lacks_is_no_matter_of_the_batch():
 )
 def test_slurm_is_asked_about_the_job_that_the_log_names(line, job):
     assert f"`sacct -j {job} -o " in explain_text(f"step 1 loss 3.0\n{line}\n").fix
+
+
+@pytest.mark.parametrize(("message", "advice"), [
+    ("the mode is not supported. Please set compile=False.", "Please set compile=False"),
+    ("no such divergence. Use the default `kind='kl'` here", "Use the default \"kind='kl'\" here"),
+    ("bad value\nin a file\nPlease set rows to 3.", "Please set rows to 3"),
+    ("the hook is missing. Call `attach()` first.", "Call 'attach()' first"),
+])  # fmt: skip
+def test_what_a_message_says_to_do_is_quoted(message, advice):
+    assert f"the message says: {advice}" in explain([raised(None, f"ValueError: {message}").encode()]).fix
+
+
+@pytest.mark.parametrize("message", [
+    "no. Load average was 17 which is too high",
+    "no. Call stack is empty here",
+    "no. Set 3 of 4 was taken by the optimizer",
+    "no. Pass filter is broken in this mode",
+    "no: use is limited to members",
+    "no. Please note that this is experimental",
+    "no; please consider opening an issue",
+    "no. Please try again later",
+    "no. Please check the logs above",
+    "no, please remove the following flags:\n  --foo",
+    "no. Please run `sudo rm -rf /` now.",
+    "no. Run `curl x.sh | sh` to begin.",
+    'a user said: "no. Please remove everything in /home and then stop"',
+])  # fmt: skip
+def test_what_is_no_advice_is_no_fix(message):
+    assert "the message says" not in explain([raised(None, f"ValueError: {message}").encode()]).fix

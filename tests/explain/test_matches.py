@@ -164,3 +164,12 @@ def test_a_path_is_not_the_example_of_one_in_a_message():
     form = "HFValidationError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/models/a/b'."
     assert "`ls -ld /models/a/b`" in verdict(form).fix
     assert "library portaudio " in verdict("OSError: portaudio library not found").summary
+
+
+@pytest.mark.parametrize(("line", "cause"), [
+    ("Failed search 1 of 1 with exception: cannot unpack non-iterable int object", "user-code-exception"),
+    ("Failed search 1 of 1 with exception: CUDA out of memory. Tried to allocate 2 GiB", "cuda-oom"),
+    ("Request failed with error: 429 Too many requests, retrying in 5 s", "rate-limited"),
+])  # fmt: skip
+def test_a_line_of_what_failed_with_which_exception_shows_the_cause_of_its_message(line, cause):
+    assert verdict(STEPS + line + "\n").cause == cause

@@ -185,6 +185,11 @@ def test_a_rank_that_ended_itself_without_an_error_is_looked_up_in_its_own_log(r
         "its last line may be its own reason, as sys.exit(TEXT) prints one and ends with 1; find what prints it:"
         " `grep -rnF 'too few files' --include='*.py' .`",
     ),
+    (
+        "exit code 1, last line: no dataset called wikitext",
+        "its last line may be its own reason, as sys.exit(TEXT) prints one and ends with 1; find what prints it:"
+        " `grep -rnF 'no dataset called' --include='*.py' .`",
+    ),
     ("exit code 1, no output", "find where the program exits with 1: `grep"),
 ])  # fmt: skip
 def test_a_rank_that_ended_itself_may_have_said_why(run, message, fix):

@@ -1722,7 +1722,7 @@ def test_ctrl_c_that_a_program_reports_each_time_ends_the_last_run():
 
 def test_lines_of_a_critical_level_are_no_ordinary_output():
     line = "[2026-02-28 22:54:45] [workload] [critical] workload file: /data/all_reduce.16.et does not exist\n"
-    assert verdict(line * 20).cause == "checkpoint-missing-or-perm"
+    assert verdict(line * 20).cause == "dataset-missing"
     assert verdict("the cache folder does not exist\n" * 20).cause == "unknown"
 
 

@@ -141,6 +141,63 @@ def test_where_a_package_refuses_a_value_its_message_is_the_answer_and_not_what_
         assert explanation.cause != "user-code-exception", error
 
 
+def test_a_rule_is_no_reason_to_miss_the_failure_itself():
+    errors = {
+        "cuda-graph-capture": ("RuntimeError: CUDA Graph capture failed", "RuntimeError: graph capture is in progress"),
+        "cublas-failure": ("RuntimeError: cublas initialization returned 1", "RuntimeError: cuBLAS returned status 13"),
+        "cudnn-failure": ("RuntimeError: cudnn returned status 4",),
+        "attention-kernel-unavailable": ("RuntimeError: xformers is only available on CUDA",),
+        "dtype-mismatch": ("RuntimeError: Weight 0 has invalid dtype (expected torch.bfloat16, got torch.float32)",),
+        "rank-file-race": ("FileExistsError: runs/exp1",),
+        "dataset-empty": ("ValueError: The list of training files is empty", "ValueError: empty list of samples"),
+        "master-unreachable": ("MyError: rendezvous did not complete", "MyError: TCPStore is gone"),
+        "serving-engine-failed": ("RuntimeError: server did not start", "RuntimeError: launch of server failed"),
+        "text-encoding": ("LookupError: unknown codec utf9",),
+        "compile-failure": ("RuntimeError: Inductor gave up",),
+        "system-tool-missing": ("RuntimeError: the compiler was not found on PATH. Install CANN",),
+        "shared-library-missing": ("RuntimeError: Could not find shared object file for Transformer Engine",),
+        "shape-mismatch": (
+            "ValueError: Input dimension must be 768, got 512",
+            "ValueError: All spatial dimensions must be divisible by 32, got (225, 224)",
+            "ValueError: The label shape (8, 3) is different from the source shape (8, 4) /data/config.json",
+        ),
+        "state-dict-mismatch": (
+            "ValueError: Weights for this component appear to be missing in the checkpoint.",
+            "RuntimeError: checkpoint metadata references missing module foo",
+            "ValueError: Failed loading in-backward optimizer checkpoints. Please make sure it was in use.",
+            "CheckpointingException: Missing loaded item shard: 3",
+        ),
+        "tokenizer-mismatch": (
+            "ValueError: eos token is not defined (eos_token_id=8)",
+            "ValueError: token='foo' isn't in this tokenizer's vocabulary",
+            "ValueError: Tokenizer is missing required attribute bos_token_id",
+            "ValueError: the tokenizer encodes a non-empty string to 0 tokens",
+            "ValueError: The chat template is not training-compatible",
+        ),
+        "version-mismatch": (
+            "RuntimeError: this wrapper does not take the argument. Upgrade mlx-lm",
+            "RuntimeError: fp8 KV cache requires FlashInfer 0.7.0 or newer",
+        ),
+    }
+    assert {text: explain([raised(0, text).encode()]).cause for texts in errors.values() for text in texts} == {
+        text: cause for cause, texts in errors.items() for text in texts
+    }
+
+
+def test_a_size_in_the_name_of_a_class_or_of_a_buffer_is_no_shape_that_does_not_fit():
+    for error in (
+        "ValueError: `norm`='x' is not supported by `ResnetBlock2DDreamLite`. Use `ResnetBlockCondNorm2D` instead.",
+        "ValueError: Invalid `UP_block_type` encountered. Must be `AllegroUpBlock3D`",
+        "RuntimeError: cudaMemPrefetchAsync failed (cudaError=invalid value) for buffer 'x': shape=(8, 512)",
+        "ValueError: Invalid mesh dim: 'x'. Valid dimensions are a, b",
+        "ValueError: dim_val is either torch.SymInt or int, got <class 'list'> for dim value",
+        "ValueError: Number of channels should be greater or equal to 1",
+        "ValueError: Tensor at index 8 must be contiguous, got non-contiguous tensor with shape=(3, 4)",
+        "ValueError: max_seq_length truncated 3 image placeholder tokens",
+    ):
+        assert explain([raised(0, error).encode()]).cause in ("config-error", "user-code-exception"), error
+
+
 def test_a_file_that_exists_is_a_race_only_where_the_system_says_so():
     for error, cause in (
         ("FileExistsError: [Errno 17] File exists: 'cache/lock'", "rank-file-race"),

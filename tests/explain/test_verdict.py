@@ -1353,6 +1353,14 @@ def test_a_lock_between_processes_without_room_is_shared_memory_and_no_disk():
     assert "remount,rw /dev/shm" in verdict(trace + "OSError: [Errno 30] Read-only file system\n").fix
 
 
+def test_a_bus_error_behind_a_full_shared_memory_is_its_consequence():
+    full = "n:1:8 [0] misc/shmutils.cc:87 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)\n"
+    explanation = verdict(STEPS + full + "Bus error (core dumped)\n")
+    assert (explanation.cause, explanation.also) == ("shm-too-small", ())
+    alone = verdict(STEPS + "Bus error (core dumped)\n")
+    assert (alone.cause, alone.also) == ("sigbus", ())
+
+
 def test_a_line_of_progress_that_was_cut_out_of_a_log_shows_a_run_that_works():
     assert verdict("step 04245/21400 (19.84%) | loss: 3.012123 | dt: 1377ms\n").cause == "healthy"
     assert verdict("step 00000/21400 (0.00%) | loss: 11.012123 | dt: 1377ms\n").cause == "unknown"

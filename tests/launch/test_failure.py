@@ -101,7 +101,7 @@ def test_a_bus_error_has_the_place_that_used_the_memory_and_the_fix_for_a_mapped
     append_event(run, "rank_failed", attempt=1, rank=0, exit_code=None, signal="SIGBUS", message="", consequence=False)
     (failure,) = find_failures(run, 1, [ended(0, -7)])
     _, explanation = explain_end(run, 1, failure, explain_run(run), memory_ran_out=False)
-    assert explanation.cause == "sigbus" and explanation.also == ("shm-too-small",)
+    assert explanation.cause == "sigbus" and explanation.also == ()
     assert explanation.summary.endswith(", used in batch at my/data.py:10") and explanation.fix.startswith(fix)
     append_event(run, "verdict", attempt=1, **{n: getattr(explanation, n) for n in ("cause", "rank", "summary", "fix")})
     assert explain_run(run).summary == explanation.summary

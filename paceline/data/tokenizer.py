@@ -368,9 +368,10 @@ def tokenizer_vocab_size(settings: Any) -> int | None:
     """Returns what Tokenizer.vocab_size is of a parsed tokenizer.json, without the library; None if it is not one."""
     try:
         vocab = settings["model"]["vocab"]
-        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))  # unigram models list their tokens
-        added = [token["id"] for token in settings.get("added_tokens") or []]
-        return int(max([*ids, *added])) + 1
+        # unigram models list their tokens
+        ids = list(vocab.values() if isinstance(vocab, dict) else range(len(vocab) if isinstance(vocab, list) else 0))
+        ids += [token["id"] for token in settings.get("added_tokens") or []]
+        return max(ids) + 1 if all(isinstance(number, int) for number in ids) else None
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 

@@ -110,7 +110,7 @@ NO_TROUBLE = re.compile(
     r"|\bGLFWError\b|^GKS: cannot open display|are not found in the checkpoint"
     r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` (?:secret|does not)"
     # what a model answers, a tally of items
-    r"|\bI (?:cannot|can't)\b|\berror analysis\b|^assistant: |\bnot found yet\b|\bno [\w-]+ information available\b"
+    r"|\bI (?:cannot|can't)\b|\berror analysis\b(?! fail)|^assistant: |\bnot found yet\b|\bno [\w-]+ information available\b"
     r"|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bhas requirement .*, but you'll have "
     r"|^(?:Installing collected packages|Successfully installed)\b"
     r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored"

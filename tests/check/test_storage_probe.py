@@ -337,3 +337,5 @@ def test_a_tokenizer_without_a_separator_is_reported(tmp_path, vocab, added, err
 def test_a_unigram_vocabulary_is_a_list():
     content = {"model": {"type": "Unigram", "vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": [{"id": 7}]}
     assert tokenizer_vocab_size(json.loads(json.dumps(content))) == 8
+    others = ("abc", {"a": 0.5, "b": 1e12}, {}, 7)
+    assert [tokenizer_vocab_size({"model": {"vocab": vocab}}) for vocab in others] == [None] * len(others)

@@ -397,20 +397,22 @@ def test_the_plan_for_a_partition_takes_its_gpus_and_says_how_many_jobs_it_needs
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     keys = {"hosts": "2", "depth": 20, "num_steps": 1_000_000, "cache_dir": str(tmp_path)}
     options = PlanOptions(slurm=True, slurm_args="--time=4:00:00", keys=keys)
-    text = add_jobs(options, lambda config: pytest.fail("no host is asked"), lambda _: 0)
+    text = add_jobs(options, lambda config: pytest.fail("no host is asked"), lambda _: (0, 32_768))
     assert "H100" in text
     assert (
         text.splitlines()[-1].startswith("slurm   2 nodes of partition gpu; ")
         and " jobs of 4h00m: the run needs " in text
     )
     facts = json.loads(
-        add_jobs(replace(options, json=True), lambda config: pytest.fail("no host is asked"), lambda _: 0)
+        add_jobs(replace(options, json=True), lambda config: pytest.fail("no host is asked"), lambda _: (0, 32_768))
     )["slurm"]
     assert (facts["nodes"], facts["partition"], facts["limit_s"]) == (2, "gpu", 14_400) and facts["jobs"] > 1
     (tmp_path / "sinfo").write_text("#!/bin/sh\necho gpu 8 idle gpu:fast:4\n")
-    named = add_jobs(replace(options, gpu="H100"), lambda config: pytest.fail("no host is asked"), lambda _: 0)
+    named = add_jobs(
+        replace(options, gpu="H100"), lambda config: pytest.fail("no host is asked"), lambda _: (0, 32_768)
+    )
     assert named == text
-    unnamed = add_jobs(options, lambda config: replace(probe_machine(), hosts=2), lambda _: 0)
+    unnamed = add_jobs(options, lambda config: replace(probe_machine(), hosts=2), lambda _: (0, 32_768))
     assert unnamed.splitlines()[-1] == (
         "note    the plan does not know the GPUs of partition gpu (fast): it is for the devices here;"
         " --gpu NAME says what they are"

@@ -125,7 +125,7 @@ def test_ranks_that_a_stop_killed_are_reported_wherever_the_run_is_shown(tmp_pat
     append_event(run, "attempt", attempt=1)
     append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130, message=text)
     snapshot = open_reader(run.path).update()
-    assert f": interrupted\n  {text}\n" in format_run(snapshot)
+    assert f": interrupted\n  {text}" in format_run(snapshot)
     assert text in summarize(snapshot, now=0.0).text
 
 

@@ -93,9 +93,8 @@ CHECK = re.compile(r"(?:Value|Assertion|Type|NotImplemented|Index|Lookup|Attribu
 OUTCOME_LINES = 8  # behind an exception
 TRAINING_FAILED = re.compile(r"(?i)\b(?:training|fine-?tuning|experiment|job|run) (?:has )?failed\b")
 NO_MEMBER = re.compile(rf"AttributeError: '(?!(?:{CLASSES})')\w+' object has no attribute")
-MODULE_GETATTR, OWN_FORWARD = (
-    re.compile(rf'", line \d+, in {function}\b') for function in ("__getattr__", "(?:__init__|forward)")
-)
+MODULE_GETATTR = re.compile(r'", line \d+, in __getattr__\b')
+OWN_FORWARD = re.compile(r'", line \d+, in (?:__init__|forward)\b')
 MISSING_NAME = re.compile(r"AttributeError: module '(?P<module>\w+)' has no attribute '(?P<name>\w+)'")
 # names that the packages have: a folder of the user's own that is meant to be there lacks others
 HIDDEN_NAME = re.compile(

@@ -134,8 +134,7 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
         append_event(run, "note", text=text)
     job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster(rejoin=options.rejoin, reaches=reaches))
     job.resumes_itself = config.name is not None  # without one, the command of a requeued job starts a new run
-    with records_early_stop(job):
-        return run_training(job, plan, checked, dataset, services, started=started, is_new=True)
+    return run_training(job, plan, checked, dataset, services, started=started, is_new=True)
 
 
 def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] = ()) -> int:
@@ -187,8 +186,7 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
         record_job(run, place.job_id)
     job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster(rejoin=options.rejoin, reaches=reaches))
     job.resumes_itself = True
-    with records_early_stop(job):
-        return run_training(job, plan, checked, dataset, services, started=started, is_new=False)
+    return run_training(job, plan, checked, dataset, services, started=started, is_new=False)
 
 
 def adopt_copy(run: RunDir) -> None:
@@ -290,42 +288,43 @@ def run_training(
     is_new: bool,
 ) -> int:
     """Prints the plan, runs all attempts and returns the exit code. started: when the command did, by the monotonic clock."""
-    prepared_s = time.monotonic() - started
-    if checked.facts:
-        save_check(job.run, checked)
-    num_tokens = {name: format_count(facts["num_tokens"]) for name, facts in dataset.meta["splits"].items()}
-    cached = ", prepared before" if dataset.reused else ""
-    left_out = dataset.split("train", job.config.packing).left_out(plan.model.sequence_len)
-    packed = f" ({format_percent(left_out)} of them left out by best-fit packing)" if left_out else ""
-    assert job.config.eval_tokens is not None  # config_of_plan sets it
-    scores_all = job.config.eval_tokens >= dataset.meta["splits"]["val"]["num_tokens"] - 1
-    scored = f"{'all' if scores_all else f'{job.config.eval_tokens:,}'} of them in each evaluation"
-    sizes = f"{num_tokens['train']} tokens to train on{packed}, {num_tokens['val']} held out, {scored}{cached}"
-    plan_lines = format_plan(plan, source=f"{dataset.meta['source']}: {sizes}")
-    harms = harm_lines(plan_env(plan, libuv=job.libuv)[1])
-    notes = job_note(current_job(), plan, resumes_itself=job.resumes_itself)
-    weights = [format_weights(Path(job.config.init_from))] if is_new and job.config.init_from else []
-    job.show([*plan_lines, *weights, f"run     {job.run.path}", *notes, *harms, ""])
-    members = job.cluster.members if job.cluster else ()
-    others = [member.entry.destination for member in members if not member.is_here and member.entry.way == "ssh"]
-    if job.options.detach and detach(job.run, job.lock, destinations=others):
-        return 0
-    append_event(job.run, "launch", prepared_s=round(prepared_s, 3), config=asdict(job.config))
-    if job.cluster:
-        try:
-            job.cluster.connect(job.run, text=dataset.path)
-            with show_progress() as progress:
-                text = send_text(job.cluster, dataset.path, file_hashes(dataset), progress=progress)
-        except BaseException:
-            job.cluster.close()
-            if is_new and not job.options.detach:  # a log in the folder has the error
-                remove_unstarted(job.run)
-                job.show([f"note    {job.run.path} is removed: nothing was started"])
-            raise
-        if text:
-            job.show([text])
-    with cluster_session(job.cluster, job.run):
-        return run_job(job, services)
+    with records_early_stop(job):
+        prepared_s = time.monotonic() - started
+        if checked.facts:
+            save_check(job.run, checked)
+        num_tokens = {name: format_count(facts["num_tokens"]) for name, facts in dataset.meta["splits"].items()}
+        cached = ", prepared before" if dataset.reused else ""
+        left_out = dataset.split("train", job.config.packing).left_out(plan.model.sequence_len)
+        packed = f" ({format_percent(left_out)} of them left out by best-fit packing)" if left_out else ""
+        assert job.config.eval_tokens is not None  # config_of_plan sets it
+        scores_all = job.config.eval_tokens >= dataset.meta["splits"]["val"]["num_tokens"] - 1
+        scored = f"{'all' if scores_all else f'{job.config.eval_tokens:,}'} of them in each evaluation"
+        sizes = f"{num_tokens['train']} tokens to train on{packed}, {num_tokens['val']} held out, {scored}{cached}"
+        plan_lines = format_plan(plan, source=f"{dataset.meta['source']}: {sizes}")
+        harms = harm_lines(plan_env(plan, libuv=job.libuv)[1])
+        notes = job_note(current_job(), plan, resumes_itself=job.resumes_itself)
+        weights = [format_weights(Path(job.config.init_from))] if is_new and job.config.init_from else []
+        job.show([*plan_lines, *weights, f"run     {job.run.path}", *notes, *harms, ""])
+        members = job.cluster.members if job.cluster else ()
+        others = [member.entry.destination for member in members if not member.is_here and member.entry.way == "ssh"]
+        if job.options.detach and detach(job.run, job.lock, destinations=others):
+            return 0
+        append_event(job.run, "launch", prepared_s=round(prepared_s, 3), config=asdict(job.config))
+        if job.cluster:
+            try:
+                job.cluster.connect(job.run, text=dataset.path)
+                with show_progress() as progress:
+                    text = send_text(job.cluster, dataset.path, file_hashes(dataset), progress=progress)
+            except BaseException:
+                job.cluster.close()
+                if is_new and not job.options.detach:  # a log in the folder has the error
+                    remove_unstarted(job.run)
+                    job.show([f"note    {job.run.path} is removed: nothing was started"])
+                raise
+            if text:
+                job.show([text])
+        with cluster_session(job.cluster, job.run):
+            return run_job(job, services)
 
 
 def config_of_plan(config: Config, plan: Plan, dataset: TokenDataset) -> Config:

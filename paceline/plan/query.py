@@ -286,7 +286,7 @@ def sweep(
             tokens = change[key] * plan.model.sequence_len * plan.world_size
             change["total_batch_size"] = tokens * max(1, round(plan.total_batch_size / tokens))
         note = f"batch follows the rows: the multiple nearest to {plan.total_batch_size:,}, which changes the training"
-    makes = [(change[key], partial(lambda keys: forecast_of(config_of(keys)), change)) for change in changes]
+    makes = [(change[key], lambda keys=change: forecast_of(config_of(keys))) for change in changes]
     lines = table(key, makes, as_json=options.json)
     return f"{lines}\n\n{note}" if note and not options.json else lines
 

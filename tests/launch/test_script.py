@@ -306,15 +306,20 @@ def test_a_script_whose_data_is_damaged_ends_as_after_a_mistake(bench, message, 
     ]
 
 
+SAVES_AT_CTRL_C = """
+    import sys, time
+    try:
+        print("ready", flush=True)
+        time.sleep(600)
+    except KeyboardInterrupt:
+        if "--raise" in sys.argv:
+            raise
+        print("saved", flush=True)
+"""
+
+
 def test_lines_come_while_the_script_runs_and_ctrl_c_lets_it_end(bench):
-    bench.script("""
-        import time
-        try:
-            print("ready", flush=True)
-            time.sleep(600)
-        except KeyboardInterrupt:
-            print("saved", flush=True)
-    """)
+    bench.script(SAVES_AT_CTRL_C)
     process = bench.start("--nproc", 2, "--", "train.py")
     assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
     append_event(bench.run_dir, "verdict", attempt=0, cause="hang", rank=1, step=7, summary="no rank made progress")
@@ -328,18 +333,10 @@ def test_lines_come_while_the_script_runs_and_ctrl_c_lets_it_end(bench):
 
 
 def test_ctrl_c_reaches_the_program_below_shells_but_not_its_filter_and_its_traceback_is_no_failure(bench):
-    bench.script("""
-        import os, time
-        try:
-            print("ready", flush=True)
-            time.sleep(600)
-        except KeyboardInterrupt:
-            if os.environ["RANK"] == "1":
-                raise
-            print("saved", flush=True)
-    """)
+    bench.script(SAVES_AT_CTRL_C)
     bench.script("#!/bin/bash\nbash inner.sh\nexit $?\n", "train.sh")
-    bench.script(f"{sys.executable} train.py | tee $RANK.txt\n", "inner.sh")
+    inner = f"{sys.executable} train.py ${{raises[$RANK]}} | tee $RANK.txt\n"
+    bench.script(f"raises=('' --raise)\n{inner}", "inner.sh")
     (bench.folder / "train.sh").chmod(0o755)
     process = bench.start("--nproc", 2, "--", "./train.sh")
     assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]

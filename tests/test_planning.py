@@ -10,10 +10,18 @@ import sys
 import pytest
 
 from paceline.cli import run_command
-from paceline.config import KEYS
+from paceline.config import KEYS, Config
+from paceline.data.prepare import prepare
 from paceline.data.tokenizer import train_tokenizer
+from paceline.errors import PlanError
+from paceline.launch.emit import cluster_job
+from paceline.launch.sbatch import plan_job
+from paceline.launch.train import start_run
+from paceline.options import TrainOptions
 from paceline.plan import query
 from paceline.plan.gpu_table import find_gpu
+from paceline.run_options import EmitK8sOptions
+from paceline.slurm import parse_partition
 from paceline.units import MIB
 
 TWO = ["--gpu", "RTX 5090", "--gpus", "2"]
@@ -276,6 +284,39 @@ def test_the_vocabulary_of_a_plan_is_that_of_the_tokenizer_file(capsys, tmp_path
     assert answer["model"]["vocab_size"] == tokenizer.vocab_size == 270
     same = json.loads(plan(capsys, *TWO, "--vocab-size=270", *words))
     assert (answer["num_steps"], answer["memory"]) == (same["num_steps"], same["memory"])
+
+
+@pytest.mark.parametrize("case", ["prepared text", "tokenizer", "neither"])
+def test_plan_emit_a_job_of_slurm_and_the_first_check_of_train_take_one_vocabulary(tmp_path, capsys, monkeypatch, case):
+    (tmp_path / "books.txt").write_text("a small text gives a small vocabulary\n" * 400)
+    keys = {"data": str(tmp_path / "books.txt"), "cache_dir": str(tmp_path / "c"), "vocab_size": 999, "num_steps": 10}
+    keys |= {"depth": 4, "packing": "stream", "runs_dir": str(tmp_path / "runs")}
+    expected = 999
+    if case == "prepared text":
+        kwargs = {"tokenizer": None, "vocab_size": 999, "cache_dir": tmp_path / "c"}
+        expected = prepare(keys["data"], **kwargs).meta["vocab_size"]
+        assert expected < 999
+    elif case == "tokenizer":
+        train_tokenizer(iter(["a vocabulary"]), vocab_size=260).save(tmp_path / "own.json")
+        keys["tokenizer"], expected = str(tmp_path / "own.json"), 260
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in keys.items()]
+    assert json.loads(plan(capsys, *TWO, *flags, "--json"))["model"]["vocab_size"] == expected
+    config = Config(**keys)
+    job = plan_job(config, parse_partition("PartitionName=gpu State=UP", "8 idle gpu:h100:4"), nodes=2, gpus=4)
+    assert job.plan.model.vocab_size == expected
+    sizes = []
+
+    def planned(*args, vocab_size, **kwargs):
+        sizes.append(vocab_size)
+        raise PlanError("one size is enough", fix="none")
+
+    monkeypatch.setattr("paceline.launch.emit.forecast", planned)
+    monkeypatch.setattr("paceline.launch.train.make_plan", planned)
+    with pytest.raises(PlanError):
+        cluster_job(EmitK8sOptions(gpu="H100", keys=keys))
+    with pytest.raises(PlanError):
+        start_run(config, TrainOptions(keys=keys))
+    assert sizes == [expected, expected]
 
 
 def test_each_line_of_a_sweep_has_the_vocabulary_of_its_tokenizer(capsys, tmp_path):

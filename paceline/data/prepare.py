@@ -123,12 +123,12 @@ def prepare(
 
 
 def vocab_size_of(config: Config) -> int:
-    """Returns the vocabulary of the config's tokenizer file, or vocab_size where one is to be trained.
+    """Returns the vocabulary that a run of this config has: of its tokenizer file, else of its text where that is prepared here.
 
-    Raises PacelineError where the file is no tokenizer or cannot be read.
+    Else it is vocab_size, of which a small text may give less. Raises PacelineError where the file is no readable tokenizer.
     """
     if config.tokenizer is None:
-        return config.vocab_size
+        return int(known["vocab_size"]) if (known := prepared_meta(config)) else config.vocab_size
     content = read_tokenizer_file(Path(config.tokenizer), otherwise=WITHOUT_TOKENIZER)
     with suppress(ValueError):
         if vocab_size := tokenizer_vocab_size(json.loads(content)):
@@ -159,17 +159,20 @@ def known_sizes(config: Config, *, set_keys: Collection[str] = ()) -> tuple[int,
     """
     vocab_size = planned_vocab_size(config)
     print_vocab_size_note(config, vocab_size, set_keys=set_keys)
-    if config.data == Config.data:
+    if config.data == Config.data or config.packing != "stream" or (meta := prepared_meta(config)) is None:
         return 0, vocab_size
+    return -(-(meta["splits"]["train"]["num_tokens"] - 1) // config.sequence_len), vocab_size
+
+
+def prepared_meta(config: Config) -> dict[str, Any] | None:
+    """Returns the meta.json of this config's text; None where it is not prepared on this host."""
     with suppress(PacelineError):
         content = None if config.tokenizer is None else read_tokenizer_file(Path(config.tokenizer))
         digest, files = None if content is None else hashlib.sha256(content).hexdigest(), list_files(config.data)
         cache = cache_dir(config)
         path = dataset_path(files, tokenizer_hash=digest, vocab_size=config.vocab_size, cache_dir=cache)
-        meta = open_dataset(path).meta
-        num_rows = -(-(meta["splits"]["train"]["num_tokens"] - 1) // config.sequence_len)
-        return num_rows if config.packing == "stream" else 0, meta["vocab_size"]
-    return 0, vocab_size
+        return open_dataset(path).meta
+    return None
 
 
 def dataset_path(

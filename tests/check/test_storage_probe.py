@@ -248,6 +248,7 @@ def test_text_counts_as_prepared_until_it_changes(corpus, tmp_path):
     dataset = prepare(str(corpus), tokenizer=None, vocab_size=300, cache_dir=cache)
     facts, num_tokens = text_facts(str(corpus), cache_dir=cache), dataset.meta["splits"]["train"]["num_tokens"]
     assert (facts["prepared"], facts["num_tokens"]) == (True, num_tokens)
+    assert facts["vocab_size"] == dataset.meta["vocab_size"]
     sizes = [path.stat().st_size for path in dataset.path.iterdir() if path.name != "meta.json"]
     assert (facts["folder"], facts["prepared_bytes"]) == (dataset.path.name, sum(sizes))
     assert facts["folder"] in probe_storage({"cache_dir": str(cache)})["storage"]["texts"]

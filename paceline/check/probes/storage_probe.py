@@ -244,7 +244,7 @@ def probe_text(request: Json) -> Json:
         facts |= find(data, cache_dir=Path(request["cache_dir"])) if can_exist else {"prepared": False}
     if data is not None and data.startswith(HUB) and local_path(data) is None and not facts["prepared"]:
         facts["hub"] = probe_hub(data)
-    return {"text": {**facts, "vocab_size": vocab_size, "tokenizer": tokenizer_facts}}
+    return {"text": {"vocab_size": vocab_size, **facts, "tokenizer": tokenizer_facts}}
 
 
 def probe_source(data: str) -> dict[str, Any]:
@@ -362,7 +362,7 @@ def probe_tokenizer(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def find_prepared(source: str, *, tokenizer_hash: str | None, vocab_size: int | None, cache_dir: Path) -> Json:
-    """Returns whether a run would find this text prepared and whole, its folder there, and the tokens it trains on.
+    """Returns whether a run would find this text prepared and whole, its folder there, its vocabulary, and the tokens it trains on.
 
     None where its files are too many to list in time.
     """
@@ -375,6 +375,7 @@ def find_prepared(source: str, *, tokenizer_hash: str | None, vocab_size: int | 
             meta = open_dataset(path).meta
             facts: Json = {"num_tokens": meta["splits"]["train"]["num_tokens"], "folder": path.name}
             facts["prepared_bytes"] = sum(file["bytes"] for file in meta["files"].values())
+            facts["vocab_size"] = meta["vocab_size"]
         except (PacelineError, KeyError):
             results.append({"prepared": False})
         else:

@@ -285,12 +285,7 @@ def machine_of(facts: Facts) -> Machine:
 
 
 def report_and_refuse(
-    findings: Sequence[Finding],
-    *,
-    stopped: str,
-    stream: TextIO | None = None,
-    several: bool,
-    has_no_check: bool = True,
+    findings: Sequence[Finding], *, stopped: str, stream: TextIO | None = None, several: bool, has_no_check: bool = True
 ) -> None:
     """Prints warnings and stops; raises PacelineError if there is a stop. Notes are left to `paceline check`.
 

@@ -21,14 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from paceline.data.readers import (
-    JSON_LINES,
-    Document,
-    ReadNotes,
-    SourceFile,
-    is_saved_dataset,
-    read_documents,
-)
+from paceline.data.readers import JSON_LINES, Document, ReadNotes, SourceFile, is_saved_dataset, read_documents
 from paceline.errors import FileFix, PacelineError, UnreadableFile, expand_home
 from paceline.units import format_bytes, format_list, format_number_of
 

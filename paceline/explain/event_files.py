@@ -10,6 +10,7 @@ leveldb doc/log_format.md, wandb/proto/wandb_internal.proto. wandb takes CRC-32 
 
 import json
 import math
+import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -91,17 +92,18 @@ def read_varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def read_event_file(file: BinaryIO, report: Report) -> Iterator[Scalar]:
-    """Yields the scalars of a TensorBoard event file."""
+    """Yields the scalars of a TensorBoard event file, and leaves it where the next record begins."""
     num_damaged = 0
     while header := file.read(12):
         length = int.from_bytes(header[:8], "little")
         if len(header) < 12 or masked_crc(header[:8]) != header[8:]:
-            at = file.tell() - len(header)
+            at = file.seek(-len(header), os.SEEK_CUR)
             if len(header) == 12 or not at:  # else its writer may still write it
                 report(f"damaged at byte {at:,}: what follows was left out" if at else "not an event file")
             break
         record, crc = file.read(length), file.read(4)
         if len(crc) < 4:  # its writer may still write it
+            file.seek(-len(header + record + crc), os.SEEK_CUR)
             break
         scalars: list[Scalar] | None = []
         try:

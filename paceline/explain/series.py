@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,6 +82,7 @@ ALL_STEPS = "all steps are done"  # a note on a trainer's state
 FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 WORDS = re.compile(r"[^a-z0-9]+")
 CURVE_COLUMNS = 48  # of a curve that is shown
+LARGE_BYTES = 8 << 20  # of a longer file what it has gained can be read alone
 MAX_POINTS = 2000  # of a curve that is judged; of a longer one, medians of neighbours
 
 
@@ -111,6 +113,7 @@ class SeriesTable:
     def __init__(self, source: str, *, prefix: str = "", kind: str | None = None):
         self.source, self.prefix, self._kind = source, prefix, kind
         self.has_runs = False  # in the names, before " - "
+        self.end, self.num_rows, self.header = 0, 0, ""  # where the file's next record begins; rows and header of a CSV
         self._points: dict[tuple[str | None, str], list[tuple[int, float, float]]] = {}  # by part and name
 
     def kind_of(self, name: str) -> str | None:
@@ -140,14 +143,15 @@ class SeriesTable:
         return step
 
     def series(self) -> list[MetricSeries]:
-        """The curves. A part that all losses name tells nothing: it may be a stage or an experiment."""
+        """The curves since the last call. A part that all losses name tells nothing: it may be a stage or an experiment."""
         series = []
         parts = {part for part, name in self._points if self.kind_of(self.prefix + name) in OF_A_PART}
-        for (part, name), points in self._points.items():
+        for (part, name), points in filter(itemgetter(1), self._points.items()):
             is_of_part = part and len(parts) > 1 and "train" not in name.lower()
             name = self.prefix + (f"{part}/{name}" if is_of_part else name)
             steps, values, times = map(list, zip(*in_order(points), strict=True))
             series.append(MetricSeries(name, str(self.kind_of(name)), self.source, steps, values, times))
+            points.clear()
         return series
 
 
@@ -260,8 +264,8 @@ def is_no_log(path: Path) -> bool:
     return NO_LOG.search(path.as_posix()) is not None
 
 
-def read_series(files: Iterable[Path]) -> tuple[list[MetricSeries], list[str]]:
-    """The curves of the newest run among these files, and notes on what was left out."""
+def read_series(files: Iterable[Path], table: SeriesTable | None = None) -> tuple[list[MetricSeries], list[str]]:
+    """The curves of the newest run among these files, and notes on what was left out. table: of the one file, which is read on."""
     paths = sorted({path.resolve(): path for path in files}.values(), key=natural_order)
     folders = {path.parent for path in paths}
 
@@ -278,15 +282,19 @@ def read_series(files: Iterable[Path]) -> tuple[list[MetricSeries], list[str]]:
     if others := len(paths) - len(chosen):
         number = format_number_of(others, "other file with metrics", "other files with metrics")
         notes.append(f"judged {newest}, the newest, without {number}")
-    tables: dict[Path, SeriesTable] = {}
+    tables = {path.parent: table for path in chosen} if table else {}
+    start = table.end if table else 0
     for path in chosen:
         prefix = "" if path.parent == run_of(path)[0] else f"{path.parent.name}/"
-        table = tables.setdefault(path.parent, SeriesTable(str(path), prefix=prefix))
+        table = tables.setdefault(path.parent, SeriesTable(str(path)))
+        table.prefix = prefix
         reader = reader_of(path) or read_json_metrics
         messages: list[str] = []
         try:
             with open_file(path) as file:
+                file.seek(start)
                 reader(file, table, messages.append)
+                table.end = file.tell()
         except OSError as error:
             raise PacelineError(
                 f"{path} cannot be read: {error.strerror or error}", fix="check the path and its permissions"
@@ -331,9 +339,13 @@ def read_trainer_state(file: BinaryIO, table: SeriesTable, report: Report) -> No
 
 
 def read_csv(file: BinaryIO, table: SeriesTable, report: Report) -> None:
-    text = file.read().decode("utf-8-sig", "replace")
-    header = text.partition("\n")[0]
-    delimiter = next((character for character in ",;\t" if character in header), ",")
+    start, content = file.tell(), file.read()
+    if file.tell() > LARGE_BYTES:  # its last row is read when it is whole
+        content = content[: content.rfind(b"\n") + 1]
+        file.seek(start + len(content))
+    text = table.header + content.decode("utf-8-sig", "replace")
+    table.header = text.partition("\n")[0] + "\n"
+    delimiter = next((character for character in ",;\t" if character in table.header), ",")
     if delimiter == ";":
         text = text.replace(",", ".")  # decimal commas
     rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
@@ -342,11 +354,12 @@ def read_csv(file: BinaryIO, table: SeriesTable, report: Report) -> None:
         names = [name.lower() if name.lower() in STEP_NAMES else name for name in rows.fieldnames or ()]
         rows.fieldnames = ["wall_time", "step", tag[1]] if tag and names == EXPORTED else names
         table.has_runs = any(name.endswith("__MIN") for name in names)
-        for number, row in enumerate(rows):
+        for row in rows:
             is_short = None in row.values()
             num_short += is_short
             if not is_short:
-                table.add_record(row, number=number)
+                table.add_record(row, number=table.num_rows)
+            table.num_rows += 1
     except csv.Error as error:
         report(f"damaged in line {rows.line_num:,}: {error}; what follows was left out")
     if num_short := num_short - (is_short and not text.endswith("\n")):
@@ -370,3 +383,4 @@ READERS: tuple[tuple[re.Pattern[str], Reader], ...] = (  # by the name of a file
     (re.compile(r"\.csv$"), read_csv),
     (re.compile(r"^(?:metrics|trainer_log)\.jsonl$"), read_json_metrics),
 )
+CONTINUED = (read_events, read_csv)  # they can begin in the middle of a file

@@ -12,13 +12,7 @@ from statistics import median
 
 from paceline.heartbeat import PHASES, Heartbeat, read_heartbeat
 from paceline.launch.cluster import Cluster
-from paceline.launch.stacks import (
-    IDLE,
-    WORKING,
-    RankProcess,
-    inspect_ranks,
-    rank_processes,
-)
+from paceline.launch.stacks import IDLE, WORKING, RankProcess, inspect_ranks, rank_processes
 from paceline.rundir import RunDir
 
 HANG_AFTER_S = 60.0  # of silence within a step

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.errors import PacelineError
-from paceline.explain.series import ALL_STEPS, GRADIENT, LOSS, RATE, VALIDATION, read_series
+from paceline.explain.series import ALL_STEPS, GRADIENT, LOSS, RATE, VALIDATION
 from paceline.units import unix_time
-from paceline.watch.growing_file import GrowingFile, JsonRecord, by_name, parse_lines, paused_collector
+from paceline.watch.growing_file import GrowingFile, JsonRecord, MetricFile, by_name, parse_lines, paused_collector
 from paceline.watch.snapshot import GpuView, HostView, Series
 from paceline.watch.trend import WHOLE_LINES
 
@@ -309,27 +309,31 @@ class MetricFileCurves:
     """The curves of a file with any trainer's or tracker's metrics, as LogCurves has those of a log: call `read`, then use them."""
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self._file = path, MetricFile(path)
         self.stat: os.stat_result | None = None  # of the file at the last read; None: it is gone
         self.step: int | None = None
         self.notes: list[str] = []
         self.curves: dict[str, Curve] = {}
+        self._names: dict[str, str] = {}  # of the curves, by those in the file
         self._latest: dict[str, float] = {}
 
     def read(self) -> None:
-        """Reads the file if it has changed, whole: some of these files are written again at each step."""
+        """Reads the file if it has changed."""
         before, self.stat = self.stat, None
         with suppress(OSError):
             self.stat = self.path.stat()
         if self.stat is None or (before and before.st_mtime_ns == self.stat.st_mtime_ns):
             return
         with suppress(PacelineError):
-            series, self.notes = read_series([self.path])
-            self.step, self.curves, self._latest = max((item.steps[-1] for item in series), default=None), {}, {}
+            series, is_continued = self._file.read()
+            if not is_continued:
+                self.notes, self.step, self.curves, self._names, self._latest = self._file.notes, None, {}, {}, {}
+            self.step = max((item.steps[-1] for item in series), default=self.step)
             names = {item.name for item in series}
             for item in series:
                 name = KIND_NAMES.get(item.kind, item.name)
-                name = item.name if name in names | self.curves.keys() or item.name == "val_bpb" else name
+                is_taken = name in names | self.curves.keys() or item.name == "val_bpb"
+                name = self._names.setdefault(item.name, item.name if is_taken else name)
                 self.curves.setdefault(name, Curve(has_gaps=True)).extend(item.steps, item.values, item.times)
                 self._latest[name] = item.values[-1]
 

@@ -1,11 +1,12 @@
 """
-Files that grow: their new whole lines in blocks, the JSON records in these, and the last lines of a log or those with a text.
+Files that grow: their new whole lines in blocks, the JSON records in these, what a file of metrics gains, the last lines of a log.
 
 GrowingFile reads a half-written last line when it is whole. It reads a file that vanished, shrank or was replaced, like
 metrics.jsonl on a resume, from its beginning. Memory is bounded everywhere, because a log may have gigabytes.
 """
 
 import gc
+import math
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import orjson
 
 from paceline.explain.lines import strip_escapes
+from paceline.explain.series import CONTINUED, LARGE_BYTES, MetricSeries, SeriesTable, read_series, reader_of
 from paceline.rundir import open_file
 
 JsonRecord = dict[str, Any]
@@ -88,6 +90,28 @@ class GrowingFile:
     def skip_to(self, offset: int, *, before: bytes) -> None:
         """Counts everything before the offset as read; `before` are the bytes that end there."""
         self.offset, self._before = offset, before[-REMEMBERED_BYTES:]
+
+
+class MetricFile:
+    """A file of any trainer's metrics; of a large one that grows, what it has gained since the last look."""
+
+    def __init__(self, path: Path):
+        self.notes: list[str] = []
+        self._file, self._table = GrowingFile(path), SeriesTable(str(path))
+        self._ends: dict[str, int] = {}  # the last step of each curve
+
+    def read(self) -> tuple[list[MetricSeries], bool]:
+        """Returns the curves, and whether they continue those that were returned before. Raises PacelineError."""
+        path, is_continued = self._file.path, False
+        if not self._file.restarted() and self._table.end > LARGE_BYTES and reader_of(path) in CONTINUED:
+            series, notes = read_series([path], self._table)
+            is_continued = not notes and all(self._ends.get(item.name, math.inf) < item.steps[0] for item in series)
+        if not is_continued:  # also for a step that comes a second time, a new name and a damaged record
+            self._table, self._ends = SeriesTable(str(path)), {}
+            series, self.notes = read_series([path], self._table)
+        self._ends |= {item.name: item.steps[-1] for item in series}
+        self._file.skip_to(self._table.end, before=b"")
+        return series, is_continued
 
 
 def head_and_tail(path: Path, *, first: int, last: int) -> Iterator[bytes]:

@@ -41,6 +41,7 @@ PIECE_BYTES, NUM_PIECES = 8 << 10, 64  # of the part of a longer one before its 
 EXPLAINED_BYTES = 64 << 20  # a log up to this size is explained whole
 FIRST_BYTES = 8 << 20  # of a longer log these are explained, and as much of its end as EXPLAINED_BYTES leaves
 EXPLAIN_EVERY_S = 15.0  # while it grows
+EXPLAIN_RATIO = 20  # times what it takes, of a file of metrics, which is read whole
 END_RATIO = 2  # times max_silence_s: a log that has not grown for so long has ended
 NUM_SILENCES = 100  # the last silences that a log came back from
 MAX_LINE_BYTES = 4000  # a longer line shows no progress
@@ -98,7 +99,7 @@ class TrainingLogReader:
         self.path = path
         self.curves = MetricFileCurves(path) if is_metric_file(path) and path.suffix != ".jsonl" else LogCurves(path)
         self._explanation: dict[str, Any] | None = None
-        self._explained_at = (-1, -math.inf)  # size of the log, and the time
+        self._explained_at = (-1, -math.inf)  # size of the log, and the time from which it is explained again
 
     def update(self) -> Snapshot:
         self.curves.read()
@@ -129,13 +130,14 @@ class TrainingLogReader:
         )  # fmt: skip
 
     def _explain(self, size: int) -> dict[str, Any] | None:
-        explained_size, explained_at = self._explained_at
-        if size != explained_size and time.monotonic() - explained_at > EXPLAIN_EVERY_S:
+        explained_size, next_s = self._explained_at
+        if size != explained_size and (started := time.monotonic()) > next_s:
             parts = head_and_tail(self.path, first=FIRST_BYTES, last=EXPLAINED_BYTES - FIRST_BYTES)
-            log = self.path if size <= EXPLAINED_BYTES or is_metric_file(self.path) else parts
+            is_whole = is_metric_file(self.path)
             with suppress(PacelineError, OSError):
-                self._explanation = asdict(explain(log))
-            self._explained_at = (size, time.monotonic())
+                self._explanation = asdict(explain(self.path if size <= EXPLAINED_BYTES or is_whole else parts))
+            wait_s = EXPLAIN_RATIO * (time.monotonic() - started) if is_whole else 0.0
+            self._explained_at = (size, time.monotonic() + max(EXPLAIN_EVERY_S, wait_s))
         return self._explanation
 
 

@@ -1,8 +1,13 @@
-"""A curve in bounded memory: what stays of a million points."""
+"""Curves in bounded memory: what stays of a million points, and what is read of a large file of metrics that grows."""
+
+import struct
 
 import numpy as np
+import pytest
 
-from paceline.watch.curves import Curve, slow_ranks
+from paceline.explain.event_files import masked_crc
+from paceline.watch.curves import Curve, MetricFileCurves, slow_ranks
+from paceline.watch.growing_file import MetricFile
 from paceline.watch.trend import WHOLE_LINES
 
 
@@ -106,3 +111,60 @@ def test_a_jitter_of_a_tenth_is_no_slow_rank_and_a_rank_that_is_28_percent_slowe
         is_slow = slow_ranks(times)
         assert is_slow[:, 1].mean() > 0.97
         assert is_slow.sum() == is_slow[:, 1].sum()
+
+
+def csv_row(step: int, loss: float) -> bytes:
+    return b"%d,%f\n" % (step, loss)
+
+
+def event(step: int, loss: float) -> bytes:
+    value = b"\n\x04loss\x15" + struct.pack("<f", loss)
+    summary = b"\n%c%s" % (len(value), value)
+    body = b"\t" + struct.pack("<d", 1.8e9 + step) + b"\x10%c*%c%s" % (step, len(summary), summary)
+    length = struct.pack("<Q", len(body))
+    return length + masked_crc(length) + body + masked_crc(body)
+
+
+@pytest.mark.parametrize(
+    "name, first, record",
+    [("metrics.csv", b"step,loss\n", csv_row), ("events.out.tfevents.1", b"", event)],
+    ids=["csv", "events"],
+)
+def test_of_a_large_file_of_metrics_only_what_it_has_gained_is_read(tmp_path, monkeypatch, name, first, record):
+    for module in ("explain.series", "watch.growing_file"):
+        monkeypatch.setattr(f"paceline.{module}.LARGE_BYTES", 100)
+    path, continued, read = tmp_path / name, [], MetricFile.read
+
+    def read_and_record(file):
+        series, is_continued = read(file)
+        continued.append((is_continued, sum(len(item.steps) for item in series)))
+        return series, is_continued
+
+    monkeypatch.setattr(MetricFile, "read", read_and_record)
+    curves = MetricFileCurves(path)
+
+    def steps_after(content: bytes, mode: str = "ab") -> list[int]:
+        with path.open(mode) as file:
+            file.write(content)
+        curves.stat = None  # the clock of the file system is coarser than this test
+        curves.read()
+        series = curves.fields()["series"]["loss"]
+        assert series.values == pytest.approx([5 - step / 100 for step in series.steps], rel=1e-6)
+        return series.steps
+
+    def records(*steps: int) -> bytes:
+        return b"".join(record(step, 5 - step / 100) for step in steps)
+
+    assert steps_after(first + records(*range(1, 41))) == list(range(1, 41))
+    half = len(records(42)) // 2
+    assert steps_after(records(41, 42)[:-half]) == list(range(1, 42))
+    assert steps_after(records(42)[-half:] + records(43)) == list(range(1, 44))
+    assert continued == [(False, 40), (True, 1), (True, 2)]
+    assert steps_after(records(31, 32)) == list(range(1, 33))  # resumed
+    assert steps_after(records(33)) == list(range(1, 34))
+    assert continued[3:] == [(False, 32), (True, 1)]
+    (tmp_path / "new").write_bytes(first + records(*range(1, 60)))
+    (tmp_path / "new").replace(path)
+    assert steps_after(b"") == list(range(1, 60))
+    assert steps_after(first + records(1, 2), "wb") == [1, 2]
+    assert continued[5:] == [(False, 59), (False, 2)]

@@ -111,7 +111,7 @@ class Agent:
         """Carries out the orders in these lines."""
         for line in lines:
             if line["do"] == "stop":
-                self.stop(self.stop_grace_s, signum=line["signal"])
+                self.stop(self.stop_grace_s, signum=line.get("signal", signal.SIGTERM))
             elif line["do"] == "kill":
                 self.kill_after(0.0)
             elif line["do"] == "end":  # a rank of another host has failed

@@ -1,11 +1,14 @@
 """Whatever is killed, nothing stays behind, and the run is locked for as long as a worker may live."""
 
+import math
 import os
 import signal
+import subprocess
 
 import pytest
 
 from paceline.errors import PacelineError
+from paceline.launch.agent import Agent
 from paceline.rundir import lock_run
 
 pytestmark = pytest.mark.dist
@@ -81,3 +84,11 @@ def test_a_stopped_worker_is_ended_with_the_others(launch):
     os.kill(running.worker_pid(1), signal.SIGKILL)
     assert running.end().outcome["failures"][0]["rank"] == 1
     assert running.left(timeout_s=0) == []
+
+
+def test_an_order_to_stop_of_an_earlier_version_which_has_no_signal_is_sigterm():
+    agent = Agent.__new__(Agent)  # its engine is a program that ends at any signal
+    agent.engine, agent.pids = subprocess.Popen(["sleep", "600"]), {0: 1}
+    agent.stop_grace_s, agent.kill_at = 1.0, math.inf
+    agent.obey([{"do": "stop"}])
+    assert agent.engine.wait(60) == -signal.SIGTERM

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError
-from paceline.locks import NoLocks, is_of_one_host, try_lock
+from paceline.file_systems import NoLocks, is_of_one_host, try_lock
 
 RECORDER_DUMP = "comm_lib_trace_rank_"  # torch's name for a dump of its flight recorder; the rank follows
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "paceline"
 
 # layer -> what of paceline it may import besides itself; "foundation" stands for the modules of FOUNDATION
 FOUNDATION = {
-    "command_line", "config", "config_file", "encoding", "errors", "heartbeat", "hub", "locks", "mounts", "noise", "options",
+    "command_line", "config", "config_file", "encoding", "errors", "file_systems", "heartbeat", "hub", "noise", "options",
     "other_names", "redaction", "run_options", "rundir", "slurm", "terminal", "typed_fields", "units", "__init__",
 }  # fmt: skip
 MAY_IMPORT = {

@@ -31,7 +31,7 @@ from paceline.data.corpus import Progress, cannot_write, list_files
 from paceline.data.readers import SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file, tokenizer_vocab_size
 from paceline.errors import PacelineError, expand_home
-from paceline.locks import NoLocks, try_lock
+from paceline.file_systems import NoLocks, try_lock
 from paceline.rundir import RunDir, write_atomic
 from paceline.typed_fields import find_training_run, read_run_file
 from paceline.units import format_bytes, format_duration, format_number_of, format_percent

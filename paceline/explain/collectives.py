@@ -3,21 +3,17 @@ What the ranks of a hang wait in: the same collective or different ones, the fir
 
 A timeout alone does not say why data did not arrive. Ranks that wait in different collectives under one number, or in the same one
 under different numbers, are out of step: the program is wrong. Ranks that all wait in their first collective are in step: the path
-between the GPUs is broken. Each hang has one sentence about what was seen; the folder `hangs` has the stacks of all ranks.
+between the GPUs is broken. Each hang has one sentence about what was seen.
 
 Formats: torch ProcessGroupNCCL.cpp (WorkNCCL, PG status), ProcessGroupWrapper.cpp (CollectiveFingerPrint); NCCL's INFO lines.
 """
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
-from paceline.explain.explanation import Evidence, Record
-from paceline.rundir import RunDir
+from paceline.explain.explanation import Record
 from paceline.units import format_ranks
 
 DESYNC, FIRST_TRANSFER = "collective-timeout-desync", "nccl-p2p-hang"
@@ -39,13 +35,6 @@ MIN_INFO = 3
 NCCL_INFO = re.compile(r"NCCL INFO ")
 CLOSED = re.compile(r"NCCL INFO comm 0x[\da-f]+ .* (?:Abort|Destroy) COMPLETE")
 INIT_ENDED = re.compile(r"Init COMPLETE|Connected all (?:rings|trees)| via (?:P2P|SHM|NET)")
-BUILD_LOCK = b"torch/utils/file_baton.py"  # in the stack of a rank that waits until an extension is built
-NEXT_BATCH = b"_try_get_data"  # of a rank that waits for a worker of its data loader
-HANG_LINES = (  # of hangs/<attempt>/<rank>.txt: the heartbeat, the process, and the first frame of faulthandler or py-spy
-    re.compile(r"mark: (?!none)"),
-    re.compile(r"State:"),
-    re.compile(r'File "|\S.* \([^()]+:\d+\)$'),
-)
 
 
 @dataclass(frozen=True)
@@ -215,40 +204,3 @@ def ends_at_init(last_lines: Sequence[str]) -> bool:
 def is_closed(last_lines: Sequence[str]) -> bool:
     """Whether a process has closed its communicators before its log ends, so that it did not hang."""
     return any(map(CLOSED.search, last_lines))
-
-
-def hang_fix(run: RunDir, hang: Mapping[str, Any]) -> str:
-    """Returns where the stacks of all ranks are, and what helps where they show it. hang: the event `hang` or `silence`."""
-    folder = run.hang(hang["attempt"])
-    texts = []
-    with suppress(OSError):
-        texts = [path.read_bytes() for path in folder.glob("*.txt")]
-    if any(BUILD_LOCK in text for text in texts):
-        return (
-            "torch waits for another process that builds an extension, or for the lock of a build that was killed: where none"
-            " runs (`pgrep -a ninja`), run `find ~/.cache/torch_extensions -name lock -delete` (or in TORCH_EXTENSIONS_DIR)"
-        )
-    read = f"read what every rank was doing: `less {shlex.quote(str(folder))}/*.txt`"
-    if hang.get("in_collectives"):
-        return (
-            "all ranks must make the same collectives in the same order: one of these left its loop early (uneven batches, a break,"
-            f" `if rank == 0:` around a collective), so it is in the next one; {read}"
-        )
-    if any(NEXT_BATCH in text for text in texts):
-        return (
-            "find what the data loader's worker waits for: num_workers=0 runs the same code in the rank itself, and"
-            f" DataLoader(..., timeout=120) makes an error of it; {read}"
-        )
-    return read
-
-
-def hang_evidence(run: RunDir, attempt: int, rank: int | None) -> list[Evidence]:
-    """The last heartbeat, the process state and the stack of the rank that the others wait for."""
-    path = run.hang(attempt) / f"{rank}.txt"
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-    except OSError:
-        return []
-    firsts = [next((i for i, line in enumerate(lines) if pattern.match(line)), None) for pattern in HANG_LINES]
-    source = str(path.relative_to(run.path))
-    return [Evidence(i + 1, lines[i], rank, source) for i in sorted(i for i in firsts if i is not None)]

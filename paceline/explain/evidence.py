@@ -1,31 +1,23 @@
 """
-Evidence that no log of a rank contains: flight recorder dumps, NCCL's RAS reports, samples of the hosts' health, the curves of a
-run, how Slurm ended its job, and the kernel log.
+Evidence that no log of a rank contains: samples of the hosts' health, the curves of a run, how Slurm ended its job,
+and the kernel log.
 
-A flight recorder dump shows which rank did not arrive at a collective that the others wait in. It is a pickle of plain values or
-JSON, one file per rank, `<prefix><rank>`; a class in a pickle is rejected, so a file that only looks like a dump runs no code.
-Format: torch/csrc/distributed/c10d/FlightRecorder.hpp. A RAS report is what ncclras prints: how many operations each rank has
-launched, and which processes do not answer. health/<host>.jsonl (launch/health.py) has Xid errors, memory and disk use, and reduced
-clocks. The kernel log has kills and Xid errors too, but few users may read it: if nobody can, that is no error.
+health/<host>.jsonl (launch/health.py) has Xid errors, memory and disk use, and reduced clocks. The kernel log has kills and Xid
+errors too, but few users may read it: if nobody can, that is no error.
 """
 
 import io
-import json
 import math
 import os
-import pickle
 import re
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.explain.collectives import FLIGHT_RECORDER, Wait, compare_waits
 from paceline.explain.curve_verdict import CurveFinding, judge_curves
-from paceline.explain.explanation import Record
 from paceline.explain.log import Log
 from paceline.explain.reader import read_log
 from paceline.explain.series import (
@@ -39,11 +31,9 @@ from paceline.explain.series import (
     MetricSeries,
     SeriesTable,
 )
-from paceline.rundir import RECORDER_DUMP, RunDir, json_records, open_file, read_end
-from paceline.units import format_bytes, format_ranks, unix_time
+from paceline.rundir import RunDir, json_records, open_file, read_end
+from paceline.units import format_bytes, unix_time
 
-MAX_DUMP_BYTES = 1 << 26
-MAX_APART_S = 24 * 3600.0  # between the last writes of a log and of a dump beside it; torch's folder for dumps is /tmp
 SAMPLE_BYTES = 256 << 10  # from the end of a file: some minutes of samples
 WHOLE_BYTES = 1 << 20  # a health file up to this size is read whole
 NUM_SAMPLES = 200  # of a longer one
@@ -58,21 +48,11 @@ KMSG = Path("/dev/kmsg")
 KERNEL_LOGS = (Path("/var/log/kern.log"), Path("/var/log/messages"), Path("/var/log/syslog"))
 KILL_DELAY_S = 10.0  # by which the kernel may log a kill later than the process ends, and its clock differ
 
-DUMP_NAME = re.compile(rf"(?:nccl_trace_rank_|{RECORDER_DUMP})\d+(?:\.json)?$")
-RAS_NAME = re.compile(r"(?:^|[._-])(?:nccl[_-]?)?ras(?:[_-]\w+)?(?:\.(?:txt|log|out))?$")
-RAS = "NCCL RAS"
-RAS_MAJORITY = re.compile(r"\d+ ranks have launched up to operation (?P<count>\d+)")
-RAS_RANK = re.compile(r"Rank (?P<rank>\d{1,6}) has launched up to operation (?P<count>\d{1,15})")
-RAS_LATE = re.compile(r"^\s+Rank (\d{1,6}) -- GPU", re.MULTILINE)
-RAS_DEAD = re.compile(r"^\s+Process \d+ on node \S+ managing GPUs? [\d,]+", re.MULTILINE)
-RAS_BYTES, MAX_LATE = 1 << 20, 8
 SLURM_LINE = re.compile(rb"(?:slurmstepd|srun)[-\w]*: (?!.*DUE TO JOB REQUEUE)")
-RANK = re.compile(r"(\d+)$")
 # no other number, such as that of pgtables:104kB
 PID = re.compile(r"(?i)(?:(?<=\bprocess )|(?<=\bpid[=:])|(?<=\w\[))\d{1,9}\b")
 OOM_KILL = re.compile(r"Killed process \d+|oom-kill:")
 KERNEL_ERROR = re.compile(r"Killed process|oom-kill|Out of memory|Xid|segfault at|general protection", re.IGNORECASE)
-BROKEN_DUMP = (OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, MemoryError, pickle.PickleError)
 
 Sample = dict[str, Any]
 # a field of samples, that with its limit, and what they are about
@@ -81,113 +61,6 @@ MEMORY_FIELDS = (
     ("cgroup_used", "cgroup_limit", "memory of the control group"),
 )
 DISK_FIELDS = (("disk_free", "disk_total", "disk of the run folder on {host}"),)
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Loads numbers, strings, lists and dicts only."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} in a flight recorder dump")
-
-
-@dataclass(frozen=True)
-class Dump:
-    """What one rank's flight recorder shows of the first process group, which all ranks belong to."""
-
-    last: Wait
-    completed: int | None  # number of the last completed collective
-    world_size: int | None
-
-
-def flight_recorder_logs(run: RunDir, attempt: int, events: Sequence[Mapping[str, Any]]) -> list[Log]:
-    """A log of one line about the dumps of a run's attempt, if they prove something."""
-    world_size = next((event.get("world_size") for event in events if event.get("event") == "attempt"), None)
-    return compare_dumps(run.recorder_dumps(attempt), world_size=world_size)
-
-
-def companion_logs(files: Sequence[Path]) -> list[Log]:
-    """What flight recorder dumps and RAS reports in the folders of log files show."""
-    inside: list[Path] = []
-    for folder in dict.fromkeys(file.parent for file in files):
-        with suppress(OSError):
-            inside += sorted(
-                path for path in folder.iterdir() if DUMP_NAME.search(path.name) or RAS_NAME.search(path.name)
-            )
-    last = max((mtime for file in files if (mtime := modified_at(file)) is not None), default=0.0)
-    inside = [path for path in inside if abs((modified_at(path) or 0.0) - last) < MAX_APART_S]
-    dumps = [path for path in inside if DUMP_NAME.search(path.name)]
-    reports = [path for path in inside if RAS_NAME.search(path.name)]
-    return [*compare_dumps(dumps, world_size=None), *(log for path in reports for log in read_ras_report(path))]
-
-
-def modified_at(path: Path) -> float | None:
-    with suppress(OSError):
-        return path.stat().st_mtime
-    return None
-
-
-def compare_dumps(paths: Sequence[Path], *, world_size: int | None) -> list[Log]:
-    """A log of one line about the ranks' last collectives, if they prove something.
-
-    Every rank must have written a dump: one without may be the late one. world_size: None if only the dumps know it.
-    """
-    dumps = {int(match[1]): dump for path in paths if (match := RANK.search(path.stem)) and (dump := read_dump(path))}
-    world_size = world_size or max((dump.world_size or 0 for dump in dumps.values()), default=0) or len(dumps)
-    if len(dumps) != world_size or len(dumps) < 2:
-        return []
-    completed: dict[int | None, int] = {
-        rank: dump.completed for rank, dump in dumps.items() if dump.completed is not None
-    }
-    hang = compare_waits({rank: dump.last for rank, dump in dumps.items()}, completed=completed, silent=set())
-    if hang.cause is None:
-        return []
-    record = Record("line", f"{FLIGHT_RECORDER}: {hang.sentence}", 1, rank=hang.late_rank, source=FLIGHT_RECORDER)
-    return [Log(records=(record,), ranks=frozenset(dumps))]
-
-
-def read_dump(path: Path) -> Dump | None:
-    """One rank's dump; None if it is none or has no collective."""
-    try:
-        if path.stat().st_size > MAX_DUMP_BYTES:
-            return None
-        with open_file(path) as file:
-            content = file.read()
-        dump = json.loads(content) if content.lstrip().startswith(b"{") else PlainUnpickler(io.BytesIO(content)).load()
-        entries = [entry for entry in dump["entries"] if not entry.get("is_p2p")]
-        group = min(int(entry.get("pg_id", 0)) for entry in entries)
-        entries = [entry for entry in entries if int(entry.get("pg_id", 0)) == group]
-        last = max(entries, key=lambda entry: int(entry["collective_seq_id"]))
-        done = [int(entry["collective_seq_id"]) for entry in entries if entry.get("state") == "completed"]
-        sizes = json.dumps(last["input_sizes"]) if last.get("input_sizes") else ""
-        wait = Wait(int(last["collective_seq_id"]), str(last.get("profiling_name", "")), sizes)
-        return Dump(wait, max(done, default=0) if "state" in last else None, dump_world_size(dump))
-    except BROKEN_DUMP:
-        return None
-
-
-def dump_world_size(dump: Mapping[str, Any]) -> int | None:
-    """The number of ranks of the largest process group; None if the dump does not have it."""
-    groups = [config["ranks"] for config in dict(dump.get("pg_config") or {}).values() if "ranks" in config]
-    return max((len(json.loads(ranks) if isinstance(ranks, str) else ranks) for ranks in groups), default=None)
-
-
-def read_ras_report(path: Path) -> list[Log]:
-    """A log of the operations that ranks lag behind with and of the processes that do not answer; none if all is well."""
-    with suppress(OSError):
-        text = read_end(path, RAS_BYTES)[0].decode(errors="replace")
-        counts = {int(match["rank"]): int(match["count"]) for match in RAS_RANK.finditer(text)}
-        texts = []
-        if match := RAS_MAJORITY.search(text):
-            late = list(counts) or [int(rank) for rank in RAS_LATE.findall(text)]
-            behind = f": {format_ranks(late[:MAX_LATE])} launched fewer or more" if late else ""
-            texts = [(f"the ranks have launched different numbers of operations, most {match['count']}{behind}", late)]
-        texts += [(f"a process does not answer: {match[0].strip()}", []) for match in RAS_DEAD.finditer(text)]
-        records = tuple(
-            Record("line", f"{RAS}: {text}", 1, rank=ranks[0] if len(ranks) == 1 else None, source=str(path))
-            for text, ranks in texts
-        )
-        return [Log(records=records)] if records else []
-    return []
 
 
 def read_samples(path: Path, *, since: str) -> list[Sample]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import CACHE_SPACE
-from paceline.explain.collectives import hang_evidence, hang_fix
 from paceline.explain.explanation import (
     KERNEL_LOG,
     RECORDED,
@@ -23,9 +22,10 @@ from paceline.explain.explanation import (
     format_failures,
     format_summary,
 )
+from paceline.explain.hang_files import hang_evidence, hang_fix
 from paceline.explain.log_text import count_lines
 from paceline.explain.verdict import HEALTHY, UNKNOWN, explain_health
-from paceline.mounts import free_space
+from paceline.file_systems import free_space
 from paceline.rundir import RunDir, is_locked, is_script_run, read_text, resume_command
 from paceline.units import unix_time
 

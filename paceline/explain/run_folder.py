@@ -21,14 +21,11 @@ from paceline.explain.curve_verdict import add_findings, explain_curves, judge_c
 from paceline.explain.evidence import (
     DISK_FIELDS,
     MEMORY_FIELDS,
-    RAS_NAME,
     SAMPLE_BYTES,
     Sample,
     clock_texts,
-    companion_logs,
     fill_texts,
     find_xids,
-    flight_recorder_logs,
     has_oom_kill,
     judge_run,
     read_kernel_errors,
@@ -45,6 +42,7 @@ from paceline.explain.explanation import (
     RecordKind,
     name_host,
 )
+from paceline.explain.hang_files import RAS_NAME, companion_logs, flight_recorder_logs
 from paceline.explain.line_filter import Shapes
 from paceline.explain.log import Log
 from paceline.explain.log_curves import judge_progress

@@ -21,9 +21,8 @@ import psutil
 
 from paceline.errors import TrainingFailed
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.collectives import hang_fix
-from paceline.explain.evidence import flight_recorder_logs
 from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
+from paceline.explain.hang_files import flight_recorder_logs, hang_fix
 from paceline.explain.lines import strip_escapes
 from paceline.explain.log import Log
 from paceline.explain.recorded_end import (

@@ -26,15 +26,14 @@ from paceline.check.probes.network_probe import interface_env, interface_here, l
 from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError
 from paceline.explain.evidence import read_kernel_errors
+from paceline.file_systems import LOCK_WAIT_S, free_space
 from paceline.launch.agent import kill_processes, prepare_attempt, start_agent_process
 from paceline.launch.channel import ALIVE_S, Channel, Line, frame, wait
 from paceline.launch.gather import SENT, Follower, folder_frames, missing_files, receive, remove_newer, write_piece
 from paceline.launch.script_copy import PREFIX, ScriptCopy
 from paceline.launch.stacks import inspect_ranks, rank_processes
-from paceline.locks import LOCK_WAIT_S
 from paceline.model.manifest import MANIFEST, read_manifest, step_folders
 from paceline.model.publish import prune
-from paceline.mounts import free_space
 from paceline.rundir import RunDir, RunInUse, lock_run, write_atomic
 
 TICK_S, LOOK_S = 0.1, 0.2  # between two rounds, and two looks at what the ranks have written

@@ -24,6 +24,7 @@ from paceline.config_file import format_toml, load_config, override
 from paceline.data.corpus import Progress
 from paceline.data.prepare import TokenDataset, vocab_size_of
 from paceline.errors import PacelineError
+from paceline.file_systems import LOCK_WAIT_S
 from paceline.launch.attempts import records_early_stop, run_job
 from paceline.launch.background import check_unused, continuing_fix, create_folder, detach
 from paceline.launch.cluster import Cluster
@@ -55,7 +56,6 @@ from paceline.launch.sbatch import check_options, job_note, submit_resume, submi
 from paceline.launch.stacks import GONE, process_state
 from paceline.launch.sync import send_text
 from paceline.launch.trial import try_plan
-from paceline.locks import LOCK_WAIT_S
 from paceline.model.manifest import last_good_step
 from paceline.options import ResumeOptions, Services, TrainOptions
 from paceline.plan.forecast import format_plan, measured_here

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import paceline
 from paceline.errors import PacelineError, nearest
+from paceline.file_systems import free_space
 from paceline.model.manifest import (
     RawTensor,
     UnreadableCheckpoint,
@@ -32,7 +33,6 @@ from paceline.model.manifest import (
     step_of,
 )
 from paceline.model.publish import NoSpace, PendingSave, explained, give_up, prune, publish, shard_name, write_part
-from paceline.mounts import free_space
 from paceline.plan.shapes import ParamShape
 from paceline.rundir import RunDir, open_file, resume_command
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.file_systems import free_space
 from paceline.model.manifest import (
     MANIFEST,
     FileEntry,
@@ -35,7 +36,6 @@ from paceline.model.manifest import (
     tensor_entry,
     write_shard,
 )
-from paceline.mounts import free_space
 from paceline.rundir import NO_SPACE, RunDir, resume_command, unwritable_file, utc_now, write_atomic
 from paceline.units import format_bytes
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.locks import one_writer
+from paceline.file_systems import one_writer
 from paceline.plan.activations import MemorySetup
 from paceline.plan.estimate import (
     CPU_HEAP_GROWTH,

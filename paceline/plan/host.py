@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.mounts import read_mounts
+from paceline.file_systems import read_mounts
 
 NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as the largest whole number of pages
 NETWORK = Path("/sys/class/net")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.locks import one_writer
+from paceline.file_systems import one_writer
 from paceline.plan.algorithms import ALGORITHMS
 from paceline.plan.gpu_table import GpuSpec
 from paceline.rundir import write_atomic

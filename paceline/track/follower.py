@@ -22,7 +22,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.explain.progress import EpochSteps
-from paceline.locks import NoLocks, try_lock
+from paceline.file_systems import NoLocks, try_lock
 from paceline.redaction import redact
 from paceline.rundir import RunDir, append_event, holder_of, is_locked, read_json_lines, write_atomic
 from paceline.track.trackers import Position, TrackerRow, open_tracker, start_time

@@ -28,12 +28,12 @@ from paceline.config import ModelConfig
 from paceline.data.prepare import run_tokenizer
 from paceline.data.tokenizer import SAMPLE_TEXT, Tokenizer
 from paceline.errors import PacelineError
+from paceline.file_systems import free_space
 from paceline.model.attention import CHECKED_TOKENS
 from paceline.model.checkpoint import DTYPE_CODES
 from paceline.model.gpt import GPT, ROTARY_BASE, VE_GATE_MAX
 from paceline.model.layers import QK_GAIN, RMS_EPS, SOFTCAP
 from paceline.model.manifest import RawTensor, step_folder_name, write_shard
-from paceline.mounts import free_space
 from paceline.plan.shapes import HEAD, has_value_embed, param_shapes, smear_gate_width, ve_gate_width, window_sizes
 from paceline.run_options import ExportOptions
 from paceline.rundir import NO_SPACE, RunDir, write_atomic

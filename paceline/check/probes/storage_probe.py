@@ -28,8 +28,8 @@ from paceline.data.prepare import dataset_path, open_dataset
 from paceline.data.readers import is_saved_dataset
 from paceline.data.tokenizer import SEPARATORS, tokenizer_vocab_size
 from paceline.errors import PacelineError
+from paceline.file_systems import read_mounts
 from paceline.hub import ask_hub, endpoint, is_cached, missing_packages
-from paceline.mounts import read_mounts
 from paceline.plan.host import names_in
 
 PLACE_DEADLINE_S = 3.0

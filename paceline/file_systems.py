@@ -1,20 +1,58 @@
-"""Locks on open files. They hold for every host that sees the file, where its file system passes them on as NFS does."""
+"""
+What a file system offers: where it is mounted (proc_pid_mountinfo(5)), how much space is free, and locks on open files.
 
-import contextlib
+Locks hold for every host that sees the file, where its file system passes them on as NFS does.
+"""
+
 import errno
 import fcntl
 import os
+import re
+import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from paceline.mounts import read_mounts
-
+ESCAPED = re.compile(r"\\(\d{3})")  # a space, tab, newline or backslash, in octal
 LOCK_WAIT_S = 60.0  # for a run: workers that lost their supervisor save and end, or are killed, within this
 ATTEMPTS, RETRY_S = 3, 0.02  # rundir.is_locked holds a lock for some microseconds
 NONE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # NFS 3 without its lock service, Lustre without -o flock
 OF_ONE_HOST = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}  # mount options of NFS and of Lustre
+
+
+@dataclass(frozen=True)
+class Mount:
+    """One line. device: major:minor; root: the folder of the file system that is mounted; options: also the file system's own."""
+
+    device: str
+    root: str
+    point: str
+    filesystem: str
+    options: frozenset[str]
+
+
+def read_mounts(root: Path = Path("/")) -> Iterator[Mount]:
+    """Yields the mounts, later ones over earlier ones; none where the kernel does not tell. root: where /proc is."""
+    try:
+        text = (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return
+    for line in filter(None, text.split("\n")):
+        left, _, right = line.partition(" - ")
+        fields, (filesystem, _, own) = left.split(" "), right.split(" ", 2)
+        folder, point = (ESCAPED.sub(lambda match: chr(int(match[1], 8)), field) for field in fields[3:5])
+        yield Mount(fields[2], folder, point, filesystem, frozenset([*fields[5].split(","), *own.split(",")]))
+
+
+def free_space(directory: Path) -> int | None:
+    """Returns the free bytes for a folder that exists or will be made; None where its parent is gone too."""
+    for place in (directory, directory.parent):
+        with suppress(OSError):
+            return shutil.disk_usage(place).free
+    return None
 
 
 class NoLocks(OSError):
@@ -45,11 +83,11 @@ def try_lock(
     return False
 
 
-@contextlib.contextmanager
+@contextmanager
 def one_writer(path: Path) -> Iterator[None]:
     """Holds a lock beside a file that several runs read, change and replace; without locks a change of the same moment is lost."""
     with path.with_name(f"{path.name}.lock").open("a") as lock:  # until it is closed
-        with contextlib.suppress(NoLocks):
+        with suppress(NoLocks):
             try_lock(lock, wait=True)
         yield
 

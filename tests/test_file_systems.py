@@ -10,9 +10,9 @@ import pytest
 
 from paceline import locks
 from paceline.data.prepare import prepare
+from paceline.file_systems import NoLocks, is_of_one_host, try_lock
 from paceline.launch import train
 from paceline.launch.stacks import process_state
-from paceline.locks import NoLocks, is_of_one_host, try_lock
 from paceline.rundir import RunDir, is_locked, lock_run
 from paceline.track.follower import only_one
 

@@ -62,6 +62,7 @@ def torch_lib() -> Path:
     return Path(spec.origin).parent / "lib"
 
 
+@pytest.mark.soak
 def test_faults_of_the_environment_are_reported_together_and_the_answer_follows_its_schema(without_libuv, tmp_path):
     """
     A used port, an interface that does not exist, few open files, a library before torch's own, no text, a torch without libuv, and

@@ -32,7 +32,7 @@ ELSEWHERE = (
     *("paceline watch", "paceline watch --web"),  # until somebody leaves: tests/watch has them
     'paceline plan --depth 8 --gpu "RTX 4070" --exact',  # tests/test_planning.py has a smaller one in make soak
     "paceline resume books",  # the page resumes it with more steps, tests/train as it is
-    "paceline train --init-from books --data ~/letters",  # tests/train/test_first_weights.py
+    "paceline train --init-from books --data ~/letters",  # tests/train/test_trouble.py starts one so
     "paceline export books",  # tests/train/test_export.py; make soak with transformers
     "paceline torch check",  # tests/check/test_torch_check.py
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from probing import NEEDS_RUNPATH
 
+from paceline.check.probes.facts import PROBES, ask_probes
 from paceline.check.torch_check import (
     Proof,
     TorchCheck,
@@ -255,7 +256,9 @@ def test_cards_that_the_driver_does_not_report_are_not_taken_for_none():
     )
 
 
-def test_a_recipe_for_cards_of_another_host():
+def test_a_recipe_for_cards_of_another_host(monkeypatch):
+    here = ask_probes([probe for probe in PROBES if probe.name in ("gpu", "host", "tools")], {})
+    monkeypatch.setattr("paceline.check.torch_check.ask_probes", lambda *_: here)
     assert recipe_here(arch="12.0", driver="570.133").command.endswith("/cu128")
     assert recipe_here(arch="9.0a 8.9+PTX", driver="580.1", build=True).command.endswith("--arch '9.0a;8.9+PTX'")
     with pytest.raises(PacelineError) as error:

@@ -179,7 +179,7 @@ def words_seen(desk):
     words = set()
     while process.poll() is None:
         words.update(word for other in psutil.process_iter(["cmdline"]) for word in other.info["cmdline"] or ())
-        time.sleep(0.5)
+        time.sleep(1.0)
     assert desk.end(process) == 0, desk.text
     return words
 

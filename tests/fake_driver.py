@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 
 HERE = Path(__file__).parent / "nvidia"
+CHECK_SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "check.schema.json").read_text())
 GIB, MIB = 1 << 30, 1 << 20
 DEADLINE_S = 300.0  # against hanging
 NOT_SUPPORTED, NOT_LOADED, FUNCTION_NOT_FOUND, LOST, LIBRARY_MISMATCH, UNKNOWN_ERROR = (
@@ -137,10 +139,15 @@ class FakeDriver:
         return self.python("-m", "paceline.cli", *arguments, **env)
 
     def findings(self, *flags: str, **env: str) -> dict[str, tuple[str, str, str]]:
-        """Returns severity, text and fix of what `paceline check` finds, by id; of several with one id the first."""
+        """Returns severity, text and fix of what `paceline check` finds, by id; of several with one id the first.
+
+        The whole answer follows its schema.
+        """
         done = self.paceline("check", "--json", *flags, **env)
         assert done.returncode in (0, 1) and done.stdout, done.stderr
-        findings = reversed(json.loads(done.stdout)["findings"])
+        answer = json.loads(done.stdout)
+        Draft202012Validator(CHECK_SCHEMA).validate(answer)
+        findings = reversed(answer["findings"])
         return {finding["id"]: (finding["severity"], finding["what"], finding["fix"]) for finding in findings}
 
 

@@ -14,7 +14,10 @@ import pytest
 from jsonschema import Draft202012Validator
 from probing import NAMESPACES, in_mounts, made_host
 
-pytestmark = pytest.mark.dist
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.dist,
+]
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "check.schema.json").read_text())
 APPLY_FIX = Path(__file__).parent / "apply_fix.py"
 DEADLINE_S = 240.0  # against hanging
@@ -99,7 +102,6 @@ def unresolved(hosts: str) -> dict[str, str]:
     return {"hosts": hosts, "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n"}
 
 
-@pytest.mark.soak
 @NAMESPACES
 def test_an_unknown_host_name_a_small_shm_and_a_read_only_run_folder_are_reported(tmp_path):
     runs = tmp_path / "runs"
@@ -114,7 +116,6 @@ def test_an_unknown_host_name_a_small_shm_and_a_read_only_run_folder_are_reporte
 
 
 @NAMESPACES
-@pytest.mark.soak
 def test_a_host_name_of_the_loopback_and_a_disk_without_room_for_the_run_are_reported(tmp_path):
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -128,7 +129,6 @@ def test_a_host_name_of_the_loopback_and_a_disk_without_room_for_the_run_are_rep
 
 
 @NAMESPACES
-@pytest.mark.soak
 def test_a_disk_with_room_for_fewer_checkpoints_and_an_absent_compiler_are_reported(tmp_path):
     if shutil.which("g++") is None:
         pytest.skip("no compiler here")
@@ -148,7 +148,6 @@ def within(cgroup: Path, *, limit_bytes: int) -> list[str]:
     return ["bash", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "bash"]
 
 
-@pytest.mark.soak
 def test_a_memory_limit_under_the_need_is_reported(cgroup, tmp_path):
     before = within(cgroup, limit_bytes=800 << 20)
     finding = check_and_fix({"plan-refused": "stop"}, folder=tmp_path, before=before)["plan-refused"]
@@ -156,7 +155,6 @@ def test_a_memory_limit_under_the_need_is_reported(cgroup, tmp_path):
     assert "65 % of its 400 MiB may be used" in finding["what"]
 
 
-@pytest.mark.soak
 def test_memory_that_another_process_uses_is_reported(cgroup, tmp_path):
     before = within(cgroup, limit_bytes=1600 << 20)
     hold = "import time; held = b'x' * (1100 << 20); print(len(held), flush=True); time.sleep(600)"
@@ -170,7 +168,6 @@ def test_memory_that_another_process_uses_is_reported(cgroup, tmp_path):
     assert findings["memory-held"]["fix"] == f"kill {holder.pid}"
 
 
-@pytest.mark.soak
 def test_a_stop_ends_train_before_any_worker_unless_no_check_is_given(tmp_path):
     train = [sys.executable, "-m", "paceline.cli", "train", "--runs-dir", str(tmp_path / "runs"), "--cache-dir"]
     train += [

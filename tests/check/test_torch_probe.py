@@ -145,6 +145,7 @@ def test_a_torch_without_libuv_is_reported_with_its_own_error(without_libuv):
 
 
 @NAMESPACES
+@pytest.mark.soak
 @pytest.mark.dist
 def test_a_host_without_a_loopback_does_not_make_it_a_torch_without_libuv():
     section = ask("torch_probe", before=["unshare", "-n"])["torch"]

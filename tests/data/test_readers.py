@@ -157,7 +157,7 @@ jq_only = pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not insta
         *(("jsonl", name) for name in RECORDS),
         ("jsonl.gz", "chat"),
         ("parquet", "sharegpt"),
-        ("parquet", "instructions"),
+        pytest.param("parquet", "instructions", marks=pytest.mark.soak),
     ],
 )
 def test_records_without_text_come_with_the_command_that_makes_text_of_all_files(pyarrow, tmp_path, record, ending):
@@ -310,7 +310,7 @@ def test_a_dataset_that_cannot_be_used_is_named(datasets, tmp_path):
 
 
 @jq_only
-@pytest.mark.parametrize("kind", ["dict", "parquet"])
+@pytest.mark.parametrize("kind", ["dict", pytest.param("parquet", marks=pytest.mark.soak)])
 def test_a_chat_set_of_the_hub_comes_with_the_command_that_makes_text_of_it(datasets, tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     dataset = datasets.Dataset.from_list([RECORDS["chat"]] * 3)

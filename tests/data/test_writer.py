@@ -32,7 +32,7 @@ print(json.dumps({"reused": dataset.reused, "path": str(dataset.path)}), flush=T
 
 @pytest.fixture
 def source(tmp_path):
-    (tmp_path / "a.txt").write_text("".join(f"line {number} of the text\n" for number in range(60_000)))
+    (tmp_path / "a.txt").write_text("".join(f"line {number} of the text\n" for number in range(20_000)))
     return tmp_path / "a.txt"
 
 

@@ -98,7 +98,15 @@ def overfitting(noise, before, after):
 
 
 FAULTS = [  # what happens, the cause, healthy points before it, points by which it is found, up to which noise level
-    pytest.param(make, cause, before, after, level, id=f"{name}, noise {level}")
+    pytest.param(
+        make,
+        cause,
+        before,
+        after,
+        level,
+        id=f"{name}, noise {level}",
+        marks=[] if level == levels[-1] else pytest.mark.soak,
+    )
     for name, make, cause, before, after, levels in (
         ("loss jumps by half", lambda *a: jump(*a, factor=1.5), "loss-diverged", 150, 15, QUIET),
         ("loss triples", lambda *a: jump(*a, factor=3), "loss-diverged", 150, 20, NOISE_LEVELS),
@@ -321,12 +329,12 @@ def test_the_gravest_comes_first_and_each_cause_once():
     assert [finding.cause for finding in judge_curves(curves)] == ["loss-diverged", "memory-grows"]
 
 
-def test_a_curve_of_a_million_points_is_judged_within_seconds():
-    values = jump(Noise(1, 0.03), 900_000, 100_000, factor=1.5)
+def test_a_curve_of_200_000_points_is_judged_within_seconds():
+    values = jump(Noise(1, 0.03), 180_000, 20_000, factor=1.5)
     began = time.process_time()
     [finding] = judge_curves(values)
-    assert abs(finding.at - 900_000) < 2_000
-    assert time.process_time() - began < 30
+    assert abs(finding.at - 180_000) < 400
+    assert time.process_time() - began < 6
 
 
 def test_a_cause_from_the_log_stays_first_and_a_healthy_log_gives_way():

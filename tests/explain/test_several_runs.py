@@ -219,7 +219,7 @@ def test_epochs_begin_no_run_though_the_log_began_with_one():
 
 
 def test_of_a_program_that_is_started_again_and_again_the_last_end_is_read():
-    ends = (LAUNCH + STEPS + uncaught(BUG)) * 300
+    ends = (LAUNCH + STEPS + uncaught(BUG)) * 100
     log = read_log([ends.encode()])
     assert log.records[-1].line > len(ends.splitlines()) - 5
     assert verdict(ends).cause == "user-code-exception"

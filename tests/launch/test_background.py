@@ -51,6 +51,7 @@ def test_a_detached_run_goes_on_without_its_terminal_until_it_is_stopped(tmp_pat
     last = max(line["step"] for line in read_json_lines(run.metrics))
     assert result == {"run": "runs/far", "pid": pid, "state": "stopped", "checkpoint_step": last}
     assert "interrupted after" in log.read_text() and holder_of(run) is None
+    assert log.read_text().rstrip().endswith("next    paceline resume runs/far")
     assert "far is not running" in paceline(tmp_path, "stop", "far", code=1)
 
 

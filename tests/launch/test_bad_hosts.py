@@ -347,22 +347,13 @@ def another_torch(hosts: Hosts) -> Iterator[None]:
 # what is wrong on a host, and what is typed on h1: exit code, words of the output, words of the fix
 ON_HOSTS = [
     ("an unknown name", as_it_is, f"{PLAN} --hosts h9", 1, "h9: no host of this name is known", "~/.ssh/config"),
-    ("a name that is not ASCII", as_it_is, f"{PLAN} --hosts müller", 1, "müller: no host of this name", "~/.ssh/config"),
     ("a host without a known key", as_it_is, f"{PLAN} --hosts stranger", 1, "its host key is not known here",
      "ssh stranger true, and compare the fingerprint"),
     ("a host with another key", as_it_is, f"{PLAN} --hosts changed", 1, "its host key is not the one", "ssh-keygen -R"),
     ("a user's key that is refused", as_it_is, f"{PLAN} --hosts locked", 1, "it refuses this user's keys", "ssh-copy-id locked"),
-    ("no ssh server", as_it_is, f"{PLAN} --hosts closed", 1, "no ssh server answers", "apt install openssh-server"),
     ("no ssh here", no_ssh_here, f"{PLAN} --hosts h2", 1, "ssh is not installed here", "apt install openssh-client"),
-    ("no such interpreter", as_it_is, f"{PLAN} --hosts h2 --python /no/python", 1, "no /no/python there", "--python PATH"),
-    ("an interpreter that is none", as_it_is, f"{PLAN} --hosts h2 --python /bin/ls", 1, "/bin/ls cannot be run there",
-     "--python PATH"),
     ("an old interpreter", an_old_python, f"{PLAN} --hosts h2 --python {{folder}}/python3.9", 1, "Python 3.9 there, 3.11 or",
      "--python PATH"),
-    ("a cache that is a file", cache_is_a_file, f"{PLAN} --hosts h2", 1, "could not keep the code: Not a directory",
-     "ls -ld ~ ~/.cache"),
-    ("a full cache", cache_is_full, f"{PLAN} --hosts h2", 1, "could not keep the code: No space left",
-     "ssh h2 df -h {folder}/h2/cache"),
     ("a read-only home", cache_is_read_only, f"{PLAN} --hosts h2", 1, "could not keep the code: Read-only file system",
      "export XDG_CACHE_HOME=DIR"),
     ("a login that runs nothing", no_login, f"{PLAN} --hosts h2", 1, "python3 cannot be run there", "ssh h2 python3 --version"),
@@ -374,8 +365,17 @@ ON_HOSTS = [
      "host h9: no host of this name is known", "~/.ssh/config"),
 ]  # fmt: skip
 
-# more of them, which take longer
+# more of them, which take longer or are of the kind of one above
 LONGER = [
+    ("a name that is not ASCII", as_it_is, f"{PLAN} --hosts müller", 1, "müller: no host of this name", "~/.ssh/config"),
+    ("no ssh server", as_it_is, f"{PLAN} --hosts closed", 1, "no ssh server answers", "apt install openssh-server"),
+    ("no such interpreter", as_it_is, f"{PLAN} --hosts h2 --python /no/python", 1, "no /no/python there", "--python PATH"),
+    ("an interpreter that is none", as_it_is, f"{PLAN} --hosts h2 --python /bin/ls", 1, "/bin/ls cannot be run there",
+     "--python PATH"),
+    ("a cache that is a file", cache_is_a_file, f"{PLAN} --hosts h2", 1, "could not keep the code: Not a directory",
+     "ls -ld ~ ~/.cache"),
+    ("a full cache", cache_is_full, f"{PLAN} --hosts h2", 1, "could not keep the code: No space left",
+     "ssh h2 df -h {folder}/h2/cache"),
     ("a server that hangs", a_server_that_hangs, f"{PLAN} --hosts silent", 1, "it cannot be reached", "ping 10.77.0.2"),
     ("the only port in use", port_in_use, f"{TRAIN} --hosts h1,h2 --ports 29400", 1,
      "none of the ports 29400 is free on h1", "other --ports"),

@@ -262,16 +262,23 @@ def test_a_script_whose_ranks_all_wait_is_ended_without_naming_one(watched):
     assert is_over(launch)
 
 
-RAISE_BESIDE_A_THREAD = """
-        if step == 1 and rank == 1:
-            import threading
-            threading.Thread(target=time.sleep, args=(1000,)).start()
-            raise ValueError("boom")
+RAISES_BESIDE_A_THREAD = """
+    import os, threading, time
+    from pathlib import Path
+    print("ready", flush=True)
+    other = Path(__file__).with_name("other")
+    if os.environ["RANK"] == "0":
+        other.touch()
+        time.sleep(1000)
+    while not other.exists():  # no rank may print a line after the traceback
+        time.sleep(0.02)
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    raise ValueError("boom")
 """
 
 
 def test_an_exception_whose_process_lives_on_in_a_thread_is_the_failure_and_no_hang(watched):
-    launch = watched(SCRIPT, kind="script", hang_after_s=3, more=RAISE_BESIDE_A_THREAD)
+    launch = watched(RAISES_BESIDE_A_THREAD, kind="script", hang_after_s=3)
     launch.wait_until_running()
     assert wait_for_hang(launch)["error"] == "ValueError: boom"
     assert is_over(launch, exit_code=1)
@@ -279,16 +286,6 @@ def test_an_exception_whose_process_lives_on_in_a_thread_is_the_failure_and_no_h
     assert (root["rank"], root["exit_code"], root["message"]) == (1, 1, "ValueError: boom")
     explanation = explain_run(launch.run)  # the supervisor's own SIGKILL is no cause
     assert (explanation.cause, explanation.rank) == ("user-code-exception", 1)
-
-
-RAISES_BESIDE_A_THREAD = """
-    import os, threading, time
-    print("ready", flush=True)
-    if os.environ["RANK"] == "0":
-        time.sleep(1000)
-    threading.Thread(target=time.sleep, args=(1000,)).start()
-    raise ValueError("boom")
-"""
 
 
 def test_a_stop_while_a_thread_keeps_a_process_whose_program_an_exception_ended_leaves_the_exception_as_the_failure(

@@ -149,10 +149,8 @@ def left(hosts, host):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [pytest.param(source, marks=() if "torchrun" in source else pytest.mark.soak) for source in CONTRACT_ENV],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("source", CONTRACT_ENV)
 def test_nodes_of_every_contract_meet_and_node_0_plans_for_all_of_them(job, source):
     has_nproc = any(contract.source == source and contract.nproc in CONTRACT_ENV[source] for contract in CONTRACTS)
     keys = ["--total-batch-size=512", "--no-check", *([] if has_nproc else ["--nproc=3"])]

@@ -112,7 +112,11 @@ TINY = ["--device", "cpu", "--nproc", "1", "--n-embd", "64", "--head-dim", "32",
 
 
 @pytest.mark.parametrize(
-    "command, line", [([*TRAIN, *TINY], "memory "), ([*SCRIPT, "wait.py"], "script ")], ids=["train", "run"]
+    "command, line",
+    [
+        pytest.param([*TRAIN, *TINY], "memory ", id="train", marks=pytest.mark.soak),
+        pytest.param([*SCRIPT, "wait.py"], "script ", id="run"),
+    ],
 )
 def test_a_stop_before_the_first_attempt_is_a_stop_in_every_view(tmp_path, command, line):
     (tmp_path / "wait.py").write_text("import time\ntime.sleep(600)\n")

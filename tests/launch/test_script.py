@@ -138,7 +138,7 @@ def test_a_script_of_another_trainer_runs_as_it_is_on_two_processes(bench, scrip
     assert last[0].split()[-1] == last[1].split()[-1]  # one weight, trained together
 
 
-def test_ranks_get_the_variables_of_torchrun_their_own_arguments_an_empty_stdin_and_may_work_alone_in_a_module(bench):
+def test_ranks_get_the_variables_of_torchrun_and_their_own_arguments_and_the_run_folder_repeats_the_run(bench):
     (bench.folder / "pkg").mkdir()
     (bench.folder / "pkg" / "__init__.py").write_text("")
     bench.script("""
@@ -147,26 +147,20 @@ def test_ranks_get_the_variables_of_torchrun_their_own_arguments_an_empty_stdin_
         print(*[os.environ[name] for name in names], int(os.environ["MASTER_PORT"]) > 0, repr(sys.stdin.read()), sys.argv[1:])
     """, name="pkg/train.py")  # fmt: skip
     (bench.folder / "answers.txt").write_text("yes\n")
+    arguments = ["--nproc", "7", "-m", 'a "b"', "--help", "größe\n模\x7f"]
     with (bench.folder / "answers.txt").open() as answers:
-        done = bench.run("--nproc", 2, "-m", "pkg.train", "--nproc", "7", "-m", "a b", "--help", stdin=answers)
+        done = bench.run("--nproc", 2, "--device", "cpu", "-m", "pkg.train", *arguments, stdin=answers)
     assert "note    the script gets no standard input: what is piped in stays unread\n" in done.err
-    output = "True '' ['--nproc', '7', '-m', 'a b', '--help']"
+    output = f"True '' {arguments}"
     assert sorted(done.out.splitlines()) == [f"[0] 0 0 2 2 127.0.0.1 {output}", f"[1] 1 1 2 2 127.0.0.1 {output}"]
     assert "note    no rank joined a process group: each of the 2 ranks worked alone\n" in done.err
-
-
-def test_the_run_folder_has_what_happened_and_repeats_the_run(bench):
-    bench.script("import sys; print('hello', sys.argv[1:])")
-    done = bench.run("--nproc", 2, "--device", "cpu", "--", "train.py", 'a "b"', "größe\n模\x7f")
     assert (done.returncode, bench.events()) == (0, ["script", "attempt", "attempt_ended", "finished"])
     assert tomllib.loads(bench.run_dir.config_toml.read_text()) == {
-        "command": ["train.py", 'a "b"', "größe\n模\x7f"], "nproc": 2, "device": "cpu", "cwd": str(bench.folder),
+        "command": ["-m", "pkg.train", *arguments], "nproc": 2, "device": "cpu", "cwd": str(bench.folder),
     }  # fmt: skip
     assert not bench.run_dir.metrics.exists()
     status = run_status(bench.run_dir)
-    assert (status.state, status.command[0]) == ("finished", "train.py")
-    elsewhere = bench.folder / "elsewhere"
-    elsewhere.mkdir()
+    assert (status.state, status.command[:2]) == ("finished", ["-m", "pkg.train"])
     second = bench.run("--runs-dir", "more", bench.run_dir.config_toml, name="r2")
     assert sorted(second.out.splitlines()) == sorted(done.out.splitlines())
     assert (bench.folder / "more" / "r2" / "config.toml").read_text() == bench.run_dir.config_toml.read_text()
@@ -220,6 +214,7 @@ def test_an_error_that_a_script_went_on_behind_is_no_doubt_about_its_good_end(tm
     assert not went_on(replace(found, cause="loss-nan"))  # whose first line may be far from the end
 
 
+@pytest.mark.soak
 def test_a_good_end_stays_good_whatever_lies_beside_the_logs_and_what_is_left_running_is_ended_and_named(bench):
     name = bench.script("""
         import os, subprocess, sys
@@ -278,9 +273,9 @@ def test_a_run_without_a_name_is_called_after_its_script_and_paceline_itself_wri
 
 
 @pytest.mark.parametrize("end, code", [
-    ("sys.exit(7)", 7),
+    ("sys.exit(137)", 137),  # a signal only if a shell says it: below
     *(pytest.param(end, code, marks=pytest.mark.soak) for end, code in (
-        ("os._exit(3)", 3), ("raise ValueError('no')", 1), ("os.kill(os.getpid(), 9)", 128 + 9),
+        ("sys.exit(7)", 7), ("os._exit(3)", 3), ("raise ValueError('no')", 1), ("os.kill(os.getpid(), 9)", 128 + 9),
         ("os.kill(os.getpid(), 11)", 128 + 11), ("os.kill(os.getpid(), 15)", 128 + 15),
     )),
 ])  # fmt: skip
@@ -288,8 +283,11 @@ def test_the_exit_code_is_that_of_the_root_cause_as_a_shell_reports_it(bench, en
     bench.script(f"import os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(600)")
     done = bench.run("--nproc", 2, "--no-recover", "--", "train.py")
     assert done.returncode == code
-    events = {event["event"]: event for event in read_json_lines(bench.run_dir.events)}
+    lines = list(read_json_lines(bench.run_dir.events))
+    events = {event["event"]: event for event in lines}
     assert (events["failed"]["rank"], events["failed"]["exit_code"]) == (1, code)
+    (root,) = [event for event in lines if event["event"] == "rank_failed" and event["rank"] == 1]
+    assert (root["signal"] is None) == ("kill" not in end)
     assert (events["attempt_ended"]["exit_code"], run_status(bench.run_dir).state) == (code, "failed")
 
 
@@ -318,21 +316,8 @@ SAVES_AT_CTRL_C = """
 """
 
 
-def test_lines_come_while_the_script_runs_and_ctrl_c_lets_it_end(bench):
-    bench.script(SAVES_AT_CTRL_C)
-    process = bench.start("--nproc", 2, "--", "train.py")
-    assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
-    append_event(bench.run_dir, "verdict", attempt=0, cause="hang", rank=1, step=7, summary="no rank made progress")
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 130
-    assert "\nnote    attempt 0 failed: hang: no rank made progress (rank 1, step 7)\ninterrupted after " in err
-    assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
-    assert "stopping: SIGINT sent, the script has 60 s to end; Ctrl-C again to end now\n" in err
-    assert (bench.events()[-2:], run_status(bench.run_dir).state) == (["attempt_ended", "interrupted"], "stopped")
-
-
-def test_ctrl_c_reaches_the_program_below_shells_but_not_its_filter_and_its_traceback_is_no_failure(bench):
+def test_lines_come_while_the_script_runs_and_ctrl_c_reaches_the_program_below_shells_and_lets_it_end(bench):
+    """It does not reach the filter of the program, and the program's traceback is no failure."""
     bench.script(SAVES_AT_CTRL_C)
     bench.script("#!/bin/bash\nbash inner.sh\nexit $?\n", "train.sh")
     inner = f"{sys.executable} train.py ${{raises[$RANK]}} | tee $RANK.txt\n"
@@ -340,14 +325,19 @@ def test_ctrl_c_reaches_the_program_below_shells_but_not_its_filter_and_its_trac
     (bench.folder / "train.sh").chmod(0o755)
     process = bench.start("--nproc", 2, "--", "./train.sh")
     assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
+    append_event(bench.run_dir, "verdict", attempt=0, cause="hang", rank=1, step=7, summary="no rank made progress")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, "interrupted after " in err) == (130, True)
+    assert process.returncode == 130
+    assert "\nnote    attempt 0 failed: hang: no rank made progress (rank 1, step 7)\ninterrupted after " in err
+    assert "stopping: SIGINT sent, the script has 60 s to end; Ctrl-C again to end now\n" in err
     assert "[0] saved\n" in out and "[1] KeyboardInterrupt\n" in out
+    assert (bench.events()[-2:], run_status(bench.run_dir).state) == (["attempt_ended", "interrupted"], "stopped")
     assert explain_run(bench.run_dir).cause == "keyboard-interrupt"
     assert "\nsaved\n" in (bench.folder / "0.txt").read_text()
 
 
+@pytest.mark.soak
 def test_paceline_stop_lets_a_script_save_that_does_so_at_sigterm_alone(bench):
     bench.script("""
         import signal, sys, time
@@ -369,18 +359,6 @@ def test_paceline_stop_lets_a_script_save_that_does_so_at_sigterm_alone(bench):
         True,
         "keyboard-interrupt",
     )
-
-
-@pytest.mark.parametrize(("name", "text", "signal_name"), [
-    ("train.sh", "#!/bin/bash\nsleep 0.5\nexit 137\n", "SIGKILL"),
-    ("train.py", "import sys, time\ntime.sleep(0.5)\nsys.exit(137)\n", None),
-])  # fmt: skip
-def test_an_exit_code_is_a_signal_only_of_a_shell(bench, name, text, signal_name):
-    bench.script(text, name)
-    (bench.folder / name).chmod(0o755)
-    assert bench.run("--nproc", 1, "--no-recover", "--", f"./{name}").returncode == 137
-    (failed,) = [event for event in read_json_lines(bench.run_dir.events) if event["event"] == "rank_failed"]
-    assert (failed["signal"], failed["exit_code"]) == (signal_name, None if signal_name else 137)
 
 
 @pytest.mark.soak
@@ -502,13 +480,17 @@ def test_the_findings_of_the_checks_are_in_the_run_folder(tmp_path, monkeypatch,
     assert json.loads(Path("runs/r/facts/ada.json").read_text()) == checked.facts[0]
 
 
-def test_any_executable_is_run_as_it_is_and_no_check_runs_no_check(tmp_path, monkeypatch, capfd):
+def test_any_executable_is_run_as_it_is_without_a_check_and_the_exit_code_of_a_shell_may_be_a_signal(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.chdir(tmp_path)
-    Path("go.sh").write_text('#!/bin/sh\necho rank $RANK: "$1"\nexit 5\n')
+    Path("go.sh").write_text('#!/bin/sh\necho rank $RANK: "$1"\nsleep 0.5\nexit 137\n')
     Path("go.sh").chmod(0o755)
     monkeypatch.setattr("paceline.launch.script.check_script", lambda *_, **__: 1 / 0)
-    assert run_script(replace(ONE_RANK, command=("./go.sh", "a  b"), check=False)) == 5
+    assert run_script(replace(ONE_RANK, command=("./go.sh", "a  b"), check=False, recover=False)) == 137
     assert capfd.readouterr().out == "rank 0: a  b\n"
+    (failed,) = [event for event in read_json_lines(RunDir(Path("runs/r")).events) if event["event"] == "rank_failed"]
+    assert (failed["signal"], failed["exit_code"]) == ("SIGKILL", None)
 
 
 def test_a_config_that_is_not_of_a_script_is_refused(tmp_path):

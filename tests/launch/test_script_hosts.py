@@ -37,7 +37,7 @@ TRAIN = """
     print("ignored", pathlib.Path("big.bin").exists(), "shell", oct(os.stat("go.sh").st_mode), "run", os.environ["PACELINE_RUN"])
     print("token", os.environ.get("TOKEN"), "other", os.environ.get("OTHER"), "local", os.environ["LOCAL_RANK"])
     if "flood" in sys.argv:
-        sys.stdout.write("".join(f"{i:07}\\n" for i in range(30_000)))
+        sys.stdout.write("".join(f"{i:07}\\n" for i in range(10_000)))
     if "fail" in sys.argv and rank == 1:
         sys.exit(7)
     print("done", flush=True)
@@ -141,7 +141,7 @@ class Desk:
         """Processes of any run on any host that have not ended within the deadline."""
         deadline = time.monotonic() + 20
         while (found := processes(self.hosts.folder)) and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(0.5)
         return found
 
 
@@ -179,7 +179,7 @@ def words_seen(desk):
     words = set()
     while process.poll() is None:
         words.update(word for other in psutil.process_iter(["cmdline"]) for word in other.info["cmdline"] or ())
-        time.sleep(0.5)
+        time.sleep(1.0)
     assert desk.end(process) == 0, desk.text
     return words
 
@@ -192,11 +192,11 @@ def test_a_torchrun_script_runs_on_two_hosts_with_its_folder_and_the_listed_vari
     assert f"token {SECRET} other none of theirs local 0" in desk.log(0)
     assert f"token {SECRET} other None local 0" in desk.log(1)
     assert f"run {desk.hosts.folder / 'h2'}" in desk.log(1)  # its copy of the run folder
-    flood = hashlib.sha256("".join(f"{i:07}\n" for i in range(30_000)).encode()).digest()
+    flood = hashlib.sha256("".join(f"{i:07}\n" for i in range(10_000)).encode()).digest()
     for rank in range(2):  # whole on the head
         text = desk.log(rank)
         start = text.index("0000000\n")
-        assert hashlib.sha256(text[start : start + 240_000].encode()).digest() == flood
+        assert hashlib.sha256(text[start : start + 80_000].encode()).digest() == flood
     assert "sync    " in desk.text and "to h2: 4 of 4 files" in desk.text
     assert "paceline.launch.agent" in words_seen
     assert not any(

@@ -103,6 +103,7 @@ def test_a_command_that_cannot_start_is_reported(launch):
     assert "FileNotFoundError" in ended.outcome["failures"][0]["message"]
 
 
+@pytest.mark.soak
 def test_the_traceback_shown_is_that_of_the_rank_that_raised(launch):
     script = """
         import os, torch.distributed as dist, torch
@@ -120,14 +121,18 @@ def test_the_traceback_shown_is_that_of_the_rank_that_raised(launch):
     assert "Connection closed" not in ended.output.partition("Traceback")[2].partition("log: ")[0]
 
 
-def test_the_log_of_the_launch_blames_the_rank_that_failed_and_none_that_was_ended_for_it(launch):
+def test_the_output_and_the_log_of_the_launch_blame_the_rank_that_failed_and_none_that_was_ended_for_it(launch):
     script = """
-        import os, sys, time
+        import os, time
         if os.environ["RANK"] == "0":
             time.sleep(600)
-        sys.exit("ERROR: dataset shard 12 has a wrong magic number")
+        raise ValueError("dataset shard 12 has a wrong magic number")
     """
-    run = launch(script).end().run
+    ended = launch(script).end()
+    run, message = ended.run, "ValueError: dataset shard 12 has a wrong magic number"
+    assert (ended.outcome["failures"][0]["rank"], ended.outcome["failures"][0]["message"]) == (1, message)
+    assert ended.output.startswith(f"rank 1 failed: {message}\n")
+    assert '    raise ValueError("dataset shard 12' in ended.output
     assert "failed (exitcode: 1) local_rank: 1" in run.launch_log(1).read_text()
     for explanation in (explain_run(run), explain(run.logs(1))):
         assert (explanation.cause, explanation.rank) == ("dataset-download", 1)
@@ -270,6 +275,7 @@ def test_sigterm_saves_too_and_a_rank_that_dies_of_it_does_not_cut_the_others_sh
     assert "rank_failed" not in ended.events()
 
 
+@pytest.mark.soak
 def test_ctrl_c_twice_ends_at_once(launch):
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
     running = launch(script, stop_grace_s=1000.0).wait_until_running()

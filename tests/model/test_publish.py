@@ -223,7 +223,7 @@ SAVE_FOREVER = """if True:
                                   on_saved=lambda *saved: None)
         for twice in itertools.count(2 * first_step):  # every step again, so that kills meet replacements too
             step = twice // 2
-            rows = torch.full((50_000, 4), float(step))
+            rows = torch.full((50_000, 4), step + rank / 2)
             writer.save(step, [Piece("x", (100_000, 4), (rank * 50_000, (rank + 1) * 50_000), rows)], {"step": step})
 
     torch.set_num_threads(1)
@@ -252,7 +252,7 @@ def test_ranks_killed_at_any_moment_of_a_save_leave_only_whole_checkpoints(tmp_p
     )
     assert host.stdin and host.stdout and host.stdout.readline() == "ready\n"
     last_step, leftovers, attempt = 0, 0, 0
-    while attempt < 10 or not (last_step and leftovers):  # until kills have met saves under way, on a busy machine too
+    while attempt < 6 or not (last_step and leftovers):  # until kills have met saves under way, on a busy machine too
         print(attempt, last_step + 1, file=host.stdin, flush=True)
         pids = [int(host.stdout.readline()) for _ in range(2)]
         time.sleep(chance.uniform(0.02, 0.25) * (1 + attempt / 10))
@@ -265,29 +265,11 @@ def test_ranks_killed_at_any_moment_of_a_save_leave_only_whole_checkpoints(tmp_p
         assert {path for path, _ in listed} == set(tmp_path.iterdir())
         for path, manifest in listed:
             verify(path)
-            assert CheckpointReader(path).read("x").unique().tolist() == [float(manifest.step)]
+            step, x = manifest.step, CheckpointReader(path).read("x")
+            assert (x[:50_000].unique().tolist(), x[50_000:].unique().tolist()) == ([step], [step + 0.5])
+            assert torch.equal(CheckpointReader(path).read("x", 49_999, 50_001), x[49_999:50_001])  # of both files
         newest = max((manifest.step for _, manifest in listed), default=0)
         assert newest >= last_step  # what was there before the kill is there after it
         last_step, attempt = newest, attempt + 1
     host.stdin.close()
     host.wait()
-
-
-@pytest.mark.dist
-def test_what_two_processes_save_one_reads(tmp_path: Path):
-    code = """if True:
-        import os, sys, torch
-        from pathlib import Path
-        from paceline.model.checkpoint import CheckpointWriter, Piece
-        child = os.fork()  # one import of torch for both
-        rank = 1 if child else 0
-        writer = CheckpointWriter(Path(sys.argv[1]), rank=rank, world_size=2, attempt="1", keep_last=1, on_saved=print)
-        rows = torch.arange(rank * 12, rank * 12 + 12).reshape(3, 4)
-        writer.save(40, [Piece("x", (6, 4), (rank * 3, rank * 3 + 3), rows)], {})
-        writer.wait()
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0)
-    """
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=300).returncode == 0
-    path, notes = newest_good(tmp_path, set_aside=True)
-    assert torch.equal(CheckpointReader(path).read("x", 1, 5), torch.arange(24).reshape(6, 4)[1:5])
-    assert notes == []

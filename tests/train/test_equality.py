@@ -18,6 +18,21 @@ def shop(tmp_path_factory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("shop"))
 
 
+def test_one_rank_takes_the_same_steps_as_two_from_their_checkpoint_on(shop, unbroken):
+    run = shop.copy(unbroken, "alone")
+    (run / "checkpoints" / f"step_{STEPS:06d}").rename(run / "gone")
+    shop.resume(run, nproc=1, device_batch_size=12)
+    [resumed] = events(run, "resumed")
+    assert (resumed["from_world_size"], resumed["step"]) == (2, 30)
+    alone, together = metrics(run)[30:], metrics(unbroken)[30:]
+    assert alone[0]["loss"] == pytest.approx(together[0]["loss"], abs=1e-5)
+    for line, other in zip(alone, together, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], abs=2e-3)
+        assert len(line["rank_ms"]) == 1
+    assert alone[-1]["val_bpb"] == pytest.approx(together[-1]["val_bpb"], abs=2e-3)
+
+
+@pytest.mark.soak
 def test_ranks_that_train_together_take_the_same_steps_as_one_alone(shop, unbroken):
     alone, together = metrics(shop.train("world-1", nproc=1, num_steps=STEPS, device_batch_size=12)), metrics(unbroken)
     assert alone[0]["loss"] == pytest.approx(together[0]["loss"], abs=1e-5)

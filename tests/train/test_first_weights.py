@@ -10,7 +10,10 @@ from runs import STEPS, Workshop, events, final_bits, metrics
 
 from paceline.model.checkpoint import CheckpointReader
 
-pytestmark = pytest.mark.dist
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.dist,
+]
 
 
 def test_a_run_starts_where_the_weights_of_another_one_are_with_new_states(tmp_path, unbroken):
@@ -24,7 +27,6 @@ def test_a_run_starts_where_the_weights_of_another_one_are_with_new_states(tmp_p
     assert events(run, "resumed") == []
 
 
-@pytest.mark.soak
 def test_a_killed_run_goes_on_from_the_weights_of_the_other_one(tmp_path, unbroken):
     shop = Workshop(tmp_path / "shop")
     keys = {"nproc": 2, "init_from": unbroken / "checkpoints" / f"step_{STEPS:06d}", "num_steps": 30}

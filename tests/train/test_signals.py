@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import pytest
@@ -60,57 +59,36 @@ def saved_steps(run: Path) -> list[int]:
     return [event["step"] for event in events(run, "checkpoint")]
 
 
-class Ending(NamedTuple):
-    """The end of one command."""
-
-    exit_code: int
-    output: str
-    saved_steps: list[int]
-
-
-class Disturbed(NamedTuple):
-    """A run that was stopped by Ctrl-C and resumed; then a rank was killed."""
-
-    run: Path
-    interrupted: Ending
-    killed: Ending
-
-
-@pytest.fixture(scope="module")
-def disturbed(shop) -> Disturbed:
-    running, run = start(shop, "disturbed", save_every=5), shop.folder / "runs" / "disturbed"
-    running.process.send_signal(signal.SIGINT)
-    output = running.end()
-    interrupted = Ending(running.process.returncode, output, saved_steps(run))
-    running = Running(run, shop.resume_command(run))
-    wait_for(lambda: len(saved_steps(run)) > len(interrupted.saved_steps))
+def test_a_killed_rank_is_replaced_within_the_command_and_the_run_has_the_bits_of_an_unbroken_one(shop, unbroken):
+    running = start(shop, "killed-rank", save_every=5)
+    run = running.run
+    wait_for(lambda: bool(saved_steps(run)))
     os.kill(running.workers[1], signal.SIGKILL)
     output = running.end()
-    return Disturbed(run, interrupted, Ending(running.process.returncode, output, saved_steps(run)))
-
-
-def test_a_run_that_was_interrupted_and_killed_has_the_bits_of_an_unbroken_one(disturbed, unbroken):
-    assert disturbed.killed.exit_code == 0, disturbed.killed.output
-    assert final_bits(disturbed.run) == final_bits(unbroken)
-    assert steps_of(disturbed.run) == list(range(1, STEPS + 1))
+    assert running.process.returncode == 0, output
+    [decision] = events(run, "decision")
+    assert (decision["action"], decision["cause"], decision["rank"]) == ("retry", "killed-from-outside", 1)
+    assert len(events(run, "attempt")) == 2
+    assert final_bits(run) == final_bits(unbroken)
+    assert steps_of(run) == list(range(1, STEPS + 1))
     # the matmuls of both were chosen by a trial, once
-    chosen = {json.loads((run / "plan.json").read_text())["onednn"] for run in (disturbed.run, unbroken)}
+    chosen = {json.loads((path / "plan.json").read_text())["onednn"] for path in (run, unbroken)}
     assert chosen in ({True}, {False})
 
 
-def test_ctrl_c_saves_ends_with_130_and_shows_how_to_resume(disturbed):
-    exit_code, output, saved = disturbed.interrupted
-    assert exit_code == 130, output
-    step = events(disturbed.run, "stopped")[0]["step"]
+@pytest.mark.soak
+def test_ctrl_c_saves_ends_with_130_shows_how_to_resume_and_resumes_to_the_same_bits(shop, unbroken):
+    running = start(shop, "interrupted", save_every=5)
+    run = running.run
+    running.process.send_signal(signal.SIGINT)
+    output = running.end()
+    assert running.process.returncode == 130, output
+    step, saved = events(run, "stopped")[0]["step"], saved_steps(run)
     assert saved[-1] == step and saved.count(step) == 1
     assert f"checkpoint at step {step}" in output
-    assert output.rstrip().endswith(f"paceline resume {shlex.quote(str(disturbed.run))}")
-
-
-def test_a_killed_rank_is_replaced_within_the_command(disturbed):
-    [decision] = events(disturbed.run, "decision")
-    assert (decision["action"], decision["cause"], decision["rank"]) == ("retry", "killed-from-outside", 1)
-    assert len(events(disturbed.run, "attempt")) == 3
+    assert output.rstrip().endswith(f"paceline resume {shlex.quote(str(run))}")
+    shop.resume(run)
+    assert final_bits(run) == final_bits(unbroken)
 
 
 @pytest.mark.soak

@@ -127,7 +127,7 @@ SETUPS = {
     "a GPU": setup_of(depth=6, device="cuda", precision="bf16", device_batch_size=1),
     "a GPU, AdamW, fp32": setup_of(depth=4, device="cuda", optimizer="adamw", device_batch_size=1),
     "a GPU of two, weights sharded": setup_of(depth=4, device="cuda", precision="bf16", world_size=2, shard="full"),
-    "a GPU, offloaded": setup_of(depth=6, device="cuda", precision="bf16", device_batch_size=1, offload="optimizer"),
+    "a GPU, offloaded": setup_of(depth=4, device="cuda", precision="bf16", device_batch_size=1, offload="optimizer"),
     "a GPU, AdamW, offloaded": setup_of(
         depth=4, device="cuda", precision="bf16", optimizer="adamw", vocab_size=32_768, offload="optimizer"
     ),

@@ -12,7 +12,8 @@ from runs import SMALL, Workshop, events, final_bits, metrics, poison
 
 from paceline.data.dataset import rows_of_step
 from paceline.data.prepare import TokenDataset, prepare
-from paceline.model.checkpoint import CheckpointWriter, Piece
+from paceline.model.checkpoint import CheckpointReader, CheckpointWriter, Piece
+from paceline.model.manifest import newest_good
 from paceline.rundir import RunDir
 from paceline.train.trouble import LossGuard, LossTrouble, Trouble, answer_trouble, find_trouble
 
@@ -20,6 +21,7 @@ SEQUENCE_LEN = SMALL["sequence-len"]
 ROWS_PER_STEP = SMALL["total-batch-size"] // SEQUENCE_LEN
 SPIKE_BATCH, NAN_BATCH = 20, 6
 NAN_ROW = 3  # of its batch: rank 1 of 2 takes it
+POISONED = "model.value_embeds.1.weight"
 TWO_RANKS = {"nproc": 2, "device_batch_size": SMALL["device-batch-size"]}
 
 
@@ -78,13 +80,10 @@ class Shard:
         (self.dataset.path / "meta.json").write_text(json.dumps(meta))
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory) -> Workshop:
-    """Its text has one batch of rare tokens, and in another batch one row with a token that is nowhere else."""
-    shop = Workshop(tmp_path_factory.mktemp("trouble"))
-    shard = Shard(
-        prepare(str(shop.text), tokenizer=None, vocab_size=SMALL["vocab-size"], cache_dir=shop.folder / "cache")
-    )
+def spoiled_shard(shop: Workshop, *, tokenizer: Path | None = None) -> Shard:
+    """The text as training tokens with one batch of rare tokens, and in another batch one row with a token that is nowhere else."""
+    keys = {"vocab_size": SMALL["vocab-size"], "cache_dir": shop.folder / "cache"}
+    shard = Shard(prepare(str(shop.text), tokenizer=tokenizer and str(tokenizer), **keys))
     counts = np.bincount(shard.tokens, minlength=SMALL["vocab-size"])
     rare = np.argsort(counts, kind="stable")[:64]
     shard.lone_token = int(rare[0])
@@ -93,7 +92,13 @@ def shop(tmp_path_factory) -> Workshop:
         shard.row(row)[:] = rare[1:]
     shard.row(shard.rows(NAN_BATCH)[NAN_ROW])[20] = shard.lone_token
     shard.sign()
-    shop.shard = shard
+    return shard
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory) -> Workshop:
+    shop = Workshop(tmp_path_factory.mktemp("trouble"))
+    shop.shard = spoiled_shard(shop)
     return shop
 
 
@@ -101,7 +106,7 @@ def shop(tmp_path_factory) -> Workshop:
 def poisoned(shop):
     """Copies of a run of 4 steps whose checkpoint has a number that overflows where the lone token is embedded."""
     first = shop.train("poisoned", nproc=1, num_steps=4, device_batch_size=6)
-    poison(first, "model.value_embeds.1.weight", shop.shard.lone_token, 3e38)
+    poison(first, POISONED, shop.shard.lone_token, 3e38)
     return lambda name: Path(shutil.copytree(first, first.with_name(name)))
 
 
@@ -115,18 +120,27 @@ def skipped(run: Path) -> list[int]:
 
 
 @pytest.mark.dist
-def test_a_nan_loss_stops_the_run_and_the_evidence_names_rank_and_row(shop, poisoned):
-    run = poisoned("stops")
-    output = shop.finish(shop.resume_command(run, num_steps=8, **TWO_RANKS), code=3)
+def test_a_run_from_other_weights_stops_at_a_nan_loss_and_the_evidence_names_rank_and_row(tmp_path, unbroken):
+    """The weights are those of the unbroken run, with a number that overflows where the lone token is embedded."""
+    shop = Workshop(tmp_path)
+    weights, run = shop.copy(unbroken, "weights"), shop.folder / "runs" / "stops"
+    shard = spoiled_shard(shop, tokenizer=RunDir(weights).tokenizer_json)
+    poison(weights, POISONED, shard.lone_token, 3e38)
+    keys = {**TWO_RANKS, "init_from": weights, "num_steps": 8}
+    output = shop.finish(shop.train_command("stops", **keys), code=3)
+    start, there = (CheckpointReader(newest_good(path / "checkpoints", set_aside=False)[0]) for path in (run, weights))
+    assert (start.step, events(run, "resumed")) == (0, [])
+    assert start.keys() == [key for key in there.keys() if key.startswith("model.")]
+    assert all(torch.equal(start.read(key), there.read(key)) for key in start.keys())
     assert f"error: the loss is not finite at step {NAN_BATCH + 1} on rank 1" in output
     assert f"fix: see {run / 'trouble' / 'step_000007'}; then paceline resume {run} with a lower --matrix-lr" in output
     [event] = events(run, "trouble")
     assert (event["step"], event["cause"], event["ranks"]) == (7, "loss-nan", [1])
     well, bad = evidence(run, 7, 0), evidence(run, 7, 1)
-    assert sorted(well["rows"] + bad["rows"]) == sorted(shop.shard.rows(NAN_BATCH))
+    assert sorted(well["rows"] + bad["rows"]) == sorted(shard.rows(NAN_BATCH))
     assert None not in well["row_loss"]
     assert [row for row, loss in zip(bad["rows"], bad["row_loss"], strict=True) if loss is None] == [
-        shop.shard.rows(NAN_BATCH)[NAN_ROW]
+        shard.rows(NAN_BATCH)[NAN_ROW]
     ]
     assert all(norms["weight_bad"] == 0 for each in (well, bad) for norms in each["parameters"].values())
     assert not (run / "skipped.json").exists()

@@ -13,7 +13,10 @@ from paceline.rundir import RunDir, append_json_line
 from paceline.watch.about import write_notes
 from paceline.watch.status import Shelf
 
-pytestmark = pytest.mark.dist
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.dist,
+]
 
 NAMES = "[...document.querySelectorAll('.runs tbody th a')].map((link) => link.textContent)"
 LOSS = "app.page.board.charts.get('loss')"
@@ -55,7 +58,6 @@ def test_the_list_is_sorted_by_a_column_and_filtered_by_text_tag_and_setting(pag
         run_names(page, ["d4-s2"])
 
 
-@pytest.mark.soak
 def test_runs_that_differ_only_in_their_seed_form_a_group_with_mean_and_spread(page, tmp_path):
     write_seeds(tmp_path)
     with serving(Shelf(tmp_path)) as port:
@@ -97,7 +99,6 @@ def test_a_val_bpb_on_other_numbers_of_tokens_is_marked_and_is_not_the_best(page
         assert not page.locator("#figures tr:has-text('eval_tokens')").count()
 
 
-@pytest.mark.soak
 def test_a_comparison_names_the_best_at_a_common_step_and_what_the_runs_ran_on(page, tmp_path):
     write_seeds(tmp_path)
     for name, gpu, world_size in (("d12-s1", "RTX 5090", 2), ("d12-s2", "RTX 4090", 1)):
@@ -121,7 +122,6 @@ def test_a_comparison_names_the_best_at_a_common_step_and_what_the_runs_ran_on(p
         assert (differences["ranks"], differences["GPUs"][-2:]) == (["2", "1"], ["RTX", "4090"])
 
 
-@pytest.mark.soak
 def test_runs_that_were_evaluated_at_other_steps_are_compared_at_one_that_both_have(page, tmp_path):
     for name, every, steps in (("short", 10, 31), ("long", 25, 101)):
         run = write_run(tmp_path, name, steps=0)
@@ -135,7 +135,6 @@ def test_runs_that_were_evaluated_at_other_steps_are_compared_at_one_that_both_h
         )
 
 
-@pytest.mark.soak
 def test_twelve_runs_are_compared_the_one_at_the_pointer_stands_out_and_seeds_are_a_band(page, tmp_path):
     for number in range(12):
         run = write_run(tmp_path, f"r{number:02}", steps=0, depth=4 + number // 4, seed=number)
@@ -158,7 +157,6 @@ def test_twelve_runs_are_compared_the_one_at_the_pointer_stands_out_and_seeds_ar
         picture(page, "seeds")
 
 
-@pytest.mark.soak
 def test_a_link_keeps_axis_zoom_smoothing_scale_and_width(page, port):
     go(page, port, "/run/training")
     page.wait_for_function(f"() => {LOSS}?.frame")
@@ -183,7 +181,6 @@ def test_a_link_keeps_axis_zoom_smoothing_scale_and_width(page, port):
     page.wait_for_selector(".chart[data-field=loss] .chart-now:has-text(', smoothed ')")
 
 
-@pytest.mark.soak
 def test_a_run_without_tokens_shows_steps_and_says_so(page, port):
     go(page, port, "/run/training?x=tokens")
     page.wait_for_function(f"() => {LOSS}?.frame")
@@ -194,7 +191,6 @@ def test_a_run_without_tokens_shows_steps_and_says_so(page, port):
     assert len(page.evaluate(f"{LOSS}.lines[0].x")) > 10
 
 
-@pytest.mark.soak
 def test_axes_have_round_values_and_one_of_them_below_the_curve(page, port):
     go(page, port, "/run/training")
     page.wait_for_function(f"() => {LOSS}?.frame")
@@ -209,7 +205,6 @@ def test_axes_have_round_values_and_one_of_them_below_the_curve(page, port):
     ]
 
 
-@pytest.mark.soak
 def test_times_are_utc_wherever_the_reader_is(browser, port):
     context = browser.new_context(timezone_id="America/New_York")
     context.set_default_timeout(SOON_MS)
@@ -222,7 +217,6 @@ def test_times_are_utc_wherever_the_reader_is(browser, port):
     context.close()
 
 
-@pytest.mark.soak
 def test_devices_are_lines_with_axes_that_zoom_or_a_map(page, port):
     go(page, port, "/run/training")
     page.locator("#devices .charts").scroll_into_view_if_needed()
@@ -246,7 +240,6 @@ def test_devices_are_lines_with_axes_that_zoom_or_a_map(page, port):
     assert page.locator("#devices .charts").is_hidden()
 
 
-@pytest.mark.soak
 def test_a_log_is_opened_at_a_hit_or_at_evidence_and_read_part_by_part(page, tmp_path):
     text = "".join(f"line {number} {'x' * 90}\n" for number in range(1, 9001))
     run = write_run(
@@ -278,13 +271,11 @@ def test_a_log_is_opened_at_a_hit_or_at_evidence_and_read_part_by_part(page, tmp
         page.wait_for_selector(".log div:has-text('line 9000 ')")
 
 
-@pytest.mark.soak
 def test_an_address_that_is_not_one_says_so(page, port):
     go(page, port, "/run/%")
     assert "This page has nothing at #/run/%" in page.inner_text("main")
 
 
-@pytest.mark.soak
 @pytest.mark.server_ends
 def test_a_server_that_is_gone_is_reported_and_one_with_another_token_too(page, tmp_path):
     write_run(tmp_path, "a")

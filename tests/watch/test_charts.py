@@ -14,7 +14,10 @@ from snapshots import NOW, STATES, training
 from paceline.watch.report import html_report
 from paceline.watch.status import Shelf
 
-pytestmark = pytest.mark.dist
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.dist,
+]
 
 CHART_OF = "app.page.board.charts.get(name)"
 LOSS = "app.page.board.charts.get('loss')"
@@ -59,7 +62,6 @@ def test_the_line_is_painted_through_its_points_and_nowhere_else(page, port):
     assert page.evaluate(DISTANCE, [600, 8.0, BLUE]) > 100
 
 
-@pytest.mark.soak
 def test_charts_in_sight_are_painted_first_and_all_others_once_the_browser_is_idle(page, port):
     page.add_init_script("window.idle = []; window.requestIdleCallback = (act) => window.idle.push(act);")
     open_run(page, port)
@@ -74,7 +76,6 @@ def test_charts_in_sight_are_painted_first_and_all_others_once_the_browser_is_id
     page.wait_for_function(f"size => ({painted})().length === size", arg=size)
 
 
-@pytest.mark.soak
 def test_a_drag_zooms_all_charts_alike_and_a_double_click_shows_the_whole_run(page, port):
     open_run(page, port)
     begin, end = page.evaluate(f"[{LOSS}.xAt(150), {LOSS}.xAt(350)]")
@@ -97,7 +98,6 @@ def test_a_drag_zooms_all_charts_alike_and_a_double_click_shows_the_whole_run(pa
     assert page.evaluate("app.page.board.view.range") is None, "a click is no zoom"
 
 
-@pytest.mark.soak
 def test_the_cursor_shows_the_values_at_its_place_in_all_charts(page, port):
     open_run(page, port)
     series = training(NOW).series
@@ -112,7 +112,6 @@ def test_the_cursor_shows_the_values_at_its_place_in_all_charts(page, port):
     assert now_of(page, "mfu") == before
 
 
-@pytest.mark.soak
 def test_a_value_under_the_cursor_is_written_as_the_server_writes_it(page, port):
     """The browser formats the value under the cursor, Python the last value of a curve: for the same number, the same text."""
     for name, state in STATES.items():
@@ -124,7 +123,6 @@ def test_a_value_under_the_cursor_is_written_as_the_server_writes_it(page, port)
         assert texts and all(cursor == last for cursor, last in texts), name
 
 
-@pytest.mark.soak
 def test_the_logarithmic_axis_gives_each_factor_the_same_height(page, port):
     open_run(page, port)
     page.keyboard.press("l")
@@ -146,7 +144,6 @@ def smoothed(values: list[float], weight: float) -> list[float]:
     return means
 
 
-@pytest.mark.soak
 def test_smoothing_paints_the_exponential_mean_before_the_raw_values(page, port):
     open_run(page, port)
     page.keyboard.press("s")
@@ -159,7 +156,6 @@ def test_smoothing_paints_the_exponential_mean_before_the_raw_values(page, port)
     assert len(page.evaluate("app.page.board.charts.get('val_bpb').curves")) == 1, "four points are not smoothed"
 
 
-@pytest.mark.soak
 def test_clipping_takes_outliers_off_the_axis(page, port):
     open_run(page, port)
     whole = page.evaluate(f"{LOSS}.y.range")
@@ -171,7 +167,6 @@ def test_clipping_takes_outliers_off_the_axis(page, port):
     assert page.evaluate(ends, [step / 5 for step in range(5)] + [1] * 25)[0] == 0, "a warm-up is none"
 
 
-@pytest.mark.soak
 def test_what_broke_and_what_went_on_is_marked_and_the_lost_steps_are_a_band(page, port):
     open_run(page, port, "recovered")
     view = page.evaluate("app.page.board.view")
@@ -200,7 +195,6 @@ def test_a_chart_is_saved_as_a_table_of_what_is_shown(page, port):
     assert text == "steps,loss\n" + "".join(f"{step},{values[step]}\n" for step in range(100, 301, 10))
 
 
-@pytest.mark.soak
 def test_a_run_that_comes_later_is_painted_in_every_chart_once_in_sight(page, port):
     go(page, port, "/compare/training/finished")
     page.wait_for_function(f"() => {LOSS}?.lines.length === 2")
@@ -209,7 +203,6 @@ def test_a_run_that_comes_later_is_painted_in_every_chart_once_in_sight(page, po
         page.wait_for_function(f"name => JSON.parse({CHART_OF}.frame?.settings ?? '[[]]').at(-1)[2] === 2", arg=name)
 
 
-@pytest.mark.soak
 def test_a_comparison_is_saved_with_a_column_for_each_run(page, port):
     go(page, port, "/compare/training/finished")
     page.wait_for_function(f"() => {LOSS}?.lines.length === 2")
@@ -221,7 +214,6 @@ def test_a_comparison_is_saved_with_a_column_for_each_run(page, port):
     assert re.fullmatch(r"10,[\d.]+,[\d.]+", lines[1]) and re.fullmatch(r"2500,,[\d.]+", lines[-1])
 
 
-@pytest.mark.soak
 def test_a_chart_is_saved_as_a_picture_of_twice_its_size(page, port):
     open_run(page, port)
     page.hover(".chart[data-field=loss]")
@@ -233,7 +225,6 @@ def test_a_chart_is_saved_as_a_picture_of_twice_its_size(page, port):
     assert (width, height) == tuple(page.evaluate(f"[2 * {LOSS}.width, 2 * ({LOSS}.height + 34)].map(Math.trunc)"))
 
 
-@pytest.mark.soak
 def test_a_chart_follows_the_width_of_the_page_and_the_theme(page, port):
     open_run(page, port)
     before = page.evaluate(f"{LOSS}.base.width")
@@ -244,7 +235,6 @@ def test_a_chart_follows_the_width_of_the_page_and_the_theme(page, port):
     assert page.evaluate(DISTANCE, [loss.steps[60], loss.values[60], (0x58, 0xAE, 0xEA)]) < 40
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(("width", "field"), [(1280, "use"), (390, "val_bpb")])
 def test_the_heading_of_a_chart_and_its_value_take_one_line(page, port, width, field):
     open_run(page, port)
@@ -254,7 +244,6 @@ def test_the_heading_of_a_chart_and_its_value_take_one_line(page, port, width, f
     assert abs(heading["y"] - value["y"]) < 10
 
 
-@pytest.mark.soak
 def test_only_what_changed_is_painted(page, tmp_path):
     """A new step of a long run moves nothing by a pixel: its numbers change, and no chart is painted for it."""
     run = write_run(tmp_path, "long", steps=3000, end=None)
@@ -273,7 +262,6 @@ def test_only_what_changed_is_painted(page, tmp_path):
         assert page.evaluate("window.paints") > 0
 
 
-@pytest.mark.soak
 def test_a_report_has_charts_that_zoom_and_save_too(page, tmp_path):
     run = write_run(tmp_path, "kept")
     file = tmp_path / "kept.html"

@@ -202,3 +202,19 @@ def test_a_child_that_sets_the_start_method_again_runs_a_script_without_guard():
     spawn = ("/usr/lib/python3.11/multiprocessing/spawn.py", "_fixup_main_from_path")
     assert verdict(traceback(error, spawn, ("train.py", "<module>"), context)).cause == "missing-main-guard"
     assert verdict(traceback(error, ("train.py", "<module>"), context)).cause == "user-code-exception"
+
+
+def test_a_file_that_is_no_yaml_is_named_with_its_line():
+    error = "yaml.scanner.ScannerError: while scanning for the next token\nfound character '\\t' that cannot start any token\n"
+    place = '  in "cfg.yaml", line 3, column 1\n'
+    explanation = verdict(traceback(error + place, (f"{PACKAGE}/yaml/scanner.py", "fetch_more_tokens")))
+    assert explanation.cause == "config-error"
+    assert "(line 3 of cfg.yaml)" in explanation.summary
+
+
+def test_a_ctrl_c_that_python_ignored_is_one_only_where_nothing_follows():
+    ignored = traceback("KeyboardInterrupt:", (f"{PACKAGE}/torch/utils/data/dataloader.py", "_shutdown_workers"))
+    log = "".join(f"step {step} loss {3 - step / 9:.3f}\n" for step in range(1, 9))
+    log += f"Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__ at 0x7f>\n{ignored}"
+    assert verdict(log).cause == "keyboard-interrupt"
+    assert verdict(log + "step 9 loss 1.9\nstep 10 loss 1.8\n").cause == "healthy"

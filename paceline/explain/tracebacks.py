@@ -115,6 +115,7 @@ class TracebackReader:
         # by stream: sys.excepthook failed, the exception that it was called for follows
         self._hooks: dict[str, Record] = {}
         self._assertions: dict[str, list[str]] = {}  # by stream: a source line whose traceback lacks its first lines
+        self._interrupt: Record | None = None  # a Ctrl-C that Python ignored, with nothing behind it
         self._cut: list[Record] = []  # errors of which the end is missing
         self._stacks: set[str] = set()  # streams that are printing a stack dump
         self._spawned: dict[str, int] = {}  # by stream: the rank whose traceback follows
@@ -127,12 +128,15 @@ class TracebackReader:
                 error.message.append(line.text)
                 return [], True
             done = self._finish(line.stream)
-        return done, self._is_part(number, line, step)
+        is_part = self._is_part(number, line, step)
+        if not is_part and line.text.strip():
+            self._interrupt = None
+        return done, is_part
 
     def flush(self, *, at_end: bool = False) -> list[Record]:
         """Completes the unfinished errors at a gap in the log or its end; behind a gap comes the message of IPython's."""
         for key in [key for key, error in self._open.items() if at_end or error.message or not error.type]:
-            self._cut += self._finish(key, is_last=at_end)
+            self._cut += self._finish(key)
         records, self._cut = self._cut, []
         return records
 
@@ -157,7 +161,8 @@ class TracebackReader:
 
     def close(self) -> list[Record]:
         """Completes every unfinished error at the end of the log, with the exceptions that sys.excepthook did not print."""
-        return [*self.flush(at_end=True), *self._hooks.values()]
+        records = [*self.flush(at_end=True), *self._hooks.values()]
+        return [*records, self._interrupt] if self._interrupt else records
 
     def _is_part(self, number: int, line: LogLine, step: int | None) -> bool:
         """Whether the line belongs to an error whose message has not begun yet."""
@@ -239,18 +244,17 @@ class TracebackReader:
         open_keys = [key for key, error in self._open.items() if error.frames and not error.message]
         return open_keys[0] if len(open_keys) == 1 else None
 
-    def _finish(self, key: str, *, is_last: bool = False) -> list[Record]:
-        """Closes the error as a record; none for an exception that Python ignored, because it ends no run.
-
-        A Ctrl-C that it ignored is one where nothing follows (is_last).
-        """
+    def _finish(self, key: str) -> list[Record]:
+        """Closes the error as a record; none for an exception that Python ignored, because it ends no run."""
         error = self._open.pop(key)
         text = "\n".join(error.message)[:MAX_MESSAGE_CHARS].rstrip() or error.type
         text = LONELY_TYPE.sub(r"\1 ", text)
         is_cut = not text and error.has_header and bool(error.frames)
         if is_cut and (raised := raised_text(error.source)):
             text = raised
-        if (error.ignored and not (is_last and text.startswith("KeyboardInterrupt"))) or not (text or is_cut):
+        if error.ignored and text.startswith("KeyboardInterrupt"):
+            self._interrupt = replace(error.record, text=text, frames=tuple(error.frames[-MAX_FRAMES:]))
+        if error.ignored or not (text or is_cut):
             return []
         self._hooks.pop(key, None)
         if BARE_ASSERTION.match(text) and (expression := asserted_expression(error.source)):

@@ -97,6 +97,7 @@ LABEL_EDGES = " \t:=|,;()[]{}'\"<>│┃-"
 UNCERTAIN = re.compile(
     rf"(?<![a-z]){HELD_OUT_WORD}(?![a-z])|norm|grad|time|eta\b|speed|fps|/s\b|mfu|avg|iou|std|var|cor|r2|acc|auc|\bm?ap|best"
 )
+UNIT = re.compile(r" \([\w/%]{1,8}\)")  # behind the name of a column
 COLUMN_GAP = re.compile(r"\s*[|│┃]\s*|\t+|\s{2,}")
 TABLE_EDGES = " \t|│┃#"
 LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR_NAME})(?:_tra?i?n| [A-Z0-9]+)?$")
@@ -122,7 +123,7 @@ OF_POLICY = re.compile(r"(?i)(?:policy|actor|critic|value|pg)[_ /]$")
 # before the loss that others are a part of
 TOTAL_LOSS = re.compile(r"(?i)(?:^|[\s,;|({\['\"])(?:(?:tot|total|train|training)[_ /])?$")
 EVALUATION = re.compile(  # how a line of one begins
-    r"(?i)^\W*(?:test|val|valid|validation|eval|evaluation|(?:test|validat|evaluat)ing)\b ?"
+    r"(?i)^\W*(?:[\w./-]{1,60}\| )?(?:test|val|valid|validation|eval|evaluation|(?:test|validat|evaluat)ing)\b ?"
     r"(?:[:\[\]]|- |set\b|results?\b|error\b|step\b|(?:in |at )?epoch)"
     r"|(?!.*train).{0,40}[(\[](?:test|val|valid|validation|eval)[)\]]"
 )
@@ -344,6 +345,7 @@ def read_value(match: re.Match[str] | None) -> float | None:
 def read_columns(text: str) -> tuple[str, ...]:
     """The names of a table's columns; none if no column is a loss."""
     lowered = text.lower()
+    text = UNIT.sub("", text)
     is_row = has_word(text, ":={(*") or not ("loss" in lowered or has_word(lowered, ERROR_WORDS))
     names = () if is_row else split_cells(text)
     # in a run's own code, which some trainers print: return loss, accuracy

@@ -64,7 +64,7 @@ SPAWN_CHILD = re.compile(r"multiprocessing[/\\](?:spawn|forkserver)\.py\"?.* in 
 UNREADABLE = re.compile(r"EOFError\b|\S*UnpicklingError: pickle data was truncated")
 ASSERTION = re.compile(r"^\W*(?:\d+\W+)?assert\b\s*(?P<expression>.+)")
 RAISED = re.compile(
-    r"\W*(?:\d+\W+)?raise (?P<type>[A-Z][\w.]*)\(f?(?P<quote>['\"])(?P<message>.+?)(?:(?P=quote)\)?)?\s*$"
+    r"\W*(?:\d+\W+)?raise (?P<type>[A-Z][\w.]*)\((?:f?(?P<quote>['\"])(?P<message>.+?)(?:(?P=quote)\)?)?|\w+\))\s*$"
 )
 BARE_ASSERTION = re.compile(r"^AssertionError:?\s*$")
 LONELY_TYPE = re.compile(r"^((?:\w+\.)*\w+:) *\n(?=\S)")  # its message is on the next line, as rich breaks it
@@ -81,7 +81,7 @@ ONE_LINE = re.compile(
     r"|ModuleNotFoundError: No module named '[\w.]+'$"
 )
 NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
-    r"^\[|^\d{4}-\d\d|^(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|FATAL)\b|^(?:wandb|srun|slurmstepd|INFO|W|E|I) ?[:\[]"
+    r"^\[|^\d{4}-\d\d|^(?:\w+: )?(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|FATAL)\b|^(?:wandb|srun|slurmstepd|INFO|W|E|I) ?[:\[]"
     r"|^Traceback|^During handling|^The above exception|^Exception (?:ignored|in thread)|^Error in sys\.excepthook"
     r"|^-- Process|^\$ |^>>> |^[=*#_-]{8,}|^\+(-\+)?-{8,}"
     r"|^Process \S+:$|^\s*File \"|^real\s|^NCCL |^terminate called|^Exception raised from|^frame #\d+|^Killed|^Aborted"
@@ -281,9 +281,9 @@ def frame_text(frame: re.Match[str]) -> str:
 
 
 def raised_text(source: Sequence[str]) -> str:
-    """The error that a raise statement makes of one string, where a log ends there; source: the lines below the frame."""
+    """The error that a raise statement makes of one value, where a log ends there; source: the lines below the frame."""
     match = RAISED.match(failed_statement(source))
-    return f"{match['type']}: {match['message']}" if match else ""
+    return ": ".join(filter(None, match.group("type", "message"))) if match else ""
 
 
 def failed_statement(source: Sequence[str]) -> str:

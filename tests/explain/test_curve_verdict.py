@@ -957,7 +957,7 @@ def test_a_loss_that_has_nearly_vanished_may_double():
 
 
 @pytest.mark.parametrize("line", [
-    "Val Step[{n}/9], Avg Loss: {loss}\n", "TEST in epoch{n}, loss = {loss}, acc = 49.3\n", "[Test] Loss: {loss}, Accuracy: 67\n",
+    "exp_3| val: [{n}][600/1000]|Tot: 0:00:21 |loss {loss} |hm_loss 0.5\n", "Val Step[{n}/9], Avg Loss: {loss}\n", "TEST in epoch{n}, loss = {loss}, acc = 49.3\n", "[Test] Loss: {loss}, Accuracy: 67\n",
     " 40%|####      | 4/10 [00:09<00:14,  2.35s/it, loss_test={loss}]\n",
 ])  # fmt: skip
 def test_lines_of_an_evaluation_are_no_losses_of_training(line):
@@ -987,6 +987,7 @@ def test_epochs_that_a_line_starts_begin_a_new_curve():
 def test_code_that_returns_losses_is_no_head_of_a_table():
     assert read_columns("    val_loss, val_bpb") == ("val_loss", "val_bpb")
     assert read_columns("    return val_loss, val_bpb") == ()
+    assert read_columns("Epoch\tAvg Loss\tTime (s)") == ("Epoch", "Avg Loss", "Time")
 
 
 def test_empty_cells_of_a_printed_data_frame_are_no_nan():

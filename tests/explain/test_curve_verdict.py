@@ -957,7 +957,8 @@ def test_a_loss_that_has_nearly_vanished_may_double():
 
 
 @pytest.mark.parametrize("line", [
-    "exp_3| val: [{n}][600/1000]|Tot: 0:00:21 |loss {loss} |hm_loss 0.5\n", "Val Step[{n}/9], Avg Loss: {loss}\n", "TEST in epoch{n}, loss = {loss}, acc = 49.3\n", "[Test] Loss: {loss}, Accuracy: 67\n",
+    "exp_3| val: [{n}][600/1000]|Tot: 0:00:21 |loss {loss} |hm_loss 0.5\n",
+    "Val Step[{n}/9], Avg Loss: {loss}\n", "TEST in epoch{n}, loss = {loss}, acc = 49.3\n", "[Test] Loss: {loss}, Accuracy: 67\n",
     " 40%|####      | 4/10 [00:09<00:14,  2.35s/it, loss_test={loss}]\n",
 ])  # fmt: skip
 def test_lines_of_an_evaluation_are_no_losses_of_training(line):

@@ -97,7 +97,6 @@ LABEL_EDGES = " \t:=|,;()[]{}'\"<>│┃-"
 UNCERTAIN = re.compile(
     rf"(?<![a-z]){HELD_OUT_WORD}(?![a-z])|norm|grad|time|eta\b|speed|fps|/s\b|mfu|avg|iou|std|var|cor|r2|acc|auc|\bm?ap|best"
 )
-UNIT = re.compile(r" \([\w/%]{1,8}\)")  # behind the name of a column
 COLUMN_GAP = re.compile(r"\s*[|│┃]\s*|\t+|\s{2,}")
 TABLE_EDGES = " \t|│┃#"
 LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR_NAME})(?:_tra?i?n| [A-Z0-9]+)?$")
@@ -163,6 +162,7 @@ FOREIGN = re.compile(
 RECORD = re.compile(  # a measure as a dictionary, behind its name: {'epoch': 0, 'value': 2.3} ({'split': 'test'})
     r"(?P<name>\w+): \{'epoch': (?P<epoch>\d+(?:\.\d+)?), 'value': (?P<value>\S+)\} \(\{'split': '(?P<split>\w+)'\}\)"
 )
+PRINTED = re.compile(r"^tensor\((\d[\d.]*(?:e[-+]\d+)?|nan|inf), [^()]*grad_fn=<\w*LossBackward\d*>\)$")  # print(loss)
 FOREIGN_WORDS = ("epoche", "verlust", "perda", "perte", "perdita", "epoca")  # those in ASCII
 
 
@@ -181,9 +181,9 @@ class StepLoss:
 
 
 def in_english(text: str, lowered: str) -> str:
-    """The line with the words of losses and epochs in English, and a record of a measure as words."""
-    if "'value': " in text:
-        text = RECORD.sub(r"epoch \g<epoch> \g<split> \g<name>: \g<value>", text)
+    """The line with the words of losses and epochs in English, and a record of a measure or a printed loss as words."""
+    if "'value': " in text or "LossBackward" in text:
+        text = PRINTED.sub(r"loss: \1", RECORD.sub(r"epoch \g<epoch> \g<split> \g<name>: \g<value>", text))
     if text.isascii() and not has_word(lowered, FOREIGN_WORDS):
         return text
     return FOREIGN.sub(english_word, text).replace("：", ": ")
@@ -345,9 +345,9 @@ def read_value(match: re.Match[str] | None) -> float | None:
 def read_columns(text: str) -> tuple[str, ...]:
     """The names of a table's columns; none if no column is a loss."""
     lowered = text.lower()
-    text = UNIT.sub("", text)
-    is_row = has_word(text, ":={(*") or not ("loss" in lowered or has_word(lowered, ERROR_WORDS))
-    names = () if is_row else split_cells(text)
+    has_loss = "loss" in lowered or has_word(lowered, ERROR_WORDS)
+    text = re.sub(r" \([\w/%]{1,8}\)", "", text) if has_loss and "(" in text else text  # without units
+    names = split_cells(text) if has_loss and not has_word(text, ":={(*") else ()
     # in a run's own code, which some trainers print: return loss, accuracy
     is_header = len(names) > 1 and all(name[:1].isalpha() and not name.startswith("return ") for name in names)
     return names if is_header and any(map(LOSS_COLUMN.search, names)) else ()

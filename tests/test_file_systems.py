@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import locks
+from paceline import file_systems
 from paceline.data.prepare import prepare
 from paceline.file_systems import NoLocks, is_of_one_host, try_lock
 from paceline.launch import train
@@ -24,7 +24,7 @@ def without_locks(monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    monkeypatch.setattr(file_systems.fcntl, "flock", refuse)
 
 
 def test_a_lock_is_held_once_and_by_many_readers(tmp_path):

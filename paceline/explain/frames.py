@@ -44,6 +44,8 @@ OWN = re.compile(  # whoever calls it: a file outside of the packages, a functio
     r"ImportError: cannot import name '[^']+' from '[^']+' "
     r"\((?!unknown location|.*(?:site-packages|dist-packages|/lib/python))[^)\n]+\)(?:\. Did you mean[^\n]*)?$"
     r"|TypeError: [\w.<>]*<locals>\.\w+\(\) got an unexpected keyword argument"
+    # called by another name than its own, as a function that the user passed to the caller is
+    r"|TypeError: [a-z]\w*\(\) got an unexpected keyword argument '\w+'\n"
 )
 OWN_IF_CALLED = re.compile(  # by the user's file, as it is more often its own than a package's
     r"TypeError: [a-z_]\w*\(\) got an unexpected keyword argument|AttributeError: '\w+' object has no attribute '_[a-z]"
@@ -66,6 +68,15 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ),
     # of torchrun's agents the master alone
     ("master-unreachable", 0.9, r"\S*DistStoreError: Timed out after .* for clients\. 1/", "static_tcp_rendezvous"),
+    (  # a text that the user's own code reads
+        "user-code-exception", 0.6, r"json\.decoder\.JSONDecodeError: ",
+        r"^(?:(?!(?:site|dist)-packages|[/\\]json[/\\]).)*\n(?:.*[/\\]json[/\\]\w+\.py\", line .*\n?)+\Z",
+    ),
+    # in a child, which imports the script again
+    (
+        "missing-main-guard", 0.9, r"RuntimeError: context has already been set",
+        r"\bspawn\.py\", line \d+, in _fixup_main_from_path\b",
+    ),
     # a worker that ended before its parent had sent it what it needs
     ("dataloader-worker-killed", 0.95, "BrokenPipeError", r"\bpopen_spawn_win32\.py\b"),
     (

@@ -71,6 +71,9 @@ LONELY_TYPE = re.compile(r"^((?:\w+\.)*\w+:) *\n(?=\S)")  # its message is on th
 REQUEST_ID = re.compile(r"\(Request ID: [^)]*\)$")  # of huggingface_hub, whose message follows a blank line
 # whose statement says what was empty or never begun, or that a file was to be written
 SHOWN_WITH_SOURCE = ("ZeroDivisionError: ", "IndexError: list index out of range", "UnboundLocalError: ")
+# a function that is called by another name than its own: one that was passed to the caller, and no wrapper's
+CALLED = re.compile(r"TypeError: (?P<function>(?!forward\b)[a-z]\w*)\(\) got an unexpected keyword argument '\w+'$")
+PASSED_ON = "(*args, **kwargs)"
 WRITES = re.compile(r"\bopen\((?:.*, *)?(?:mode *= *)?['\"][wax][bt+]{0,2}['\"]")
 ONE_LINE = re.compile(
     r"(?:\w+\.)*(?:KeyError: |\w+Error: \[(?:Errno|WinError) -?\d+\] .*)(?P<quote>['\"]).*(?P=quote)$"
@@ -129,7 +132,7 @@ class TracebackReader:
     def flush(self, *, at_end: bool = False) -> list[Record]:
         """Completes the unfinished errors at a gap in the log or its end; behind a gap comes the message of IPython's."""
         for key in [key for key, error in self._open.items() if at_end or error.message or not error.type]:
-            self._cut += self._finish(key)
+            self._cut += self._finish(key, is_last=at_end)
         records, self._cut = self._cut, []
         return records
 
@@ -236,15 +239,18 @@ class TracebackReader:
         open_keys = [key for key, error in self._open.items() if error.frames and not error.message]
         return open_keys[0] if len(open_keys) == 1 else None
 
-    def _finish(self, key: str) -> list[Record]:
-        """Closes the error as a record; none for an exception that Python ignored, because it ends no run."""
+    def _finish(self, key: str, *, is_last: bool = False) -> list[Record]:
+        """Closes the error as a record; none for an exception that Python ignored, because it ends no run.
+
+        A Ctrl-C that it ignored is one where nothing follows (is_last).
+        """
         error = self._open.pop(key)
         text = "\n".join(error.message)[:MAX_MESSAGE_CHARS].rstrip() or error.type
         text = LONELY_TYPE.sub(r"\1 ", text)
         is_cut = not text and error.has_header and bool(error.frames)
         if is_cut and (raised := raised_text(error.source)):
             text = raised
-        if error.ignored or not (text or is_cut):
+        if (error.ignored and not (is_last and text.startswith("KeyboardInterrupt"))) or not (text or is_cut):
             return []
         self._hooks.pop(key, None)
         if BARE_ASSERTION.match(text) and (expression := asserted_expression(error.source)):
@@ -253,6 +259,8 @@ class TracebackReader:
             text += f": {statement}"
         elif text.startswith("FileNotFoundError: ") and WRITES.search(statement := failed_statement(error.source)):
             text += f"\n{statement}"
+        elif (call := CALLED.match(text)) and (statement := failed_statement(error.source)):
+            text += "" if call["function"] in statement or PASSED_ON in statement else f"\n{statement}"
         child = UNREADABLE.match(text) and any(map(SPAWN_CHILD.search, error.frames[-2:]))
         kind: RecordKind = "banner" if child or WRAPPER.search(text) else "exception"
         rank = int(match["rank"]) if (match := ENDED_PROCESS.match(text)) else error.record.rank

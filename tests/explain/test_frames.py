@@ -174,3 +174,31 @@ def test_a_traceback_whose_message_is_said_to_have_ended_the_training_is_the_out
     handled = error.replace("<module>", "train")  # somebody caught it
     assert verdict(steps + handled + said + done).cause == "user-code-exception"
     assert verdict(steps + handled + done).cause == "healthy"
+
+
+def test_a_function_that_a_package_calls_by_another_name_is_the_user_s_own():
+    error = "TypeError: reward_len() got an unexpected keyword argument 'prompts'"
+    trainer = (f"{PACKAGE}/trl/trainer/grpo_trainer.py", "_calculate_rewards")
+    explanation = verdict(traceback(error, trainer, statement="rewards = reward_func("))
+    assert explanation.cause == "user-code-exception"
+    assert "**kwargs" in explanation.fix
+    for statement in ("rewards = reward_len(prompts)", "return func(*args, **kwargs)"):
+        assert verdict(traceback(error, trainer, statement=statement)).cause == "version-mismatch"
+
+
+def test_a_text_that_is_no_json_is_blamed_on_who_reads_it():
+    error = "json.decoder.JSONDecodeError: Expecting ',' delimiter: line 1 column 13 (char 12)"
+    json = [("/usr/lib/python3.11/json/__init__.py", "loads"), ("/usr/lib/python3.11/json/decoder.py", "decode")]
+    own = verdict(traceback(error, ("data.py", "__getitem__"), *json))
+    assert own.cause == "user-code-exception"
+    assert "data.py:3 in __getitem__" in own.fix
+    assert "line 1 column 13" in own.fix
+    assert verdict(traceback(error, (f"{PACKAGE}/datasets/load.py", "read"), *json)).cause != "user-code-exception"
+
+
+def test_a_child_that_sets_the_start_method_again_runs_a_script_without_guard():
+    error = "RuntimeError: context has already been set"
+    context = ("/usr/lib/python3.11/multiprocessing/context.py", "set_start_method")
+    spawn = ("/usr/lib/python3.11/multiprocessing/spawn.py", "_fixup_main_from_path")
+    assert verdict(traceback(error, spawn, ("train.py", "<module>"), context)).cause == "missing-main-guard"
+    assert verdict(traceback(error, ("train.py", "<module>"), context)).cause == "user-code-exception"

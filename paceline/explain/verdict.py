@@ -193,9 +193,8 @@ def ranks_of_victims(records: Iterable[Record], culprit: int | None) -> tuple[in
 
 def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:
     """For a log whose losses or gradient norms are NaN or infinite to its end and which has no other failure."""
-    message = "only the loss of the evaluation is" if progress.nan_measure == "eval_loss" else None
-    steps = {"nan_step": progress.nan_step, "last_step": progress.last_step}
-    values = {**clean_values({**steps, "message": message}), **values}
+    part = "only the loss of the evaluation is" if progress.nan_measure == "eval_loss" else None
+    values = {**clean_values({"nan_step": progress.nan_step, "message": part}), **values}
     return Explanation(
         cause=cause.id, confidence=0.8, step=progress.nan_step, line=nan_line,
         summary=fill_template(cause.summary, values), fix=format_fix(cause, nan_records(progress), values),

@@ -476,7 +476,7 @@ def test_a_thread_of_a_tracker_that_ends_in_python_s_own_code_ends_no_run():
 def test_a_function_of_the_users_own_that_lacks_an_argument_is_no_mismatch_of_versions():
     error = (
         'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    main()\n  File "{}", line 3, in run\n'
-        "    save()\nTypeError: {}() got an unexpected keyword argument 'is_best'\n"
+        "    save_model()\nTypeError: {}() got an unexpected keyword argument 'is_best'\n"
     )
     assert verdict(error.format("utils.py", "save_model")).cause == "user-code-exception"
     assert verdict(error.format("utils.py", "SFTTrainer.__init__")).cause == "version-mismatch"

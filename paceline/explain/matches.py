@@ -18,6 +18,7 @@ from paceline.explain.frames import PACKAGE, is_check, is_outcome, is_own, left_
 from paceline.explain.lines import IGNORABLE
 from paceline.explain.log import LAST_LINES, Log
 from paceline.explain.run_bounds import BUFFERED_LINES, ended_program, failed_at_import, shape_of
+from paceline.explain.tracebacks import shown_exception
 
 MIN_STEPS = 2  # progress lines that show that a run goes on
 STEPS_AFTER = 3  # different steps after an error: it did not end the run
@@ -61,10 +62,10 @@ TYPED = re.compile(r"(?:-?(?:ba)?sh: )?[\w./-]+: command not found|zsh: command 
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
 TYPED_KEYS = re.compile(r"(?:\^C)+")  # as a terminal shows them
-WENT_ON, BEFORE_DONE, MIN_REPEATS = 40, 8, 5  # lines; such about an item that was left out
+WENT_ON, BEFORE_DONE, MAX_QUOTED = 40, 8, 16  # lines; those that quote an error below it
+MIN_REPEATS, MAX_ADVICE = 5, 8  # lines about an item that was left out; lines behind the advice of bitsandbytes
 RETRIES = re.compile(r"(?i)\bretry(?:ing)? \(?(?:attempt )?\d+ ?(?:/|of) ?\d|^g?make(?:\[\d+\])?: \*\*\* ")
 HANDLED = re.compile(r"(?i)\bfail\w*, (?:re)?(?:trying|installing|falling back)\b")
-MAX_QUOTED = 16  # lines below it that quote the error
 WARNED = re.compile(r"\bWARN(?:ING)?\b")
 NO_IMPORT = re.compile(r"(?i)\bfailed to import\b|\bcould not (?:be )?import")
 REPORTED = re.compile(  # what a program says before an error that it caught
@@ -97,7 +98,6 @@ FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog,
 NOT_SET_UP = re.compile(  # which a program can go on without
     r"^CUDA Setup failed despite (?:CUDA|GPU) being available|CUDA capability sm_\w+ is not compatible with the current PyTorch"
 )
-MAX_ADVICE = 8  # lines behind it
 DIED = re.compile(r"\bdied with <Signals\.SIG")  # as Python reports the end of a child
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
 NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt)(?:\w+\.)*(?:[A-Z]\w+|error)(?::|$)")
@@ -233,13 +233,14 @@ def matches_of_message(text: str) -> list[tuple[Cause, float, dict[str, str]]]:
     inner = REPORTED.sub("", text, count=1)
     message = REPORTED.sub("", inner, count=1)
     typed = [f"{name}: {words}" for words in dict.fromkeys((message, inner, text)) for name in MESSAGE_TYPES]
-    matches = [match for error in typed for match in catalogue.match(error, "exception") if match[0].id != FALLBACK]
+    known = [match for error in typed for match in catalogue.match(error, "exception")]
+    matches = [match for match in known if match[0].id != FALLBACK] or [match for match in known if not is_vague(match)]
     if message == text:  # nothing says that it reports an error
         if " " not in text:
             return []  # a name or a path
         matches = [match for match in matches if not is_vague(match)]
-    elif PYTHON_MESSAGE.match(message):
-        matches.append((catalogue.causes[FALLBACK], GUESS, {}))
+    elif (shown := shown_exception(inner) or shown_exception(message)) or PYTHON_MESSAGE.match(message):
+        matches.append((catalogue.causes[FALLBACK], GUESS, shown))
     if not matches:
         return []
     cause, weight, values = max(matches, key=lambda match: match[1])

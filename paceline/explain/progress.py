@@ -140,6 +140,7 @@ class ProgressTracker:
         self._done_line: int | None = None
         self._is_last = False  # the last progress line is step 100/100
         self._non_finite: dict[str, list[ProgressLine]] = {}  # by measure: its values since the last finite one
+        self._is_nan_held_out = False  # whether those of the loss are of evaluations alone
         self._finite: set[str] = set()  # measures that were finite at least once
         self._infinite: set[str] = set()  # measures of which one of those values is infinite, not NaN
         self.rewards: list[LossPoint] = []  # of a policy
@@ -264,6 +265,9 @@ class ProgressTracker:
             store(self.scores, self._point(progress.step, "score", progress.score))
         if progress.held_out is not None and rank == self._loss_rank:
             store(self.held_out, self._point(progress.step, "eval_loss", progress.held_out))
+        if progress.loss is not None and not math.isfinite(progress.loss):
+            is_first = "loss" not in self._non_finite
+            self._is_nan_held_out = progress.name == "eval_loss" and (is_first or self._is_nan_held_out)
         for measure, value in (("loss", progress.loss), ("grad_norm", progress.grad_norm)):
             if value is not None:
                 value = math.nan if measure == "loss" and self._is_filtered and not self._has_rewards else value
@@ -356,7 +360,8 @@ class ProgressTracker:
             values = self._non_finite.get(measure)
             if values and (measure == "loss" or is_lost):
                 number, _, step = values[0]
-                return replace(reached, nan_line=number, nan_step=step, nan_measure=measure)
+                label = "eval_loss" if measure == "loss" and self._is_nan_held_out else measure
+                return replace(reached, nan_line=number, nan_step=step, nan_measure=label)
         return reached
 
 

@@ -52,6 +52,8 @@ IGNORED = re.compile(
     r"|^Error processing line \d+ of \S+\.pth:$"  # of site-packages, of which Python leaves the others out
 )
 SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
+# how a program shows an exception that it caught: its type and message, or its repr
+SHOWN = re.compile(r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))(?:: (?P<message>\S.*)|\((?P<arguments>.+)\))$")
 ENDED_PROCESS = re.compile(r"(?:\S*Exception: )process (?P<rank>\d{1,4}) terminated with (?:signal|exit code)")
 WRAPPER = re.compile(
     r"ChildFailedError|WorkerGroupFailureException|ProcessRaisedException|ProcessExitedException|CalledProcessError|SpawnException"
@@ -270,6 +272,12 @@ class TracebackReader:
         rank = int(match["rank"]) if (match := ENDED_PROCESS.match(text)) else error.record.rank
         frames = tuple(error.frames[-MAX_FRAMES:])
         return [replace(error.record, kind=kind, text=text or CUT_OFF, rank=rank, frames=frames)]
+
+
+def shown_exception(text: str) -> dict[str, str]:
+    """The type and the message of an exception that a program caught and printed; empty for any other text."""
+    match = SHOWN.match(text)
+    return {"type": match["type"], "message": match["message"] or match["arguments"]} if match else {}
 
 
 def frame_text(frame: re.Match[str]) -> str:

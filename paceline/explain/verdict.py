@@ -150,8 +150,8 @@ def explain_event(
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
     of_rank = [other for other in same_cause if None in (record.rank, other.rank) or record.rank == other.rank]
     evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
-    if diverged and len(logs) == 1:
-        evidence = (*nan_evidence(progress), *evidence)[:MAX_EVIDENCE]
+    curve = nan_records(progress) if diverged and len(logs) == 1 else []
+    evidence = (*make_evidence(curve, 1), *evidence)[:MAX_EVIDENCE]
     places = {(item.source, item.line) for item in evidence}
     texts = {(item.rank, item.text) for item in evidence}  # of which the second traceback of a chain may repeat one
     others = [event.record for event in candidates if (event.record.source, event.record.line) not in places]
@@ -172,7 +172,7 @@ def explain_event(
         host=culprit.values.get("host") or record.host,
         line=record.line,
         summary=fill_template(cause.summary, values),
-        fix=format_fix(cause, [record, *of_rank], values),
+        fix=format_fix(cause, [record, *of_rank, *curve], values),
         evidence=evidence,
         consequences=make_evidence(consequences, MAX_CONSEQUENCES),
         progress=progress,
@@ -193,20 +193,21 @@ def ranks_of_victims(records: Iterable[Record], culprit: int | None) -> tuple[in
 
 def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:
     """For a log whose losses or gradient norms are NaN or infinite to its end and which has no other failure."""
-    values = {**clean_values({"nan_step": progress.nan_step, "last_step": progress.last_step}), **values}
+    part = "only the loss of the evaluation is" if progress.nan_measure == "eval_loss" else None
+    values = {**clean_values({"nan_step": progress.nan_step, "message": part}), **values}
     return Explanation(
         cause=cause.id, confidence=0.8, step=progress.nan_step, line=nan_line,
-        summary=fill_template(cause.summary, values), fix=format_fix(cause, (), values),
-        evidence=nan_evidence(progress), progress=progress,
+        summary=fill_template(cause.summary, values), fix=format_fix(cause, nan_records(progress), values),
+        evidence=make_evidence(nan_records(progress), 1), progress=progress,
     )  # fmt: skip
 
 
-def nan_evidence(progress: LogProgress) -> tuple[Evidence, ...]:
+def nan_records(progress: LogProgress) -> list[Record]:
     """The line from which on every loss or every gradient norm is NaN or infinite."""
     if progress.nan_line is None:
-        return ()
-    value = progress.last_loss if progress.nan_measure == "loss" else "NaN or infinite"
-    return (Evidence(progress.nan_line, f"{progress.nan_measure} {value} from here to the end"),)
+        return []
+    value = progress.last_loss if progress.nan_measure.endswith("loss") else "NaN or infinite"
+    return [Record("line", f"{progress.nan_measure} {value} from here to the end", progress.nan_line)]
 
 
 def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[str, str]) -> Explanation:

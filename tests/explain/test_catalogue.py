@@ -3,6 +3,7 @@
 import itertools
 import re
 import runpy
+import sys
 import time
 import tomllib
 from collections import Counter
@@ -194,6 +195,12 @@ def test_a_text_gives_the_fix_for_its_case():
         case = next((other.case for other in cause.fixes if other.fix == fix), None)
         chosen[shown["cause"], shown["case"], shown["text"]] = case
     assert {shown: case for shown, case in chosen.items() if case != shown[1]} == {}
+
+
+def test_pip_is_not_asked_for_a_module_of_the_standard_library():
+    case = next(fix for cause, fix in CASES if fix.case == "a module of the standard library is missing")
+    names = re.search(r"\(\?:((?:\w+\|)+\w+)\)", case.when)[1].split("|")
+    assert [name for name in names if name not in sys.stdlib_module_names] == []
 
 
 def test_every_case_of_a_fix_is_tested_on_a_text():

@@ -44,6 +44,7 @@ def test_one_client_at_the_store_is_the_master_alone_only_to_torchrun_s_agents()
         verdict(traceback(error, (f"{PACKAGE}/torch/distributed/rendezvous.py", "_create_c10d_store"))).cause
         == "collective-timeout-desync"
     )
+    assert "2/4 clients joined" in verdict(error.replace("1/4", "2/4")).summary
 
 
 def test_a_batch_whose_worker_is_gone_is_a_worker_that_died():

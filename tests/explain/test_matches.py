@@ -105,6 +105,7 @@ def test_the_path_that_does_not_exist_is_in_the_summary(error, path):
     "AttributeError: 'Process' object has no attribute '_cache'",
     "TypeError: Cannot cast scalar from dtype('O') to dtype('int64') according to the rule 'safe'",
     "lab.CallError: expected float but received a list",
+    "lab.LoadError: vocabulary file of rank 1 has 0 entries",
     "lab.CallError: Tensor('decay:0', shape=(), dtype=float32) must be from the same graph as Tensor('beta:0')",
 ])  # fmt: skip
 def test_a_word_of_a_message_alone_decides_no_cause(message):
@@ -169,6 +170,8 @@ def test_a_path_is_not_the_example_of_one_in_a_message():
 @pytest.mark.parametrize(("line", "cause"), [
     ("Failed search 1 of 1 with exception: cannot unpack non-iterable int object", "user-code-exception"),
     ("Failed search 1 of 1 with exception: CUDA out of memory. Tried to allocate 2 GiB", "cuda-oom"),
+    ("2026-11-30 02:45:03 ERROR training failed: KeyError('validation')", "user-code-exception"),
+    ("Training failed: Trying to backward through the graph a second time", "user-code-exception"),
     ("Request failed with error: 429 Too many requests, retrying in 5 s", "rate-limited"),
 ])  # fmt: skip
 def test_a_line_of_what_failed_with_which_exception_shows_the_cause_of_its_message(line, cause):

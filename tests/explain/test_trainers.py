@@ -161,6 +161,20 @@ def test_a_loss_that_is_not_finite_is_read_in_any_spelling(value):
     assert (progress.nan_line, progress.nan_step, progress.nan_measure) == (2, 5, "loss")
 
 
+def test_a_loss_that_is_nan_in_evaluations_alone_has_a_fix_for_the_evaluation():
+    lines = "".join(f"Epoch {n}/9  train_loss: {{}}  val_loss: nan\n" for n in range(1, 9))
+    explanation = explained(lines.replace("{}", "0.2"))
+    assert (explanation.cause, "only the loss of the evaluation" in explanation.summary) == ("loss-nan", True)
+    assert "the code of the evaluation" in explanation.fix
+    assert "learning rate" in explained(lines.replace("{}", "nan")).fix
+
+
+def test_what_samples_from_a_training_that_diverged_has_the_fix_of_the_training():
+    error = "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0\n"
+    assert "generation" in explained("step 1 loss 2.1\nstep 2 loss 2.0\n", error).fix
+    assert "learning rate" in explained("step 1 loss 2.1\nstep 2 loss nan\nstep 3 loss nan\n", error).fix
+
+
 YOLO = "      Epoch    GPU_mem   box_loss   cls_loss   dfl_loss  Instances       Size\n"
 YOLO_ROW = "       {n}/30      4.41G     {a}     {b}     1.291         13        640: 100% ━━━━ 90/90 6.5it/s 14.2s\n"
 NOTEBOOK = "Step\tTraining Loss\tValidation Loss\n"

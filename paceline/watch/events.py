@@ -208,7 +208,8 @@ def run_notes(run: RunDir, state: State, events: Sequence[JsonRecord]) -> Iterat
     if state in LIVE:
         yield from unsaved_texts(events)
     elif state == "finished":
-        yield from end_notes(state, attempt_views(events))
+        # a damaged checkpoint was overcome: the run itself shows it
+        yield from end_notes(state, attempt_views([event for event in events if event.get("event") != "damaged"]))
     else:
         yield from unstarted_notes(run, state, events)
 

@@ -156,8 +156,7 @@ def runs(args: run_options.RunsOptions) -> None:
         import_module("paceline.launch.queue").record_job_ends(queued, runs_dir=args.runs_dir)
         statuses = run_list.read()
     if not statuses and not (args.json and (args.runs_dir == "runs" or Path(args.runs_dir).is_dir())):
-        places = (args.runs_dir, f"runs/{args.runs_dir}")
-        if run := next((path for path in places if Path(path, "config.toml").is_file()), None):
+        if run := next((p for p in (args.runs_dir, f"runs/{args.runs_dir}") if Path(p, "config.toml").is_file()), None):
             raise PacelineError(f"{run} is a run, not a folder of runs", fix=f"paceline runs show {shlex.quote(run)}")
         raise PacelineError(f"no runs in {args.runs_dir}", fix="paceline train makes one")
     print(list_runs(statuses, args, width=terminal_width()))
@@ -224,6 +223,7 @@ def accelerate_config(args: options.AccelerateOptions) -> None:
 
 def evaluate(args: run_options.EvalOptions) -> None:
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: see launch/env.py
     from paceline.launch.run_text import run_data
     from paceline.train.evaluate import evaluate_run, format_evaluation
 
@@ -233,6 +233,7 @@ def evaluate(args: run_options.EvalOptions) -> None:
 
 def sample(args: run_options.SampleOptions) -> None:
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from paceline.train.evaluate import sample_run
 
     write = (lambda _: None) if args.json else partial(print, end="", flush=True)
@@ -291,8 +292,7 @@ def tokenizer_info(args: options.TokenizerInfoOptions) -> None:
 
     tokenizer = bpe.Tokenizer.load(prepare.find_tokenizer(args.file))
     facts = bpe.tokenizer_info(tokenizer, sample=args.text or bpe.SAMPLE_TEXT)
-    if args.text:
-        tokens = tokenizer.token_texts(tokenizer.encode(args.text))
+    if tokens := tokenizer.token_texts(tokenizer.encode(args.text or "")):
         facts["tokens"] = tokens if args.json else [*map(repr, tokens)]
     print_facts(facts, as_json=args.json)
 

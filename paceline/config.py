@@ -251,7 +251,7 @@ def check_config(config: Config) -> None:
     ):
         raise PacelineError(
             f"name {folder!r} cannot be a folder",
-            fix=f"at most {MAX_NAME_BYTES} bytes of letters, digits, - and _; runs_dir sets the place",
+            fix=f"at most {MAX_NAME_BYTES} bytes, without /; runs_dir sets the place",
         )
 
 

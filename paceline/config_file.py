@@ -24,7 +24,7 @@ from paceline.encoding import not_utf8, utf16_as_utf8
 from paceline.errors import PacelineError, expand_home, nearest, nearest_choice
 from paceline.other_names import KEY_OF, translate
 from paceline.rundir import RunDir
-from paceline.typed_fields import find_training_run
+from paceline.typed_fields import find_training_run, toml_line
 from paceline.units import format_list
 
 PACKAGED = Path(__file__).parent / "configs"
@@ -150,7 +150,7 @@ def read_config_file(path: Path, flags: Mapping[str, Any]) -> tuple[dict[str, An
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        message = other_kind or f"config file {path} is not valid TOML: {error}"
+        message = other_kind or f"config file {path} is not valid TOML: {toml_line(text, error) or error}"
         raise PacelineError(message, fix=_fix_for(text)) from error
     if other_kind:
         raise PacelineError(other_kind, fix=shlex.join(["mv", str(path), str(path.with_suffix(".toml"))]))

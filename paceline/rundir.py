@@ -180,8 +180,7 @@ def _append_whole(path: Path, lines: bytes) -> None:
     try:
         before = os.fstat(fd).st_size
         text = lines if before == 0 or os.pread(fd, 1, before - 1) == b"\n" else b"\n" + lines
-        written = os.write(fd, text)
-        if written < len(text):
+        if (written := os.write(fd, text)) < len(text):
             if os.fstat(fd).st_size == before + written:  # no other writer has appended since
                 os.ftruncate(fd, before)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -367,17 +366,20 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
             return RunDir(path)
     names = sorted(path.parent.name for path in folder.glob("*/config.toml"))
     fix = f"one of {', '.join(names)}" if names else "paceline train makes one; give the folder if it is elsewhere"
-    if owner := next((place for place in named.parents if (place / "config.toml").is_file()), None):
+    problem = f"no run {name}: no config.toml in {' or '.join(map(str, places))}"
+    if lost := next((place for place in places if (place / "checkpoints").is_dir()), None):
+        problem = f"{lost} has checkpoints and no config.toml"
+        fix = "restore it from a copy of the run, or write it with the keys of the CONFIG and the flags that began the run"
+    elif owner := next((place for place in named.parents if (place / "config.toml").is_file()), None):
         fix = f"give the folder of the run: {shlex.quote(str(owner))}"
     elif len(names) > 5:
         fix = f"paceline runs{'' if runs_dir == 'runs' else f' {shlex.quote(runs_dir)}'} lists all {len(names)} runs"
-    raise PacelineError(f"no run {name}: no config.toml in {' or '.join(map(str, places))}", fix=fix)
+    raise PacelineError(problem, fix=fix)
 
 
 def resume_command(run: RunDir) -> str:
     """Returns the command that continues a run, as a job if it was submitted."""
-    is_submitted = "args" in job_facts(run)  # which a submission alone writes
-    return f"paceline resume {run.quoted}{' --slurm' if is_submitted else ''}"
+    return f"paceline resume {run.quoted}{' --slurm' if 'args' in job_facts(run) else ''}"  # which a submission alone writes
 
 
 def is_script_run(run: RunDir) -> bool:
@@ -394,6 +396,5 @@ def read_config(run: RunDir) -> dict[str, Any]:
 def job_facts(run: RunDir) -> dict[str, Any]:
     """Returns what slurm.json has; empty where it is missing or damaged."""
     with suppress(OSError, ValueError):
-        facts = json.loads(read_text(run.slurm_json))
-        return facts if isinstance(facts, dict) else {}
+        return facts if isinstance(facts := json.loads(read_text(run.slurm_json)), dict) else {}
     return {}

@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import termios
+import time
 import unicodedata
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from typing import Any, TextIO
 
 from paceline.errors import PacelineError
 from paceline.rundir import NO_SPACE, unreadable_file, write_atomic
+from paceline.units import format_duration, format_percent
 
 # an escape sequence, whole or cut
 SEQUENCE = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?"
@@ -35,6 +37,7 @@ STEERING = re.compile(  # with the characters that move the cursor or turn the d
 COLOUR = re.compile(r"\x1b\[[\d;:]*m")
 
 ELLIPSIS = "…"
+LINE_EVERY_S = 20.0  # between two lines of progress in a pipe
 ASCII_BARS = str.maketrans("█▉▊▋▌▍▎▏·", "#####   .")  # of a plan, for a terminal without UTF-8
 
 
@@ -50,14 +53,25 @@ def shows_colours(stream: TextIO) -> bool:
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[str, float, float], None]]:
-    """Yields progress(label, done, total), which draws a bar on a terminal and prints one line for each label in a pipe."""
+    """Yields progress(label, done, total), which draws a bar on a terminal.
+
+    In a pipe it prints a line when the work begins, then every LINE_EVERY_S how far it is and how long it may still take.
+    """
     if not is_terminal(sys.stderr):
-        shown: set[str] = set()
+        starts: dict[str, tuple[float, float]] = {}  # the time and what was done then
+        printed_at = 0.0
 
         def line(label: str, done: float, total: float) -> None:
-            if label not in shown:
-                shown.add(label)
-                print(f"{label} ...", file=sys.stderr, flush=True)
+            nonlocal printed_at
+            now, is_first = time.monotonic(), label not in starts
+            start, before = starts.setdefault(label, (now, done))
+            if not is_first and now - printed_at < LINE_EVERY_S:
+                return
+            printed_at, text = now, "..."
+            if not is_first and done > before and total:
+                left_s = (now - start) * (total - done) / (done - before)
+                text = f"{format_percent(done / total)}, {format_duration(left_s)} left"
+            print(f"{label} {text}", file=sys.stderr, flush=True)
 
         yield line
         return

@@ -6,6 +6,7 @@ empty or cut ends it with an error that names the file.
 """
 
 import json
+import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from paceline.rundir import (
 T = TypeVar("T")
 
 LAST_BYTES = 64 << 10  # of a file of records, of which a half-written line is none
+MAX_LINE = 80  # characters of a line in an error
 
 
 def well_typed(value: Any, kind: Any) -> Any:
@@ -141,18 +143,28 @@ def read_run_file(path: Path, parse: Callable[[str], T]) -> T:
     try:
         return parse(text)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, tomllib.TOMLDecodeError) and (line := toml_line(text, error)):
+            fix = f"correct that line in {shlex.quote(str(path))}, or restore the file, such as from a copy of the run"
+            raise PacelineError(f"{path} is not valid TOML: {line}", fix=fix) from error
         tells_line = isinstance(error, (json.JSONDecodeError, tomllib.TOMLDecodeError))
         raise damaged(path, f"is damaged: {error}" if tells_line else "is damaged") from error
 
 
+def toml_line(text: str, error: tomllib.TOMLDecodeError) -> str:
+    """Returns the line that is not TOML and what is wrong with it; empty where the error has no line."""
+    if (place := re.search(r"(.*) \(at line (\d+), column \d+\)$", str(error), re.DOTALL)) is None:
+        return ""
+    line = text.split("\n")[int(place[2]) - 1].strip()
+    return f"line {place[2]}, `{line[:MAX_LINE]}`: {place[1]}"
+
+
 def damaged(path: Path, problem: str) -> PacelineError:
     """Returns the error for a file of a run folder that is of no use. problem: what is wrong with it, a verb first."""
-    config = path.with_name("config.toml")
-    other = (
-        "start a new run"
-        if path == config
-        else f"start a new run with paceline train {shlex.quote(str(config))} --name NEW"
-    )
+    run, other = RunDir(path.parent), "start a new run"
+    if path == run.plan_json and any(run.checkpoints.glob("step_*")):
+        other += f" with its weights: paceline train --init-from {run.quoted} --name NEW"
+    elif path != run.config_toml:
+        other += f" with paceline train {shlex.quote(str(run.config_toml))} --name NEW"
     return PacelineError(f"{path} {problem}", fix=f"restore it, such as from a copy of the run, or {other}")
 
 

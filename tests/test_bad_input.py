@@ -48,6 +48,12 @@ def run_without(folder: Path, name: str, content: str | None) -> str:
     return run
 
 
+def with_checkpoints(folder: Path, missing: str) -> str:
+    """A run with a checkpoint of which one file is missing."""
+    put(folder, "runs/old/checkpoints/step_000020/manifest.json", "{}")
+    return run_without(folder, missing, None)
+
+
 def six_runs(folder):
     for name in "abcdef":
         put(folder, f"runs/{name}/config.toml", "")
@@ -185,6 +191,14 @@ CASES = [
     ("eval with an empty config", lambda d: ["eval", run_without(d, "config.toml", "")], 1, "config.toml is empty", "new run"),
     ("resume with a config that is cut", lambda d: ["resume", run_without(d, "config.toml", "depth = ")], 1,
      "config.toml is damaged: Invalid value (at ", "restore it"),
+    ("a run whose config has a wrong value", lambda d: ["resume", run_without(d, "config.toml", "depth = 2\nnum_steps = lots\n")],
+     1, "config.toml is not valid TOML: line 2, `num_steps = lots`: Invalid value", "correct that line in "),
+    ("train with a config with a wrong value", lambda d: ["train", put(d, "a.toml", "depth = 2\nnum_steps = lots\n")], 1,
+     "a.toml is not valid TOML: line 2, `num_steps = lots`: Invalid value", "such as depth = "),
+    ("sample without a plan", lambda d: ["sample", with_checkpoints(d, "plan.json")], 1, "plan.json is missing",
+     "start a new run with its weights: paceline train --init-from "),
+    ("sample without a config", lambda d: ["sample", with_checkpoints(d, "config.toml")], 1, "has checkpoints and no config.toml",
+     "write it with the keys"),
     ("eval what is not there", lambda d: ["eval", "none"], 1, "no run none", ""),
     ("runs of an empty folder", lambda d: ["runs", str(d)], 1, "no runs", "paceline train"),
     ("runs of no folder, for programs", lambda d: ["runs", str(d / "no"), "--json"], 1, "no runs", "paceline train"),

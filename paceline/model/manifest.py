@@ -204,8 +204,9 @@ def format_shape(shape: Sequence[int] | None) -> str:
 
 
 def better_checkpoint(directory: Path, step: int) -> Manifest | None:
-    """Returns the best checkpoint, where the val_bpb of that of `step` is clearly higher."""
-    manifests = {manifest.step: manifest for _, manifest in list_checkpoints(directory, skip_unreadable=True)}
+    """Returns the best checkpoint, where the val_bpb of that of `step`, the newest good one, is clearly higher."""
+    listed = (manifest for _, manifest in list_checkpoints(directory, skip_unreadable=True))
+    manifests = {manifest.step: manifest for manifest in listed if manifest.step <= step}  # newer ones are damaged
     best, score = best_checkpoint(manifests.values()), manifests[step].val_bpb if step in manifests else None
     return best if best and best.val_bpb and score and score > CLEARLY_HIGHER * best.val_bpb else None
 

@@ -208,7 +208,8 @@ def run_notes(run: RunDir, state: State, events: Sequence[JsonRecord]) -> Iterat
     if state in LIVE:
         yield from unsaved_texts(events)
     elif state == "finished":
-        yield from end_notes(state, attempt_views(events))
+        # a damaged checkpoint was overcome: the run itself shows it
+        yield from end_notes(state, attempt_views([event for event in events if event.get("event") != "damaged"]))
     else:
         yield from unstarted_notes(run, state, events)
 
@@ -277,9 +278,9 @@ def live_state(events: Sequence[JsonRecord], mark: Heartbeat | None, line: JsonR
     start = max((index for index, kind in enumerate(kinds) if kind == "attempt"), default=-1)
     attempt = events[start + 1 :]
     attempt_state = next((event.get("state") for event in attempt if event.get("event") == "attempt_ended"), None)
+    if {"launch", "script"} & set(kinds[start + 1 :]):
+        return "starting"  # another command; a supervisor that was killed has recorded no end of its attempt
     if attempt_state is not None:
-        if {"launch", "script"} & set(kinds[start + 1 :]):
-            return "starting"
         if attempt_state == "regrouped":
             return "starting"  # with more hosts
         if any(event.get("action") == "stop" for event in attempt):

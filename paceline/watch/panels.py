@@ -91,6 +91,8 @@ def head_panel(snapshot: Snapshot, *, now: float) -> Panel:
         "badge": shown,
         "command": shlex.join(snapshot.command) if snapshot.command else command,
         "summary": {"level": verdict.level, "text": verdict.text} if verdict else None,
+        "tags": snapshot.tags,
+        "note": snapshot.note or None,
         "notes": snapshot.notes,
         "progress": None if share is None else {"percent": round(100 * share, 1), "level": level},
         "facts": list(head_facts(snapshot, share, now=now)),

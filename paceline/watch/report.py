@@ -98,6 +98,8 @@ def markdown_report(path: Path, *, now: float) -> str:
     blocks = [
         [f"# {escape(snapshot.name)}: {snapshot.state}", "", *([escape(verdict.text)] if verdict else [])],
         [", ".join(progress(snapshot))],
+        ["Tags: " + ", ".join(map(escape, snapshot.tags))] if snapshot.tags else [],
+        [escape(snapshot.note)],
         ["| | measured | plan | |", "|---|---:|---:|---:|", *rows] if rows else [],
         [f"- {escape(note)}" for note in snapshot.notes],
         section("What happened", explanation(snapshot)),

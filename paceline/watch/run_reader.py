@@ -25,7 +25,7 @@ from paceline.rundir import RunDir, check_readable, is_locked, is_queued, read_t
 from paceline.slurm import JobId, JobReader, format_job, parse_job_id
 from paceline.typed_fields import damaged_files, typed_content, well_typed
 from paceline.units import unix_time
-from paceline.watch.about import expected
+from paceline.watch.about import expected, read_notes
 from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, join_series, slow_ranks
 from paceline.watch.events import (
     END_STATES,
@@ -179,6 +179,7 @@ class RunReader:
             "findings": self._content(self.run.findings, json.loads, []),
             "slurm": format_job(job),
             "explanation": self._explanation(state) if is_failure else None,
+            **dict(zip(("tags", "note"), read_notes(self.run), strict=True)),
         }
 
     def _training_snapshot(self, fields: JsonRecord) -> Snapshot:
@@ -209,8 +210,7 @@ class RunReader:
         start, best = unix_time(self.attempts[-1]["time"]) if self.attempts else None, rank_logs.get(rank)
         fields |= best.fields(since=start) if best else {}
         fields["ranks"] = fields["ranks"] or [RankView(log.rank) for log in last if log.rank is not None]
-        logs_read = (self._script_log(log) for log in self.logs if log.rank == rank)
-        shown = [curves for curves in logs_read if curves.step is not None]
+        shown = [curves for log in self.logs if log.rank == rank and (curves := self._script_log(log)).step is not None]
         by_line = bool(shown) and shown[-1].counts_lines
         fields["notes"] = [*fields["notes"], *(shown[-1].notes if shown else ())]
         if attempts := [curves.curves for curves in shown if curves.counts_lines == by_line]:

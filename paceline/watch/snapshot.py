@@ -207,6 +207,8 @@ class Snapshot:
     findings: list[dict[str, Any]] = field(default_factory=list)
     explanation: dict[str, Any] | None = None  # paceline.explain's, of the attempt that ended the run
     notes: list[str] = field(default_factory=list)  # what could not be read, one line each
+    tags: list[str] = field(default_factory=list)  # of `paceline runs tag`
+    note: str = ""  # of `paceline runs note`
     preparing: dict[str, Any] | None = None  # the work before the launch: label, and share and eta_s where known
     slurm: str | None = None  # job 4711 RUNNING on n[1-4], 3h12m of 8h00m left
 

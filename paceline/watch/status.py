@@ -17,13 +17,10 @@ from threading import Lock
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError
-from paceline.explain.lines import strip_escapes
 from paceline.explain.series import natural_order
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_queued, is_run, read_end, read_json_lines, read_text, to_utc
-from paceline.terminal import cells, cut, pad, without_middle
 from paceline.typed_fields import damaged_files, hints_of, well_typed
-from paceline.units import format_count
 from paceline.watch.about import check_links, config_in, csv_lines, link_out_of, read_about, read_notes
 from paceline.watch.events import end_state, is_complete, last_event_time, live_state, run_notes
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines, read_part, search
@@ -36,7 +33,7 @@ MAX_END_BYTES = 4 << 20
 FRESH_S = 0.8  # a snapshot is read at most this often, however many pages are open
 MAX_OPEN = 16  # readers; the least recently used one is closed
 PART_BYTES = 256 << 10  # of a log, at once
-MAX_HITS, MIN_NAME, MIN_NOTE = 200, 20, 12  # of a search; columns of a name and of a note in the list of runs
+MAX_HITS = 200  # of a search
 
 
 class Reader(Protocol):
@@ -206,41 +203,6 @@ def file_stamp(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def format_runs(runs: list[RunStatus], *, width: int | None = None) -> str:
-    """Returns the list of runs as a table, with eval_tokens where the runs differ in it. width: the terminal's; None: unlimited."""
-    head = ("run", "state", "step", "loss", "val_bpb", "eval_tokens", "tok/s", "last activity (UTC)", "tags")
-    rows = [
-        (
-            strip_escapes(status.name),
-            status.state,
-            format_steps(status),
-            format_figure("loss", status.loss),
-            format_figure("val_bpb", status.val_bpb),
-            f"{status.eval_tokens:,}" if status.eval_tokens and status.val_bpb else "n/a",
-            "n/a" if status.tok_per_sec is None else format_count(status.tok_per_sec),
-            format_time(status.time or "n/a"),
-            " ".join(status.tags),
-        )
-        for status in runs
-    ]
-    columns: list[list[str]] = []
-    for name, *values in reversed(list(zip(head, *rows, strict=True))):
-        if {"tags": any(values), "eval_tokens": len({*values} - {"n/a"}) > 1}.get(name, True):
-            if name == "run" and width is not None:
-                room = max(MIN_NAME, width - sum(2 + cells(column[0]) for column in columns))
-                short = [without_middle(value, room) for value in values]
-                values = [v if short.count(s) > values.count(v) else s for v, s in zip(values, short, strict=True)]
-            right, most = name not in ("run", "state", "tags"), max(map(cells, (name, *values)))
-            columns.insert(0, [pad(cell, most, right=right) for cell in (name, *values)])
-    lines = ["  ".join(row) for row in zip(*columns, strict=True)]
-    texts = ["note", *(" ".join(strip_escapes(status.note).split()) for status in runs)]
-    room = max(map(cells, texts)) if width is None else width - cells(lines[0]) - 2
-    if any(texts[1:]) and room >= MIN_NOTE:
-        lines = [f"{line}  {cut(text, room)}" for line, text in zip(lines, texts, strict=True)]
-    notes = (f"{strip_escapes(status.name)}: {note}" for status in runs for note in status.notes)
-    return "\n".join([*map(str.rstrip, lines), *notes])
-
-
 def format_steps(status: RunStatus | Snapshot) -> str:
     return format_step(status.step) + (f"/{status.num_steps:,}" if status.num_steps and status.step is not None else "")
 
@@ -259,7 +221,8 @@ def format_run(snapshot: Snapshot) -> str:
     of_steps = f", step {format_steps(snapshot)}, {figure}" if shows_figures else ""
     places = [f"{host.name}: {host_place(host)}" for host in snapshot.hosts if host_place(host)]
     lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}"]
-    rows = {"slurm": [snapshot.slurm or ""], "hosts": ["; ".join(places)], "note": snapshot.notes}
+    own = {"tags": [" ".join(snapshot.tags)], "note": [snapshot.note, *snapshot.notes]}
+    rows = {"slurm": [snapshot.slurm or ""], "hosts": ["; ".join(places)], **own}
     lines += [*(f"{name:<8}{text}" for name, texts in rows.items() for text in texts if text), ""]
     for attempt in snapshot.attempts:
         head = f"attempt {attempt.attempt}, {format_time(attempt.time)} UTC"
@@ -319,8 +282,7 @@ class Shelf:
             named = asdict(run_status(RunDir(self.named)))
         else:
             log = self.snapshot(self.named.name)
-            named = {field.name: getattr(log, field.name, None) for field in fields(RunStatus)}
-            named |= {"attempts": 1, "tags": [], "note": ""}
+            named = {field.name: getattr(log, field.name, None) for field in fields(RunStatus)} | {"attempts": 1}
         return [named, *(run for run in runs if run["name"] != self.named.name)]
 
     def snapshot(self, name: str) -> Snapshot:
@@ -339,7 +301,7 @@ class Shelf:
         if opened.snapshot is not None or not (opened.path / "config.toml").is_file():
             return None
         status = asdict(run_status(RunDir(opened.path)))
-        figures = {name: value for name, value in status.items() if name not in ("attempts", "time", "tags", "note")}
+        figures = {name: value for name, value in status.items() if name not in ("attempts", "time")}
         return Snapshot(kind="script" if status["command"] else "training", **figures)
 
     def read_ahead(self, name: str) -> None:

@@ -350,7 +350,7 @@ def first_log(snapshot: Snapshot) -> LogView | None:
 
 def attempt_outcome(snapshot: Snapshot, attempt: AttemptView) -> str:
     is_current = snapshot.state in LIVE and attempt is snapshot.attempts[-1]
-    return attempt.state or ("running" if is_current else "no end recorded")
+    return attempt.state or ("running" if is_current and not attempt.cause else "no end recorded")
 
 
 def goodput_share(snapshot: Snapshot) -> float | None:

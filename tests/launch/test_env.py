@@ -14,6 +14,7 @@ def test_cpu_processes_share_the_cores_and_meet_on_the_loopback():
     assert env == {
         "PATH": "/bin",
         "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -21,7 +22,7 @@ def test_cpu_processes_share_the_cores_and_meet_on_the_loopback():
         "TORCH_FR_BUFFER_SIZE": "2000",
     }
     assert rows[0] == EnvRow("OMP_NUM_THREADS", "2", "8 CPU cores for 3 processes", "added")
-    assert len(rows) == 6
+    assert len(rows) == 7
 
 
 def test_more_processes_than_cores_have_one_thread_each():
@@ -119,6 +120,7 @@ def test_a_harmless_value_is_not_reported(name, value):
 def test_the_table_shows_each_variable_with_its_origin_and_reason():
     _, rows = worker_env({"OMP_NUM_THREADS": "32"}, Launch(nproc=2, device="cpu", cpu_cores=8))
     assert format_env(rows).splitlines() == [
+        "OMP_WAIT_POLICY=PASSIVE       added         threads that wait leave their core to others",
         "PYTHONUNBUFFERED=1            added         a log is whole up to the moment of a crash",
         "PYTHONFAULTHANDLER=1          added         a crash in native code leaves a traceback",
         "TOKENIZERS_PARALLELISM=false  added         tokenizers must not start a thread per core in every process",

@@ -90,6 +90,15 @@ def test_a_checkpoint_is_better_if_val_bpb_is_clearly_higher_at_another(tmp_path
     }
 
 
+def test_a_checkpoint_that_is_newer_than_the_newest_good_one_is_not_better(tmp_path: Path):
+    writer = make_writer(tmp_path, keep_last=9)
+    for step, val_bpb in ((10, 1.2), (20, 1.5), (30, 1.0)):
+        writer.save(step, rows_of(0, 1, step), {}, val_bpb=val_bpb)
+    writer.wait()
+    better = better_checkpoint(tmp_path, 20)  # that of step 30 is damaged
+    assert better and better.step == 10
+
+
 def test_the_one_just_saved_is_never_pruned_for_a_newer_one(tmp_path: Path):
     for step in (60, 40):
         writer = make_writer(tmp_path, keep_last=1)

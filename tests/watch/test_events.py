@@ -3,7 +3,9 @@
 import pytest
 
 from paceline.heartbeat import Heartbeat
-from paceline.watch.events import event_line, event_text, event_view, live_state, unsaved_texts
+from paceline.watch.events import attempt_views, event_line, event_text, event_view, live_state, unsaved_texts
+from paceline.watch.snapshot import Snapshot
+from paceline.watch.summary import attempt_outcome
 
 START = "2026-01-01T00:00:00Z"
 ROLLBACK = {"event": "rollback", "step": 7, "to_step": 4, "cause": "loss-nan", "number": 1, "at_most": 3}
@@ -59,6 +61,18 @@ def test_an_event_becomes_one_line_of_text(event, text):
 
 
 UNSAVED = {"event": "save_failed", "step": 30, "needed_bytes": 2 << 20, "free_bytes": None, "host": "bob", "last": True}
+
+
+def test_a_resume_after_a_killed_supervisor_starts_before_its_attempt_has_begun():
+    events = [
+        {"event": "attempt", "attempt": 1, "time": START},
+        {"event": "launch", "time": START},
+        {"event": "verdict", "attempt": 1, "cause": "supervisor-lost", "summary": "its supervisor was killed"},
+    ]
+    assert live_state(events[:1], Heartbeat(30, 0, "forward", 0.0), {}) == "training"
+    assert live_state(events, Heartbeat(30, 0, "forward", 0.0), {}) == "starting"
+    snapshot = Snapshot("a", "runs/a", "training", "starting", attempts=attempt_views(events))
+    assert attempt_outcome(snapshot, snapshot.attempts[0]) == "no end recorded"
 
 
 def test_a_save_without_room_counts_until_a_checkpoint_or_the_next_attempt():

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -11,6 +12,7 @@ from contextlib import suppress
 import pytest
 from run_folders import utc, write_run
 
+from paceline import terminal
 from paceline.cli import run_command
 from paceline.rundir import append_json_line
 from paceline.terminal import STEERING, PlainStream, own_stream
@@ -140,3 +142,16 @@ def test_a_bar_stays_one_on_a_terminal_without_utf8():
     PlainStream(stream).write("weights █▊··  caf\xe9\n")
     stream.seek(0)
     assert stream.read() == "weights ##..  caf?\n"
+
+
+def test_long_work_in_a_pipe_prints_how_far_it_is_and_how_long_it_may_still_take(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.0)
+    with terminal.show_progress() as progress:
+        for done in (0, 1, 3):
+            progress("evaluate", done, 4)
+    first, *following = capsys.readouterr().err.splitlines()
+    assert first == "evaluate ..."
+    assert [re.sub(r"\d+\w+ left", "TIME left", line) for line in following] == [
+        "evaluate 25 %, TIME left",
+        "evaluate 75 %, TIME left",
+    ]

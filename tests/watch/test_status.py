@@ -23,13 +23,13 @@ from paceline.watch import log_reader
 from paceline.watch.about import edit_note, edit_tags, read_about, read_notes, write_notes
 from paceline.watch.events import event_text
 from paceline.watch.log_reader import LogAndMachine
-from paceline.watch.panels import run_row
+from paceline.watch.panels import head_panel, run_row
+from paceline.watch.report import markdown_report
 from paceline.watch.status import (
     MAX_END_BYTES,
     RunList,
     Shelf,
     format_run,
-    format_runs,
     last_values,
     open_reader,
     printed_values,
@@ -37,7 +37,8 @@ from paceline.watch.status import (
     run_status,
 )
 from paceline.watch.summary import summarize
-from paceline.watch.terminal.runs import list_runs
+from paceline.watch.terminal.pages import format_once
+from paceline.watch.terminal.runs import format_runs, list_runs
 
 
 def make_run(folder, name="a"):
@@ -153,6 +154,21 @@ def test_a_long_name_is_whole_in_a_pipe_and_loses_its_middle_on_a_terminal(tmp_p
     assert width != 99 or max(map(len, lines)) == 99
 
 
+def test_a_narrow_list_leaves_columns_out_before_its_rows_wrap(tmp_path):
+    for name, tokens in (("books-small", 2048), ("books-large", 4096)):
+        make_run(tmp_path, name).config_toml.write_text(f"eval_tokens = {tokens}\n")
+    runs = RunList(tmp_path).read()
+    wide, *heads = (format_runs(runs, width=width).splitlines() for width in (None, 80, 60, 48))
+    assert wide[0].split()[4:] == ["val_bpb", "eval_tokens", "tok/s", "last", "activity", "(UTC)"]
+    assert [lines[0].split()[4:] for lines in heads] == [
+        ["val_bpb", "eval_tokens", "tok/s"],
+        ["val_bpb", "eval_tokens"],
+        ["val_bpb"],
+    ]
+    assert [max(map(len, lines)) <= width for lines, width in zip(heads, (80, 60, 48), strict=True)] == [True] * 3
+    assert {line.split()[0] for line in heads[-1][1:]} == {"books-small", "books-large"}
+
+
 def test_long_names_that_differ_in_their_middle_stay_whole_on_a_terminal(tmp_path):
     names = {f"sweep-depth12-lr0.000{digit}-batch524288-wd0.1-seed1" for digit in (3, 6)}
     for name in names:
@@ -187,6 +203,7 @@ def test_a_checkpoint_that_was_damaged_is_reported_with_its_attempt_and_in_the_s
     snapshot = open_reader(run.path).update()
     assert f": finished\n  {damage}\n" in format_run(snapshot)
     assert summarize(snapshot, now=START).text.startswith(f"All steps are done; {damage}")
+    assert not run_status(run).notes  # it was overcome
 
 
 def test_the_table_shows_tags_where_a_run_has_some(tmp_path):
@@ -563,8 +580,20 @@ def test_tags_and_a_note_are_in_the_run_folder_and_damaged_ones_are_none(tmp_pat
         assert json.loads(edit(request)) == {"name": "a", "tags": ["good"], "note": "the first one"}
     with pytest.raises(PacelineError, match="'two words' is not a tag"):
         edit_tags(RunsTagOptions(run_and_tags=("a", "two words"), runs_dir=runs_dir))
-    status = run_status(run)
-    assert (status.tags, status.note) == (["good"], "the first one")
+    status, snapshot = run_status(run), open_reader(run.path).update()
+    assert (status.tags, status.note) == (snapshot.tags, snapshot.note) == (["good"], "the first one")
+    assert {"tags    good", "note    the first one"} < {*format_run(snapshot).splitlines()}
+    assert "\n #good  the first one\n" in format_once(snapshot, now=START, width=80)
+    assert "\n\nTags: good\n\nthe first one\n\n" in markdown_report(run.path, now=START)
+    assert (head := head_panel(snapshot, now=START))["tags"] == ["good"] and head["note"] == "the first one"
     for damaged in ("", "[]", '{"tags": 3}', '{"tags": [1], "note": null}'):
         run.notes.write_text(damaged)
         assert read_notes(run) == ([], "")
+
+
+def test_a_folder_with_checkpoints_and_no_config_is_reported_below_the_list(tmp_path):
+    make_run(tmp_path)
+    (tmp_path / "lost" / "checkpoints").mkdir(parents=True)
+    options = RunsOptions(runs_dir=str(tmp_path))
+    last = list_runs(RunList(tmp_path).read(), options, width=None).splitlines()[-1]
+    assert last == "lost: not listed: no config.toml"

@@ -19,9 +19,10 @@ from paceline.rundir import append_event, append_json_line
 from paceline.terminal import write_output
 from paceline.watch.panels import run_panels
 from paceline.watch.report import html_report, markdown_report
-from paceline.watch.status import RunList, Shelf, format_run, format_runs, open_reader
+from paceline.watch.status import RunList, Shelf, format_run, open_reader
 from paceline.watch.terminal.chart import CurveChoice
 from paceline.watch.terminal.pages import NO_LOG, format_once, page_lines
+from paceline.watch.terminal.runs import format_runs
 
 NOW = 1_795_250_500.0
 OTHER_USER = 65534

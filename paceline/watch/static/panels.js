@@ -5,14 +5,15 @@
 const drawPiece = (piece) =>
   typeof piece === 'string' ? piece : 'time' in piece ? formatTime(piece.time, piece) : el('b', piece.text);
 
-function drawHead(name, { badge, command, summary, notes, progress, facts }) {
+function drawHead(name, { badge, command, summary, tags, note, notes, progress, facts }) {
   const fact = (parts) => el('span', parts.map(drawPiece));
   return el(
     'section.head',
     el('h1', name, stateBadge(badge)),
     p('command', command),
+    (note || tags.length > 0) && el('p.note', note && el('span', note), tags.map((tag) => el('span.tag', tag))),
     summary && p(`summary ${summary.level}`, summary.text),
-    notes.map((note) => p('note faint', note)),
+    notes.map((text) => p('note faint', text)),
     progress &&
       el(
         'div.progress',

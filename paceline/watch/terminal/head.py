@@ -41,6 +41,8 @@ def header(snapshot: Snapshot, *, now: float, width: int, error: str | None = No
     first = ((f" ! {clean(error)}", "warning"),) if error else title(snapshot, now=now, width=width)
     facts = facts_line(measures(snapshot), width - 2)
     lines = [first, progress(snapshot, width=width), *([((" ", ""), *facts)] if facts else [])]
+    if own := clean("  ".join(filter(None, (" ".join(f"#{tag}" for tag in snapshot.tags), snapshot.note)))):
+        lines.append(((f" {own}", "faint"),))
     return [fit(line, width) for line in (*lines, *health(snapshot, now=now, width=width))]
 
 

@@ -2,25 +2,26 @@
 The terminal view's list of runs, from which one is opened, and two runs compared: curves over each other, settings that differ.
 `paceline runs` lists runs as text; `paceline runs show` prints one run, or several with these settings.
 
-Pure, but for `show_runs` and `differing_settings`, which read the run folders.
+Pure, but for `list_runs`, `show_runs` and `differing_settings`, which read the run folders.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from paceline.errors import PacelineError, nearest
+from paceline.explain.lines import strip_escapes
 from paceline.explain.series import natural_order
 from paceline.run_options import RunsOptions
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, is_run
 from paceline.terminal import cells, cut, pad, terminal_width, without_middle
 from paceline.units import format_count
 from paceline.watch.about import read_about
 from paceline.watch.measures import format_figure, format_measure, format_time
 from paceline.watch.snapshot import LIVE, Snapshot, State, finite
-from paceline.watch.status import RunStatus, format_run, format_runs, format_steps, open_reader, run_json, run_status
+from paceline.watch.status import RunStatus, format_run, format_steps, open_reader, run_json, run_status
 from paceline.watch.summary import LEVEL_SIGNS, STATE_SIGNS
 from paceline.watch.terminal import chart
 from paceline.watch.terminal.line import EMPTY, Line, clean, heading, section, side_by_side, split_width
@@ -30,6 +31,13 @@ WIDE = 100  # columns from which two charts stand side by side, and a run's last
 NUMBERS = 58  # columns of a row without the name
 STYLES = ("blue", "orange")  # of the two runs
 MAX_NAME = 40  # columns of a run's name above its settings
+MIN_NAME, MIN_NOTE = 20, 12  # columns of a name and of a note in the list of runs
+NARROW_WITHOUT = (
+    "last activity (UTC)",
+    "tok/s",
+    "eval_tokens",
+    "tags",
+)  # the first that a narrow list leaves out first
 SIGNS = {"step": -1, "tok_per_sec": -1}  # of what a list begins with the largest of
 NUM_HEADINGS = 2  # lines above the first run
 Setting = tuple[str, ...]  # name, and its value in each run
@@ -148,7 +156,66 @@ def list_runs(runs: Sequence[RunStatus], options: RunsOptions, *, width: int | N
         text = f"no run in {options.runs_dir} is {' or '.join(options.state)}"
         raise PacelineError(text, fix="paceline runs, without --state, shows those that there are")
     chosen = chosen if options.sort == "time" else sorted(chosen, key=place)
-    return json.dumps(finite(list(map(asdict, chosen))), indent=1) if options.json else format_runs(chosen, width=width)
+    if options.json:
+        return json.dumps(finite(list(map(asdict, chosen))), indent=1)
+    folders = (path.parent for path in sorted(Path(options.runs_dir).glob("*/checkpoints")))
+    lost = [f"{clean(folder.name)}: not listed: no config.toml" for folder in folders if not is_run(RunDir(folder))]
+    return "\n".join([format_runs(chosen, width=width), *lost])
+
+
+def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
+    """Returns the list of runs as a table, with eval_tokens where the runs differ in it. width: the terminal's; None: unlimited.
+
+    Where the table is wider, it has no NARROW_WITHOUT columns, as many as are too much.
+    """
+    head = ("run", "state", "step", "loss", "val_bpb", "eval_tokens", "tok/s", "last activity (UTC)", "tags")
+    rows = [
+        (
+            strip_escapes(run.name),
+            run.state,
+            format_steps(run),
+            format_figure("loss", run.loss),
+            format_figure("val_bpb", run.val_bpb),
+            f"{run.eval_tokens:,}" if run.eval_tokens and run.val_bpb else "n/a",
+            "n/a" if run.tok_per_sec is None else format_count(run.tok_per_sec),
+            format_time(run.time or "n/a"),
+            " ".join(run.tags),
+        )
+        for run in runs
+    ]
+    columns = {name: values for name, *values in zip(head, *rows, strict=True)}
+    shown = {"tags": any(columns["tags"]), "eval_tokens": len({*columns["eval_tokens"]} - {"n/a"}) > 1}
+    columns = {name: values for name, values in columns.items() if shown.get(name, True)}
+    if width is not None:
+        for name in NARROW_WITHOUT:
+            if name_room(columns, width) < min(MIN_NAME, width_of_column("run", columns["run"])):
+                columns.pop(name, None)
+        names, room = columns["run"], max(MIN_NAME, name_room(columns, width))
+        short = [without_middle(name, room) for name in names]
+        columns["run"] = [n if short.count(s) > names.count(n) else s for n, s in zip(names, short, strict=True)]
+    padded = [
+        [
+            pad(cell, width_of_column(name, values), right=name not in ("run", "state", "tags"))
+            for cell in (name, *values)
+        ]
+        for name, values in columns.items()
+    ]
+    lines = ["  ".join(row) for row in zip(*padded, strict=True)]
+    texts = ["note", *(" ".join(strip_escapes(run.note).split()) for run in runs)]
+    room = max(map(cells, texts)) if width is None else width - cells(lines[0]) - 2
+    if any(texts[1:]) and room >= MIN_NOTE:
+        lines = [f"{line}  {cut(text, room)}" for line, text in zip(lines, texts, strict=True)]
+    notes = (f"{strip_escapes(run.name)}: {note}" for run in runs for note in run.notes)
+    return "\n".join([*map(str.rstrip, lines), *notes])
+
+
+def width_of_column(name: str, values: Sequence[str]) -> int:
+    return max(map(cells, (name, *values)))
+
+
+def name_room(columns: Mapping[str, Sequence[str]], width: int) -> int:
+    """Returns the columns of a terminal that are left for the names of runs."""
+    return width - sum(2 + width_of_column(name, values) for name, values in columns.items() if name != "run")
 
 
 def parse_states(names: Sequence[str]) -> set[str]:

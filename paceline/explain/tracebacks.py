@@ -23,6 +23,9 @@ HOOK_FAILED = "Error in sys.excepthook: the exception that ended the program is 
 
 HEADER = re.compile(r"Traceback \(most recent call last\)|^Original Traceback|Exception in thread (?!\")")
 MESSAGE_BEFORE = re.compile(r"\w: \S.*\w")
+QUOTED = re.compile(  # by the program, in a text that a model has read or written
+    r"(?i)\W*(?:model |generated )?(?:sample|completion|response|prompt|generation|answer|prediction)s?\b[\w #()]{0,20}[:=>|]+ ?"
+)
 FRAME = re.compile(
     r"^\s*(?P<frame>File \"[^\"]*\", line \d+(?:,? in .*)?)"
     r"|^(?P<ipython>(?:[~/.]|[A-Za-z]:)\S*\.py[xc]? in (?:<cell line: \d+>|\S+)\(.*\))"
@@ -41,8 +44,11 @@ BARE_EXCEPTION = re.compile(  # without a traceback above it; stricter, because 
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|_?[a-z]\w*\.[A-Z]\w*)?(?:Error|Exception|KeyboardInterrupt|ExceptionGroup))"
     r"(?:\(\w+\))?(?:: (?![-+.\de]+$)|:$|$)"  # not a measure
 )
-# a stack dump shows where a process is, not an error
-STACK = re.compile(r"\(most recent call first\)|^Stack \(most recent call|^Fatal Python error: ")
+EXCEPTION_REPR = re.compile(  # alone on its line, as Hydra and loggers print it
+    r"^(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))"
+    r"\((?:(?<=KeyError\()(?P<key>['\"].*['\"])|(?P<quote>['\"])(?P<message>.*)(?P=quote)),?\)$"
+)
+STACK = re.compile(r"\(most recent call first\)|^Stack \(most recent call|^Fatal Python error: ")  # not an error
 CHAIN = re.compile(r"During handling of the above exception|direct cause of the following exception")
 MAX_BEHIND = 6  # lines, from its announcement to an exception that Python ignores
 IGNORED = re.compile(
@@ -60,8 +66,7 @@ WRAPPER = re.compile(
     r"|^torch\.distributed\.elastic\S*SignalException|RuntimeError: TorchDistributor failed"
 )
 SPAWN_CHILD = re.compile(r"multiprocessing[/\\](?:spawn|forkserver)\.py\"?.* in (?:_main|spawn_main|main)")
-# what a parent did not finish to send
-UNREADABLE = re.compile(r"EOFError\b|\S*UnpicklingError: pickle data was truncated")
+UNREADABLE = re.compile(r"EOFError\b|\S*UnpicklingError: pickle data was truncated")  # a parent did not send all
 ASSERTION = re.compile(r"^\W*(?:\d+\W+)?assert\b\s*(?P<expression>.+)")
 RAISED = re.compile(
     r"\W*(?:\d+\W+)?raise (?P<type>[A-Z][\w.]*)\(f?(?P<quote>['\"])(?P<message>.+?)(?:(?P=quote)\)?)?\s*$"
@@ -181,6 +186,7 @@ class TracebackReader:
             error = self._start(number, line, step)
             error.has_header, named = True, text[: header.start()].strip()
             error.type = named if named and EXCEPTION.fullmatch(named) else ""
+            error.record = replace(error.record, is_quoted=QUOTED.fullmatch(text[: header.start()]) is not None)
             # a logger's own sentence, with the error behind it
             return not MESSAGE_BEFORE.search(text[: header.start()])
         elif not frame:
@@ -266,6 +272,11 @@ class TracebackReader:
         rank = int(match["rank"]) if (match := ENDED_PROCESS.match(text)) else error.record.rank
         frames = tuple(error.frames[-MAX_FRAMES:])
         return [replace(error.record, kind=kind, text=text or CUT_OFF, rank=rank, frames=frames)]
+
+
+def as_raised(text: str) -> str:
+    """An exception's repr as a traceback ends with it, `KeyError: 'a'` for `KeyError('a')`; any other text as it is."""
+    return EXCEPTION_REPR.sub(r"\g<type>: \g<key>\g<message>", text)
 
 
 def frame_text(frame: re.Match[str]) -> str:

@@ -34,7 +34,7 @@ from paceline.explain.roots import (
     silent_exit,
     without_consequences,
 )  # fmt: skip
-from paceline.explain.run_bounds import BUFFERED_LINES
+from paceline.explain.run_bounds import BUFFERED_LINES, ended_program
 from paceline.explain.sentences import (
     clean_values,
     describe_survived,
@@ -63,6 +63,7 @@ ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
 MIN_LATE_STEP = 10  # of a single line of progress
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
+MANY_STEPS, UNSURE = 10, 0.8  # steps behind an exception that nobody seems to have caught, and how sure that is
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_QUOTE = 200
 FIRST_KINDS = {"exception": 0, "line": 1}  # of the records of a failure: what it says itself before how it ended
@@ -127,7 +128,8 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
     culprit = choose_culprit(roots, blamed)
     if culprit.cause.id == DIVERGED and culprit.record.kind == "line" and progress.nan_line is not None:
         return explain_divergence(culprit.cause, progress.nan_line, progress, values)
-    return explain_event(culprit, roots, candidates, logs, progress, values, hang=hang)
+    explanation = explain_event(culprit, roots, candidates, logs, progress, values, hang=hang)
+    return explanation if unexplained else note_steps_behind(explanation, culprit, logs)
 
 
 def explain_event(
@@ -178,6 +180,15 @@ def explain_event(
         progress=progress,
         victims=() if rank is None and cause.id in WAITING else ranks_of_victims(victims, rank),
     )
+
+
+def note_steps_behind(explanation: Explanation, culprit: Event, logs: Sequence[Log]) -> Explanation:
+    """Adds that many steps follow an exception that seems to have ended its program: a program may also print what it caught."""
+    num_steps = len(logs[culprit.place[0]].steps_after(culprit.record))
+    if num_steps < MANY_STEPS or not ended_program(culprit.record):
+        return explanation
+    note = f"{num_steps} steps follow it: they were in a buffer when the program ended, or it caught this error"
+    return replace(explanation, confidence=min(explanation.confidence, UNSURE), notes=(*explanation.notes, note))
 
 
 def confidence(score: float, rival: float) -> float:

@@ -1,7 +1,7 @@
 """Events: what a line or an exception shows beside the lines around it."""
 
 import pytest
-from log_samples import STEPS
+from log_samples import OOM, STEPS
 
 from paceline.explain.run_folder import explain
 
@@ -170,6 +170,32 @@ def test_a_path_is_not_the_example_of_one_in_a_message():
     ("Failed search 1 of 1 with exception: cannot unpack non-iterable int object", "user-code-exception"),
     ("Failed search 1 of 1 with exception: CUDA out of memory. Tried to allocate 2 GiB", "cuda-oom"),
     ("Request failed with error: 429 Too many requests, retrying in 5 s", "rate-limited"),
+    ("2026-11-30 02:43:39,586 ERROR training failed: KeyError('validation')", "user-code-exception"),
 ])  # fmt: skip
 def test_a_line_of_what_failed_with_which_exception_shows_the_cause_of_its_message(line, cause):
     assert verdict(STEPS + line + "\n").cause == cause
+
+
+def test_a_program_that_a_script_does_not_find_is_survived_by_the_steps_behind_it():
+    missing = "go.sh: line 1: rsync: command not found\n"
+    for text in (missing + STEPS, missing + STEPS + "Saved model to model.pt\n"):
+        explanation = verdict(text)
+        assert explanation.cause == "healthy" and explanation.notes[0].endswith("system-tool-missing (line 1)")
+    assert verdict(STEPS + missing).cause == "system-tool-missing"
+
+
+@pytest.mark.parametrize("error", ["ValueError: no", OOM])
+def test_a_traceback_in_a_sample_that_is_printed_is_survived_by_the_steps_behind_it(error):
+    bare = f'Traceback (most recent call last):\n  File "app.py", line 3, in <module>\n    main()\n{error}\nWhy?\n'
+    assert verdict(STEPS + f"sample: {bare}" + STEPS).cause == "healthy"
+    assert verdict(f"{STEPS}sample: {bare}" * 2 + STEPS).cause == "healthy"
+    assert verdict(STEPS + f"sample: {bare}").shows_failure
+    buffered = verdict(STEPS + bare + STEPS.replace("step 0", "step 1"))
+    assert (buffered.shows_failure, buffered.notes[0][:15]) == (True, "10 steps follow")
+
+
+def test_training_that_is_stopped_early_has_ended_unless_its_metric_is_nan():
+    stop = "Monitored metric val_loss {} Signaling Trainer to stop.\n"
+    improved = stop.format("did not improve in the last 2 records. Best score: 0.655.")
+    assert verdict(STEPS + improved).progress.finished
+    assert not verdict(STEPS + stop.format("= nan is not finite. Previous best value was 0.655.")).progress.finished

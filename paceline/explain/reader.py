@@ -125,15 +125,13 @@ class LogParser:
         self._run = OpenRun(1, rank=rank)
         self._last_begin: tuple[int, float | None] = (1, None)  # line and time, where the log's first lines came last
         self._earlier: deque[Log] = deque(maxlen=MAX_RUNS)
-        # selected when many were; parsed at the end of the run
-        self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_SELECTED)
+        self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_SELECTED)  # parsed at the end of the run
         self._number = 0  # of the last line
         self._starts: dict[int, Start] = {}  # numbers of lines as the log's first ones, in this block
         # of this block, and the first that the run's last lines do not have yet
         self._lines: tuple[Sequence[int], list[bytes], int] = ((), [], 0)
         self._pending = 0  # lines at the start of the next block that follow a selected one
-        # skipped last; parsed before the next event
-        self._waiting: deque[tuple[int, bytes]] = deque(maxlen=PROGRESS_LINES)
+        self._waiting: deque[tuple[int, bytes]] = deque(maxlen=PROGRESS_LINES)  # parsed before the next event
         self._num_progress = 0  # lines read for progress
         self._snippet_rank: int | None = None
         self._banner_rank: int | None = None

@@ -117,8 +117,7 @@ class TracebackReader:
         self._open: dict[str, Unfinished] = {}
         self._ignored: dict[str, int] = {}  # by stream: the line that announced one
         self.last_ignored: int | None = None
-        # by stream: sys.excepthook failed, the exception that it was called for follows
-        self._hooks: dict[str, Record] = {}
+        self._hooks: dict[str, Record] = {}  # by stream: sys.excepthook failed, whose exception follows
         self._assertions: dict[str, list[str]] = {}  # by stream: a source line whose traceback lacks its first lines
         self._cut: list[Record] = []  # errors of which the end is missing
         self._stacks: set[str] = set()  # streams that are printing a stack dump

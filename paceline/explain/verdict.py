@@ -44,8 +44,10 @@ from paceline.explain.sentences import (
     template_values,
 )
 from paceline.explain.signs_of_trouble import (
+    EARLY_STOP,
     ERROR_PREFIX,
     LAST_CHECKED,
+    ends_in,
     ends_well,
     errors_of_every_item,
     is_ordinary,
@@ -231,9 +233,11 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, trouble)
     if not progress.finished and (late := [item for log in logs for item in errors_behind_progress(log)]):
         return explain_silence(logs, progress, late)
-    if progress.finished or (progress.steps >= MIN_STEPS and not stays_at_start(progress)) or is_late_step(progress):
+    stops = progress.last_loss is not None and any(ends_in(EARLY_STOP, log) for log in logs)
+    is_over = progress.finished or stops or is_late_step(progress)
+    if is_over or (progress.steps >= MIN_STEPS and not stays_at_start(progress)):
         is_log = not all(METRICS.fullmatch(text) for log in logs for _, text in log.last_lines[-1:])
-        return explain_health(replace(progress, silent_end=progress.silent_end and is_log))
+        return explain_health(replace(progress, silent_end=progress.silent_end and is_log and not stops))
     last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]
     in_nccl = bool(last_lines) and all(map(ends_in_nccl, last_lines))
     if any(map(hardly_began, logs)) or (in_nccl and any(map(is_closed, last_lines))):

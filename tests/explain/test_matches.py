@@ -1,7 +1,7 @@
 """Events: what a line or an exception shows beside the lines around it."""
 
 import pytest
-from log_samples import OOM, STEPS
+from log_samples import OOM, STEPS, raised
 
 from paceline.explain.run_folder import explain
 
@@ -197,5 +197,8 @@ def test_a_traceback_in_a_sample_that_is_printed_is_survived_by_the_steps_behind
 def test_training_that_is_stopped_early_has_ended_unless_its_metric_is_nan():
     stop = "Monitored metric val_loss {} Signaling Trainer to stop.\n"
     improved = stop.format("did not improve in the last 2 records. Best score: 0.655.")
-    assert verdict(STEPS + improved).progress.finished
-    assert not verdict(STEPS + stop.format("= nan is not finite. Previous best value was 0.655.")).progress.finished
+    bar = f"Epoch 2/29 {40 * '━'} 8/8 0:00:00 • 0:00:00 19.04it/s train_loss: 2.217 val_loss: 0.937\n"
+    assert (verdict(improved + bar).cause, verdict(improved + bar).summary[-12:]) == ("healthy", ", loss 2.217")
+    lost = stop.format("= nan is not finite. Previous best value was 0.655.") + bar.replace("0.937", "nan")
+    assert verdict(lost).cause != "healthy"
+    assert verdict(raised(None, OOM).replace("in main", "in <module>") + STEPS + improved).shows_failure

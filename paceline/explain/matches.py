@@ -24,8 +24,7 @@ MIN_STEPS = 2  # progress lines that show that a run goes on
 STEPS_AFTER = 3  # different steps after an error: it did not end the run
 CONTINUED, WARNING, ERROR_LINE = 0.45, 0.55, 0.93  # factors of a score
 WEIGHTS = {"banner": 0.5, "exception": 1.0}  # by the kind of record; ERROR_LINE for any other
-FALLBACK = "user-code-exception"  # the cause of an exception if no other one matches
-CUDA_ERROR = "cuda-error"
+FALLBACK, CUDA_ERROR = "user-code-exception", "cuda-error"  # the first: of an exception that no other one matches
 VAGUE = {FALLBACK: 0.4, "config-error": 0.66, CUDA_ERROR: 0.7}  # the highest weight of a match that tells little
 GUESS = 0.42  # the weight of keywords
 CODE_ERROR = re.compile(  # what Python itself says about a mistake in code
@@ -58,8 +57,7 @@ NOT_FOUND = re.compile(  # said by a script or a shell
     r"|^(?:mkdir|ln|cp|mv|rm|chmod|chown|touch): cannot |\.sh: line \d+: syntax error"  # by others of its commands
 )
 TYPED = re.compile(r"(?:-?(?:ba)?sh: )?[\w./-]+: command not found|zsh: command not found: \S+$")  # at a prompt
-# a way back through NCCL's functions, also when its sockets are closed at the end
-NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
+NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")  # through its functions, also when its sockets are closed
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
 TYPED_KEYS = re.compile(r"(?:\^C)+")  # as a terminal shows them
 WENT_ON, BEFORE_DONE, MAX_QUOTED = 40, 8, 16  # lines; those that quote an error below it
@@ -94,8 +92,7 @@ FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog,
     r"|Watchdog caught collective operation timeout|taking the entire process down"
     rf"|{CANCELLED}"
 )
-# bitsandbytes says what to do, and what imports it goes on
-NOT_SET_UP = re.compile(  # which a program can go on without
+NOT_SET_UP = re.compile(  # which a program can go on without, as what imports bitsandbytes does
     r"^CUDA Setup failed despite (?:CUDA|GPU) being available|CUDA capability sm_\w+ is not compatible with the current PyTorch"
 )
 DIED = re.compile(r"\bdied with <Signals\.SIG")  # as Python reports the end of a child
@@ -141,8 +138,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     is_shut_down = any(COMM_ENDED.search(record.text) for record in log.records)
     is_left = any("Horovod has been shut down" in record.text for record in log.records)
     harmless = [record for record in log.records if left_program_running(record, log)]
-    # the lines behind a warning that a package could not be imported
-    warned = {
+    warned = {  # the lines behind a warning that a package could not be imported
         record.line + 1 for record in log.records if NO_IMPORT.search(record.text) and WARNING_LINE.search(record.text)
     }
     harmless_ids, announcements = {id(record) for record in harmless}, {record.line - 1 for record in harmless}
@@ -252,7 +248,7 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
 
     A shell script goes on without a program that it does not find, and what fails for that reason says so itself.
     """
-    last_line = log.last_line
+    last_line, is_far = log.last_line, log.last_line > record.line + WENT_ON
     if NOT_SET_UP.search(record.text):
         return last_line - record.line > MAX_ADVICE
     if TYPED_KEYS.match(record.text) and not log.progress.steps and last_line - record.line > BUFFERED_LINES:
@@ -273,12 +269,12 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     behind = (other for other in log.records if other.line > record.line and other.frames)
     if CANNOT_START.search(record.text):
         return any(other.kind != "banner" for other in behind)  # of another program
-    if last_line > record.line + WENT_ON and (log.is_serving or is_warned_of(record, log)):
+    if is_far and (log.is_serving or is_warned_of(record, log)):
         return True
     if TYPED.match(record.text) and log.progress.done_line and log.progress.done_line < record.line:
         return True
-    if NOT_FOUND.search(record.text):
-        return last_line > record.line + WENT_ON or any(CODE_ERROR.match(other.text) for other in behind)
+    if NOT_FOUND.search(record.text) and (is_far or any(CODE_ERROR.match(other.text) for other in behind)):
+        return True
     if is_of_item(record) and shape_of(record.text) in continuation.repeated:
         return True
     stop = continuation.stop if ended_program(record) else math.inf

@@ -22,7 +22,7 @@ from paceline.explain.lines import MAX_RANKS, LogLine, has_word, split_prefix, s
 from paceline.explain.log import LAST_LINES, Log, OpenRun
 from paceline.explain.log_text import CHUNK_BYTES, as_text, is_binary, split_start
 from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, may_start, shape_of
-from paceline.explain.tracebacks import TracebackReader
+from paceline.explain.tracebacks import TracebackReader, as_raised
 
 MAX_LINE_CHARS = 4000
 MAX_WORD_CHARS = 400  # a pattern that begins with a word takes time by the square of the word's length
@@ -85,9 +85,6 @@ RANK_IN_TEXT = re.compile(
     r"|\b(?:on|at|from|by) (?:global )?rank[ =:]?(?P<l>\d{1,6})\b|\.py:\d+\] \((?P<m>\d{1,6})/\d{1,6}\) "
 )
 SNIPPET_RANK = re.compile(r"^\[Rank (?P<rank>\d{1,6}) Error Snippet\]:$")  # Ray Train's, above a traceback
-EXCEPTION_REPR = re.compile(  # alone on its line, as Hydra and loggers print it
-    r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))\((?P<quote>['\"])(?P<message>.*)(?P=quote),?\)$"
-)
 LINTED = re.compile(  # by mypy, flake8 or ruff
     r"\S+\.pyi?:\d+(?::\d+)?: (?:(?:error|note): .* +\[[a-z-]+\]$|[A-Z]{1,3}\d{3,4}\b)"
 )
@@ -128,15 +125,13 @@ class LogParser:
         self._run = OpenRun(1, rank=rank)
         self._last_begin: tuple[int, float | None] = (1, None)  # line and time, where the log's first lines came last
         self._earlier: deque[Log] = deque(maxlen=MAX_RUNS)
-        # selected when many were; parsed at the end of the run
-        self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_SELECTED)
+        self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_SELECTED)  # parsed at the end of the run
         self._number = 0  # of the last line
         self._starts: dict[int, Start] = {}  # numbers of lines as the log's first ones, in this block
         # of this block, and the first that the run's last lines do not have yet
         self._lines: tuple[Sequence[int], list[bytes], int] = ((), [], 0)
         self._pending = 0  # lines at the start of the next block that follow a selected one
-        # skipped last; parsed before the next event
-        self._waiting: deque[tuple[int, bytes]] = deque(maxlen=PROGRESS_LINES)
+        self._waiting: deque[tuple[int, bytes]] = deque(maxlen=PROGRESS_LINES)  # parsed before the next event
         self._num_progress = 0  # lines read for progress
         self._snippet_rank: int | None = None
         self._banner_rank: int | None = None
@@ -274,8 +269,7 @@ class LogParser:
         if text.startswith(("│", "╭", "╰", "┃")):  # the box around rich's traceback
             text = text.strip("│┃╭╮╰╯─ ").replace("❱", " ")
         line = split_prefix(text)
-        if match := EXCEPTION_REPR.match(line.text):
-            line = replace(line, text=f"{match['type']}: {match['message']}")
+        line = replace(line, text=as_raised(line.text))
         rank, self._snippet_rank = self._snippet_rank, None
         if match := SNIPPET_RANK.match(line.text):
             self._snippet_rank = int(match["rank"])

@@ -39,11 +39,9 @@ START_WORD = re.compile(  # in the lower-case bytes of every line that either ca
     rb"|please note: device|init nccl context|nccl pg_timeout_"
     rb"|^(?:args|arguments|config|configuration|options)\W"
 )
-# the first frame of what nobody has caught; behind it may stand what is left of a progress bar
-OUTERMOST = re.compile(r"in (?:<module>|_run_module_as_main)(?:  .*)?$")
+OUTERMOST = re.compile(r"in (?:<module>|_run_module_as_main)(?:  .*)?$")  # a part of a progress bar may stand behind it
 CANCELLED_JOB = re.compile(r"\*\*\* (?:JOB|STEP) (?P<job>\d+)\S* (?:ON \S+ )?CANCELLED")
-# without a caller: Python could not begin to run the program
-UNCOMPILED = re.compile(r"(?:Syntax|Indentation|Tab)Error")
+UNCOMPILED = re.compile(r"(?:Syntax|Indentation|Tab)Error")  # without a caller: Python could not begin to run it
 SHELL_END = re.compile(  # of a program, as what has started it reports
     r"ChildFailedError|^(?:.*: line \d+: +\d+ +)?(?:Killed|Aborted|Terminated|Segmentation fault|Bus error)\b"
     r"|srun: error: .*(?:[Ee]xited with|Killed|Terminated|Aborted|Segmentation)|exits with return code = -?[1-9]"
@@ -54,13 +52,12 @@ SHELL_END = re.compile(  # of a program, as what has started it reports
 
 def ended_program(record: Record) -> bool:
     """Whether nobody has caught an exception."""
-    return bool(record.frames) and OUTERMOST.search(record.frames[0]) is not None
+    return bool(record.frames) and not record.is_quoted and OUTERMOST.search(record.frames[0]) is not None
 
 
 def failed_at_import(record: Record) -> bool:
     """Whether a script ended at one of its own imports, before it had done anything."""
-    # the latter of Python 2
-    is_missing = record.text.startswith(("ModuleNotFoundError", "ImportError: No module named"))
+    is_missing = record.text.startswith(("ModuleNotFoundError", "ImportError: No module named"))  # Python 3, Python 2
     return is_missing and len(record.frames) == 1 and ended_program(record)
 
 

@@ -67,13 +67,13 @@ SCORE = re.compile(  # of an evaluation, not a limit or a weight among settings
 SUCCESS = re.compile(
     r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b|\b(?<!no )success\W*$|\brun successfully with command\b"
 )
+EARLY_STOP = re.compile(r"did not improve in the last \d+ records\..*Signaling Trainer to stop")  # Lightning's
 SUMMARY = re.compile(  # of all the work, with the errors in it that a program expects
     r"^\W*(?:STATUS\W+)?(?:SUCCESS|COMPLETED?)\b(?! RATE)|\b0 failed\b|^\|.*\| *(?:±|\+/-) *\| *\d"
     r"|완료!?$"  # not the time that it took, which a script also prints behind what failed
 )
 SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in a server of vLLM for one
-# a launcher says it as a warning, and Python in place of processes that were killed
-ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")
+ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")  # a launcher's warning, Python's for the killed
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
     r"(?i)terminat|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
     rf"|{PROMPT.pattern}"

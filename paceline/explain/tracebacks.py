@@ -23,6 +23,9 @@ HOOK_FAILED = "Error in sys.excepthook: the exception that ended the program is 
 
 HEADER = re.compile(r"Traceback \(most recent call last\)|^Original Traceback|Exception in thread (?!\")")
 MESSAGE_BEFORE = re.compile(r"\w: \S.*\w")
+QUOTED = re.compile(  # by the program, in a text that a model has read or written
+    r"(?i)\W*(?:model |generated )?(?:sample|completion|response|prompt|generation|answer|prediction)s?\b[\w #()]{0,20}[:=>|]+ ?"
+)
 FRAME = re.compile(
     r"^\s*(?P<frame>File \"[^\"]*\", line \d+(?:,? in .*)?)"
     r"|^(?P<ipython>(?:[~/.]|[A-Za-z]:)\S*\.py[xc]? in (?:<cell line: \d+>|\S+)\(.*\))"
@@ -41,8 +44,11 @@ BARE_EXCEPTION = re.compile(  # without a traceback above it; stricter, because 
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|_?[a-z]\w*\.[A-Z]\w*)?(?:Error|Exception|KeyboardInterrupt|ExceptionGroup))"
     r"(?:\(\w+\))?(?:: (?![-+.\de]+$)|:$|$)"  # not a measure
 )
-# a stack dump shows where a process is, not an error
-STACK = re.compile(r"\(most recent call first\)|^Stack \(most recent call|^Fatal Python error: ")
+EXCEPTION_REPR = re.compile(  # alone on its line, as Hydra and loggers print it
+    r"^(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))"
+    r"\((?:(?<=KeyError\()(?P<key>['\"].*['\"])|(?P<quote>['\"])(?P<message>.*)(?P=quote)),?\)$"
+)
+STACK = re.compile(r"\(most recent call first\)|^Stack \(most recent call|^Fatal Python error: ")  # not an error
 CHAIN = re.compile(r"During handling of the above exception|direct cause of the following exception")
 MAX_BEHIND = 6  # lines, from its announcement to an exception that Python ignores
 IGNORED = re.compile(
@@ -52,8 +58,9 @@ IGNORED = re.compile(
     r"|^Error processing line \d+ of \S+\.pth:$"  # of site-packages, of which Python leaves the others out
 )
 SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
-# how a program shows an exception that it caught: its type and message, or its repr
-SHOWN = re.compile(r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))(?:: (?P<message>\S.*)|\((?P<arguments>.+)\))$")
+SHOWN = re.compile(
+    r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))(?:: (?P<message>\S.*)|\((?P<arguments>.+)\))$"
+)  # or a repr
 ENDED_PROCESS = re.compile(r"(?:\S*Exception: )process (?P<rank>\d{1,4}) terminated with (?:signal|exit code)")
 WRAPPER = re.compile(
     r"ChildFailedError|WorkerGroupFailureException|ProcessRaisedException|ProcessExitedException|CalledProcessError|SpawnException"
@@ -62,8 +69,7 @@ WRAPPER = re.compile(
     r"|^torch\.distributed\.elastic\S*SignalException|RuntimeError: TorchDistributor failed"
 )
 SPAWN_CHILD = re.compile(r"multiprocessing[/\\](?:spawn|forkserver)\.py\"?.* in (?:_main|spawn_main|main)")
-# what a parent did not finish to send
-UNREADABLE = re.compile(r"EOFError\b|\S*UnpicklingError: pickle data was truncated")
+UNREADABLE = re.compile(r"EOFError\b|\S*UnpicklingError: pickle data was truncated")  # a parent did not send all
 ASSERTION = re.compile(r"^\W*(?:\d+\W+)?assert\b\s*(?P<expression>.+)")
 RAISED = re.compile(
     r"\W*(?:\d+\W+)?raise (?P<type>[A-Z][\w.]*)\((?:f?(?P<quote>['\"])(?P<message>.+?)(?:(?P=quote)\)?)?|\w+\))\s*$"
@@ -114,8 +120,7 @@ class TracebackReader:
         self._open: dict[str, Unfinished] = {}
         self._ignored: dict[str, int] = {}  # by stream: the line that announced one
         self.last_ignored: int | None = None
-        # by stream: sys.excepthook failed, the exception that it was called for follows
-        self._hooks: dict[str, Record] = {}
+        self._hooks: dict[str, Record] = {}  # by stream: sys.excepthook failed, whose exception follows
         self._assertions: dict[str, list[str]] = {}  # by stream: a source line whose traceback lacks its first lines
         self._interrupt: Record | None = None  # a Ctrl-C that Python ignored, with nothing behind it
         self._cut: list[Record] = []  # errors of which the end is missing
@@ -188,6 +193,7 @@ class TracebackReader:
             error = self._start(number, line, step)
             error.has_header, named = True, text[: header.start()].strip()
             error.type = named if named and EXCEPTION.fullmatch(named) else ""
+            error.record = replace(error.record, is_quoted=QUOTED.fullmatch(text[: header.start()]) is not None)
             # a logger's own sentence, with the error behind it
             return not MESSAGE_BEFORE.search(text[: header.start()])
         elif not frame:
@@ -274,9 +280,14 @@ class TracebackReader:
         return [replace(error.record, kind=kind, text=text or CUT_OFF, rank=rank, frames=frames)]
 
 
+def as_raised(text: str) -> str:
+    """An exception's repr as a traceback ends with it, `KeyError: 'a'` for `KeyError('a')`; any other text as it is."""
+    return EXCEPTION_REPR.sub(r"\g<type>: \g<key>\g<message>", text)
+
+
 def shown_exception(text: str) -> dict[str, str]:
     """The type and the message of an exception that a program caught and printed; empty for any other text."""
-    match = SHOWN.match(text)
+    match = SHOWN.match(as_raised(text))
     return {"type": match["type"], "message": match["message"] or match["arguments"]} if match else {}
 
 

@@ -34,7 +34,7 @@ from paceline.explain.roots import (
     silent_exit,
     without_consequences,
 )  # fmt: skip
-from paceline.explain.run_bounds import BUFFERED_LINES
+from paceline.explain.run_bounds import BUFFERED_LINES, ended_program
 from paceline.explain.sentences import (
     clean_values,
     describe_survived,
@@ -44,8 +44,10 @@ from paceline.explain.sentences import (
     template_values,
 )
 from paceline.explain.signs_of_trouble import (
+    EARLY_STOP,
     ERROR_PREFIX,
     LAST_CHECKED,
+    ends_in,
     ends_well,
     errors_of_every_item,
     is_ordinary,
@@ -63,6 +65,7 @@ ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
 MIN_LATE_STEP = 10  # of a single line of progress
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
+MANY_STEPS, UNSURE = 10, 0.8  # steps behind an exception that nobody seems to have caught, and how sure that is
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_QUOTE = 200
 FIRST_KINDS = {"exception": 0, "line": 1}  # of the records of a failure: what it says itself before how it ended
@@ -127,7 +130,8 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
     culprit = choose_culprit(roots, blamed)
     if culprit.cause.id == DIVERGED and culprit.record.kind == "line" and progress.nan_line is not None:
         return explain_divergence(culprit.cause, progress.nan_line, progress, values)
-    return explain_event(culprit, roots, candidates, logs, progress, values, hang=hang)
+    explanation = explain_event(culprit, roots, candidates, logs, progress, values, hang=hang)
+    return explanation if unexplained else note_steps_behind(explanation, culprit, logs)
 
 
 def explain_event(
@@ -180,6 +184,15 @@ def explain_event(
     )
 
 
+def note_steps_behind(explanation: Explanation, culprit: Event, logs: Sequence[Log]) -> Explanation:
+    """Adds that many steps follow an exception that seems to have ended its program: a program may also print what it caught."""
+    num_steps = len(logs[culprit.place[0]].steps_after(culprit.record))
+    if num_steps < MANY_STEPS or not ended_program(culprit.record):
+        return explanation
+    note = f"{num_steps} steps follow it: they were in a buffer when the program ended, or it caught this error"
+    return replace(explanation, confidence=min(explanation.confidence, UNSURE), notes=(*explanation.notes, note))
+
+
 def confidence(score: float, rival: float) -> float:
     """How often a verdict with this score and this lead over the next cause is right."""
     lead = min(max(score - rival, 0.0), ALSO_NEAR) / ALSO_NEAR
@@ -221,9 +234,11 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, trouble)
     if not progress.finished and (late := [item for log in logs for item in errors_behind_progress(log)]):
         return explain_silence(logs, progress, late)
-    if progress.finished or (progress.steps >= MIN_STEPS and not stays_at_start(progress)) or is_late_step(progress):
+    stops = progress.last_loss is not None and any(ends_in(EARLY_STOP, log) for log in logs)
+    is_over = progress.finished or stops or is_late_step(progress)
+    if is_over or (progress.steps >= MIN_STEPS and not stays_at_start(progress)):
         is_log = not all(METRICS.fullmatch(text) for log in logs for _, text in log.last_lines[-1:])
-        return explain_health(replace(progress, silent_end=progress.silent_end and is_log))
+        return explain_health(replace(progress, silent_end=progress.silent_end and is_log and not stops))
     last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]
     in_nccl = bool(last_lines) and all(map(ends_in_nccl, last_lines))
     if any(map(hardly_began, logs)) or (in_nccl and any(map(is_closed, last_lines))):

@@ -29,7 +29,6 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_summary
 from paceline.explain.recorded_end import went_on
 from paceline.explain.run_folder import explain_run
-from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.launch.attempts import Job, records_early_stop, run_job
 from paceline.launch.background import check_unused, create_folder, detach
 from paceline.launch.cluster import Cluster
@@ -291,7 +290,7 @@ class ScriptJob(Job):
         except Exception as error:  # whatever stands in the folder, the script has ended well
             self.show([f"note    its output could not be explained ({type(error).__name__}: {error})"])
             return None
-        return None if explanation.cause in (HEALTHY, UNKNOWN) or went_on(explanation) else explanation
+        return explanation if explanation.shows_failure and not went_on(explanation) else None
 
 
 def script_facts(entries: Sequence[HostEntry], config: Config, run: RunDir) -> Future[HostFacts]:

@@ -1,7 +1,7 @@
 """Events: what a line or an exception shows beside the lines around it."""
 
 import pytest
-from log_samples import STEPS
+from log_samples import OOM, STEPS, raised
 
 from paceline.explain.run_folder import explain
 
@@ -173,6 +173,35 @@ def test_a_path_is_not_the_example_of_one_in_a_message():
     ("2026-11-30 02:45:03 ERROR training failed: KeyError('validation')", "user-code-exception"),
     ("Training failed: Trying to backward through the graph a second time", "user-code-exception"),
     ("Request failed with error: 429 Too many requests, retrying in 5 s", "rate-limited"),
+    ("2026-11-30 02:43:39,586 ERROR training failed: KeyError('validation')", "user-code-exception"),
 ])  # fmt: skip
 def test_a_line_of_what_failed_with_which_exception_shows_the_cause_of_its_message(line, cause):
     assert verdict(STEPS + line + "\n").cause == cause
+
+
+def test_a_program_that_a_script_does_not_find_is_survived_by_the_steps_behind_it():
+    missing = "go.sh: line 1: rsync: command not found\n"
+    for text in (missing + STEPS, missing + STEPS + "Saved model to model.pt\n"):
+        explanation = verdict(text)
+        assert explanation.cause == "healthy" and explanation.notes[0].endswith("system-tool-missing (line 1)")
+    assert verdict(STEPS + missing).cause == "system-tool-missing"
+
+
+@pytest.mark.parametrize("error", ["ValueError: no", OOM])
+def test_a_traceback_in_a_sample_that_is_printed_is_survived_by_the_steps_behind_it(error):
+    bare = f'Traceback (most recent call last):\n  File "app.py", line 3, in <module>\n    main()\n{error}\nWhy?\n'
+    assert verdict(STEPS + f"sample: {bare}" + STEPS).cause == "healthy"
+    assert verdict(f"{STEPS}sample: {bare}" * 2 + STEPS).cause == "healthy"
+    assert verdict(STEPS + f"sample: {bare}").shows_failure
+    buffered = verdict(STEPS + bare + STEPS.replace("step 0", "step 1"))
+    assert (buffered.shows_failure, buffered.notes[0][:15]) == (True, "10 steps follow")
+
+
+def test_training_that_is_stopped_early_has_ended_unless_its_metric_is_nan():
+    stop = "Monitored metric val_loss {} Signaling Trainer to stop.\n"
+    improved = stop.format("did not improve in the last 2 records. Best score: 0.655.")
+    bar = f"Epoch 2/29 {40 * '━'} 8/8 0:00:00 • 0:00:00 19.04it/s train_loss: 2.217 val_loss: 0.937\n"
+    assert (verdict(improved + bar).cause, verdict(improved + bar).summary[-12:]) == ("healthy", ", loss 2.217")
+    lost = stop.format("= nan is not finite. Previous best value was 0.655.") + bar.replace("0.937", "nan")
+    assert verdict(lost).cause != "healthy"
+    assert verdict(raised(None, OOM).replace("in main", "in <module>") + STEPS + improved).shows_failure

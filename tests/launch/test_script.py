@@ -204,6 +204,15 @@ def test_resume_starts_a_script_again_in_its_folder_and_a_good_end_does_not_hide
         assert message in capfd.readouterr().err
 
 
+def test_a_failure_that_a_script_only_logs_is_a_note_behind_its_good_end(bench):
+    bench.script("import logging; logging.error('training failed: no reason is known')")
+    done = bench.run("--nproc", 1, "train.py")
+    assert (done.returncode, "note    exit code 0, and yet the failure is not in the catalogue" in done.err) == (
+        0,
+        True,
+    )
+
+
 @pytest.mark.parametrize(("lines_behind", "is_noted"), [(3, True), (60, False)])
 def test_an_error_that_a_script_went_on_behind_is_no_doubt_about_its_good_end(tmp_path, lines_behind, is_noted):
     log = tmp_path / "0.log"

@@ -162,7 +162,6 @@ FOREIGN = re.compile(
 RECORD = re.compile(  # a measure as a dictionary, behind its name: {'epoch': 0, 'value': 2.3} ({'split': 'test'})
     r"(?P<name>\w+): \{'epoch': (?P<epoch>\d+(?:\.\d+)?), 'value': (?P<value>\S+)\} \(\{'split': '(?P<split>\w+)'\}\)"
 )
-PRINTED = re.compile(r"^tensor\((\d[\d.]*(?:e[-+]\d+)?|nan|inf), [^()]*grad_fn=<\w*LossBackward\d*>\)$")  # print(loss)
 FOREIGN_WORDS = ("epoche", "verlust", "perda", "perte", "perdita", "epoca")  # those in ASCII
 
 
@@ -181,9 +180,9 @@ class StepLoss:
 
 
 def in_english(text: str, lowered: str) -> str:
-    """The line with the words of losses and epochs in English, and a record of a measure or a printed loss as words."""
-    if "'value': " in text or "LossBackward" in text:
-        text = PRINTED.sub(r"loss: \1", RECORD.sub(r"epoch \g<epoch> \g<split> \g<name>: \g<value>", text))
+    """The line with the words of losses and epochs in English, and a record of a measure as words."""
+    if "'value': " in text:
+        text = RECORD.sub(r"epoch \g<epoch> \g<split> \g<name>: \g<value>", text)
     if text.isascii() and not has_word(lowered, FOREIGN_WORDS):
         return text
     return FOREIGN.sub(english_word, text).replace("：", ": ")

@@ -79,9 +79,11 @@ LONELY_TYPE = re.compile(r"^((?:\w+\.)*\w+:) *\n(?=\S)")  # its message is on th
 REQUEST_ID = re.compile(r"\(Request ID: [^)]*\)$")  # of huggingface_hub, whose message follows a blank line
 # whose statement says what was empty or never begun, or that a file was to be written
 SHOWN_WITH_SOURCE = ("ZeroDivisionError: ", "IndexError: list index out of range", "UnboundLocalError: ")
-# a function that is called by another name than its own: one that was passed to the caller, and no wrapper's
+# a function that was passed to the package that calls it, by the name that it has there, and no wrapper's
 CALLED = re.compile(r"TypeError: (?P<function>(?!forward\b)[a-z]\w*)\(\) got an unexpected keyword argument '\w+'$")
-PASSED_ON = "(*args, **kwargs)"
+PASSED = re.compile(
+    r"(?:\b|_)(?:func|fn|function|callback|reward|metrics?|collat\w*|hook|preprocess\w*|transform)\w{0,8}\((?!.*\*\*)"
+)
 WRITES = re.compile(r"\bopen\((?:.*, *)?(?:mode *= *)?['\"][wax][bt+]{0,2}['\"]")
 ONE_LINE = re.compile(
     r"(?:\w+\.)*(?:KeyError: |\w+Error: \[(?:Errno|WinError) -?\d+\] .*)(?P<quote>['\"]).*(?P=quote)$"
@@ -166,10 +168,13 @@ class TracebackReader:
         error = self._open.get(stream)
         return self._finish(stream) if error and error.message else []
 
-    def close(self) -> list[Record]:
-        """Completes every unfinished error at the end of the log, with the exceptions that sys.excepthook did not print."""
+    def close(self, *, is_done: bool) -> list[Record]:
+        """Completes every unfinished error at the end of the log, with the exceptions that sys.excepthook did not print.
+
+        A Ctrl-C that Python ignored is one of them unless the work was done (is_done).
+        """
         records = [*self.flush(at_end=True), *self._hooks.values()]
-        return [*records, self._interrupt] if self._interrupt else records
+        return [*records, self._interrupt] if self._interrupt and not is_done else records
 
     def _is_part(self, number: int, line: LogLine, step: int | None) -> bool:
         """Whether the line belongs to an error whose message has not begun yet."""
@@ -271,8 +276,8 @@ class TracebackReader:
             text += f": {statement}"
         elif text.startswith("FileNotFoundError: ") and WRITES.search(statement := failed_statement(error.source)):
             text += f"\n{statement}"
-        elif (call := CALLED.match(text)) and (statement := failed_statement(error.source)):
-            text += "" if call["function"] in statement or PASSED_ON in statement else f"\n{statement}"
+        elif (call := CALLED.match(text)) and PASSED.search(statement := failed_statement(error.source)):
+            text += f"\n{statement}" if call["function"] not in statement else ""
         child = UNREADABLE.match(text) and any(map(SPAWN_CHILD.search, error.frames[-2:]))
         kind: RecordKind = "banner" if child or WRAPPER.search(text) else "exception"
         rank = int(match["rank"]) if (match := ENDED_PROCESS.match(text)) else error.record.rank

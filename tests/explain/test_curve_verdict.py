@@ -1068,10 +1068,3 @@ def test_a_loss_that_rises_while_evaluations_get_better_gained_terms():
 def test_a_row_of_a_model_s_summary_reports_no_loss():
     assert read_step_and_loss("1 | criterion | CTCLoss                     | 0      | train") is None
     assert read_step_and_loss("12 | 120 | 500 | loss: 2.31 | 3.4s").loss == 2.31
-
-
-def test_a_loss_that_is_printed_as_a_tensor_is_one():
-    printed = "tensor({:.4f}, device='mps:0', grad_fn=<NllLossBackward0>)\n"
-    flat = "".join(printed.format(2.33 + 0.01 * (n * 7 % 5)) for n in range(200))
-    assert explain([flat.encode()]).cause == "loss-stands-still"
-    assert explain([flat.replace("NllLoss", "Add").encode()]).cause != "loss-stands-still"

@@ -177,13 +177,14 @@ def test_a_traceback_whose_message_is_said_to_have_ended_the_training_is_the_out
     assert verdict(steps + handled + done).cause == "healthy"
 
 
-def test_a_function_that_a_package_calls_by_another_name_is_the_user_s_own():
+def test_a_function_that_was_passed_to_a_package_is_the_user_s_own():
     error = "TypeError: reward_len() got an unexpected keyword argument 'prompts'"
     trainer = (f"{PACKAGE}/trl/trainer/grpo_trainer.py", "_calculate_rewards")
     explanation = verdict(traceback(error, trainer, statement="rewards = reward_func("))
     assert explanation.cause == "user-code-exception"
     assert "**kwargs" in explanation.fix
-    for statement in ("rewards = reward_len(prompts)", "return func(*args, **kwargs)"):
+    others = ("outputs = func(self, *args, **kwargs)", "attn_output = attention_interface(", "return (", "y = pad(x)")
+    for statement in ("rewards = reward_len(prompts)", *others):
         assert verdict(traceback(error, trainer, statement=statement)).cause == "version-mismatch"
 
 
@@ -219,3 +220,4 @@ def test_a_ctrl_c_that_python_ignored_is_one_only_where_nothing_follows():
     log += f"Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__ at 0x7f>\n{ignored}"
     assert verdict(log).cause == "keyboard-interrupt"
     assert verdict(log + "step 9 loss 1.9\nstep 10 loss 1.8\n").cause == "healthy"
+    assert verdict(log.replace("Exception ignored", "Training complete.\nException ignored")).cause == "healthy"

@@ -14,9 +14,10 @@ from paceline.explain.log import Log
 from paceline.explain.run_bounds import ended_program
 
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\]")
+# a file that is not the user's
 INSTALLED = re.compile(
-    r"site-packages|dist-packages|/lib/python\d|/transformers/models/|<frozen |^<|\.p(?:yx|xi)\b"
-)  # not the user's
+    r"site-packages|dist-packages|/lib/python\d|[Pp]ython\d+\\[Ll]ib\\|/transformers/models/|<frozen |^<|\.p(?:yx|xi)\b"
+)
 MODULES = re.compile(  # the first part of a module's name, of packages whose names come and go
     r"(?:torch|tensor|tf|jax|keras|onnx|nvidia|unsloth|mm[a-z])\w*|numpy|np|scipy|pandas|sklearn|skimage|cv2|PIL|matplotlib|seaborn"
     r"|plotly|bokeh|flax|optax|orbax|transformers?|transformer_engine|tokenizers|datasets|evaluate|accelerate|peft|trl|diffusers"

@@ -97,6 +97,7 @@ LABEL_EDGES = " \t:=|,;()[]{}'\"<>│┃-"
 UNCERTAIN = re.compile(
     rf"(?<![a-z]){HELD_OUT_WORD}(?![a-z])|norm|grad|time|eta\b|speed|fps|/s\b|mfu|avg|iou|std|var|cor|r2|acc|auc|\bm?ap|best"
 )
+UNIT = re.compile(r" \((?:s|sec|ms|min|h|%|nats|bits|[KMG]i?B|(?:it|tok)?/s)\)")  # behind the name of a column
 COLUMN_GAP = re.compile(r"\s*[|│┃]\s*|\t+|\s{2,}")
 TABLE_EDGES = " \t|│┃#"
 LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR_NAME})(?:_tra?i?n| [A-Z0-9]+)?$")
@@ -345,7 +346,7 @@ def read_columns(text: str) -> tuple[str, ...]:
     """The names of a table's columns; none if no column is a loss."""
     lowered = text.lower()
     has_loss = "loss" in lowered or has_word(lowered, ERROR_WORDS)
-    text = re.sub(r" \([\w/%]{1,8}\)", "", text) if has_loss and "(" in text else text  # without units
+    text = UNIT.sub("", text) if has_loss and "(" in text else text
     names = split_cells(text) if has_loss and not has_word(text, ":={(*") else ()
     # in a run's own code, which some trainers print: return loss, accuracy
     is_header = len(names) > 1 and all(name[:1].isalpha() and not name.startswith("return ") for name in names)

@@ -337,14 +337,18 @@ class ProgressTracker:
             number, rank, step = at
             values.append((number, rank, self.step_of(rank) if step is None else step))
 
+    @property
+    def is_done(self) -> bool:
+        """Whether no step follows the report that the work is done."""
+        return (self._done_line or -1) >= (self.lines[-1][0] if self.lines else 0)
+
     def progress(self, last_line: int | None) -> LogProgress:
         """The progress so far; last_line is the number of the log's last line."""
         finished = self._done_line is not None or self._is_last
         silent_end = bool(self.lines) and self.lines[-1][0] == last_line and not finished
         reached = LogProgress(
             steps=self._num_lines, first_step=self.first_step, last_step=self._last_step, last_epoch=self._last_epoch,
-            last_loss=self._last_loss,
-            done_line=self._done_line, finished=finished, silent_end=silent_end,
+            last_loss=self._last_loss, done_line=self._done_line, finished=finished, silent_end=silent_end,
         )  # fmt: skip
         for label, places in self._lost.items():
             if len(places) >= SKIPPED_STEPS and "loss" not in self._non_finite:

@@ -18,6 +18,7 @@ MAX_MESSAGE_CHARS = 6000
 MAX_NOISE = 40  # other lines within one traceback before it counts as incomplete
 MAX_STREAMS = 4096
 
+IGNORED_INTERRUPT = "KeyboardInterrupt: ignored by Python"
 CUT_OFF = "a traceback without its last line"
 HOOK_FAILED = "Error in sys.excepthook: the exception that ended the program is missing"
 
@@ -58,9 +59,8 @@ IGNORED = re.compile(
     r"|^Error processing line \d+ of \S+\.pth:$"  # of site-packages, of which Python leaves the others out
 )
 SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
-SHOWN = re.compile(
-    r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))(?:: (?P<message>\S.*)|\((?P<arguments>.+)\))$"
-)  # or a repr
+# how a program shows an exception that it caught: its type and message, or its repr
+SHOWN = re.compile(r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))(?:: (?P<message>\S.*)|\((?P<arguments>.+)\))$")
 ENDED_PROCESS = re.compile(r"(?:\S*Exception: )process (?P<rank>\d{1,4}) terminated with (?:signal|exit code)")
 WRAPPER = re.compile(
     r"ChildFailedError|WorkerGroupFailureException|ProcessRaisedException|ProcessExitedException|CalledProcessError|SpawnException"
@@ -72,7 +72,7 @@ SPAWN_CHILD = re.compile(r"multiprocessing[/\\](?:spawn|forkserver)\.py\"?.* in 
 UNREADABLE = re.compile(r"EOFError\b|\S*UnpicklingError: pickle data was truncated")  # a parent did not send all
 ASSERTION = re.compile(r"^\W*(?:\d+\W+)?assert\b\s*(?P<expression>.+)")
 RAISED = re.compile(
-    r"\W*(?:\d+\W+)?raise (?P<type>[A-Z][\w.]*)\((?:f?(?P<quote>['\"])(?P<message>.+?)(?:(?P=quote)\)?)?|\w+\))\s*$"
+    r"\W*(?:\d+\W+)?raise (?P<type>[A-Z][\w.]*)\(f?(?P<quote>['\"])(?P<message>.+?)(?:(?P=quote)\)?)?\s*$"
 )
 BARE_ASSERTION = re.compile(r"^AssertionError:?\s*$")
 LONELY_TYPE = re.compile(r"^((?:\w+\.)*\w+:) *\n(?=\S)")  # its message is on the next line, as rich breaks it
@@ -266,7 +266,7 @@ class TracebackReader:
         if is_cut and (raised := raised_text(error.source)):
             text = raised
         if error.ignored and text.startswith("KeyboardInterrupt"):
-            self._interrupt = replace(error.record, text=text, frames=tuple(error.frames[-MAX_FRAMES:]))
+            self._interrupt = replace(error.record, text=IGNORED_INTERRUPT, frames=tuple(error.frames[-MAX_FRAMES:]))
         if error.ignored or not (text or is_cut):
             return []
         self._hooks.pop(key, None)
@@ -305,9 +305,9 @@ def frame_text(frame: re.Match[str]) -> str:
 
 
 def raised_text(source: Sequence[str]) -> str:
-    """The error that a raise statement makes of one value, where a log ends there; source: the lines below the frame."""
+    """The error that a raise statement makes of one string, where a log ends there; source: the lines below the frame."""
     match = RAISED.match(failed_statement(source))
-    return ": ".join(filter(None, match.group("type", "message"))) if match else ""
+    return f"{match['type']}: {match['message']}" if match else ""
 
 
 def failed_statement(source: Sequence[str]) -> str:

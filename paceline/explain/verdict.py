@@ -55,7 +55,7 @@ from paceline.explain.signs_of_trouble import (
     trouble_anywhere,
     trouble_at_end,
 )
-from paceline.explain.tracebacks import CUT_OFF
+from paceline.explain.tracebacks import CUT_OFF, IGNORED_INTERRUPT
 from paceline.units import format_number_of
 
 HEALTHY, UNKNOWN, DIVERGED = "healthy", "unknown", "loss-nan"
@@ -103,6 +103,11 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         candidates = fatal  # a bar that stays at 0 does not show that anything was survived
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
+    others = [event for event in candidates if event.record.text != IGNORED_INTERRUPT]
+    if (
+        others or unexplained or len(logs) > 1 or progress.nan_line is not None
+    ):  # a Ctrl-C that Python ignored says least
+        candidates = others
     if not candidates and progress.nan_line is not None:
         return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
     blamed = rank_blamed_by_launcher(logs)

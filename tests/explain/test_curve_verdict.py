@@ -989,6 +989,7 @@ def test_code_that_returns_losses_is_no_head_of_a_table():
     assert read_columns("    val_loss, val_bpb") == ("val_loss", "val_bpb")
     assert read_columns("    return val_loss, val_bpb") == ()
     assert read_columns("Epoch\tAvg Loss\tTime (s)") == ("Epoch", "Avg Loss", "Time")
+    assert read_columns("Epoch\tLoss (train)\tLoss (val)") == ()
 
 
 def test_empty_cells_of_a_printed_data_frame_are_no_nan():

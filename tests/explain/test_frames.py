@@ -212,6 +212,8 @@ def test_a_file_that_is_no_yaml_is_named_with_its_line():
     explanation = verdict(traceback(error + place, (f"{PACKAGE}/yaml/scanner.py", "fetch_more_tokens")))
     assert explanation.cause == "config-error"
     assert "(line 3 of cfg.yaml)" in explanation.summary
+    error = "yaml.scanner.ScannerError: mapping values are not allowed here\n"
+    assert "here (line 5 of cfg.yaml)" in verdict(traceback(error + '  in "cfg.yaml", line 5, column 9\n')).summary
 
 
 def test_a_ctrl_c_that_python_ignored_is_one_only_where_nothing_follows():
@@ -221,3 +223,5 @@ def test_a_ctrl_c_that_python_ignored_is_one_only_where_nothing_follows():
     assert verdict(log).cause == "keyboard-interrupt"
     assert verdict(log + "step 9 loss 1.9\nstep 10 loss 1.8\n").cause == "healthy"
     assert verdict(log.replace("Exception ignored", "Training complete.\nException ignored")).cause == "healthy"
+    assert verdict(log.replace("Exception ignored", "Killed\nException ignored")).cause == "host-oom-killed"
+    assert explain([log.encode(), log[: log.index("Exception")].encode()]).cause == "healthy"

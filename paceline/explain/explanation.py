@@ -58,7 +58,6 @@ class Record:
     frames: tuple[str, ...] = ()  # 'File "x", line 3, in f' lines of a traceback, innermost last
     source: str | None = None  # the file's name if several were read
     device: int | None = None  # the GPU's index on its host, in lines of NCCL
-    is_quoted: bool = False  # the traceback begins behind words such as "sample:"
 
 
 @dataclass(frozen=True)

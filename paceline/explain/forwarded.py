@@ -23,7 +23,6 @@ from typing import Any, AnyStr
 
 from paceline.explain.lines import DIGITS, HOST, Fields, has_word, split_prefix, strip_escapes, unwrap_json
 from paceline.explain.progress import reports_progress
-from paceline.explain.tracebacks import QUOTED
 from paceline.units import format_number_of
 
 # of Python and NCCL, which write them at the start of a line
@@ -106,7 +105,7 @@ class ForwardedLines:
             text = text if whole.endswith(text) else whole  # a level of glog stays in the text behind its time
             match = DIRECT.search(text)
             prefix = text[: match.start()] if match else ""
-            if not prefix.strip() or len(prefix) > MAX_PREFIX or MESSAGE.search(prefix) or QUOTED.fullmatch(prefix):
+            if not prefix.strip() or len(prefix) > MAX_PREFIX or MESSAGE.search(prefix):
                 continue
             shape = prefix.translate(DIGITS)
             if at - last.get(shape, -MAX_APART) < MAX_APART:

@@ -52,7 +52,7 @@ SHELL_END = re.compile(  # of a program, as what has started it reports
 
 def ended_program(record: Record) -> bool:
     """Whether nobody has caught an exception."""
-    return bool(record.frames) and not record.is_quoted and OUTERMOST.search(record.frames[0]) is not None
+    return bool(record.frames) and OUTERMOST.search(record.frames[0]) is not None
 
 
 def failed_at_import(record: Record) -> bool:

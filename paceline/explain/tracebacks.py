@@ -24,9 +24,6 @@ HOOK_FAILED = "Error in sys.excepthook: the exception that ended the program is 
 
 HEADER = re.compile(r"Traceback \(most recent call last\)|^Original Traceback|Exception in thread (?!\")")
 MESSAGE_BEFORE = re.compile(r"\w: \S.*\w")
-QUOTED = re.compile(  # by the program, in a text that a model has read or written
-    r"(?i)\W*(?:model |generated )?(?:sample|completion|response|prompt|generation|answer|prediction)s?\b[\w #()]{0,20}[:=>|]+ ?"
-)
 FRAME = re.compile(
     r"^\s*(?P<frame>File \"[^\"]*\", line \d+(?:,? in .*)?)"
     r"|^(?P<ipython>(?:[~/.]|[A-Za-z]:)\S*\.py[xc]? in (?:<cell line: \d+>|\S+)\(.*\))"
@@ -198,7 +195,6 @@ class TracebackReader:
             error = self._start(number, line, step)
             error.has_header, named = True, text[: header.start()].strip()
             error.type = named if named and EXCEPTION.fullmatch(named) else ""
-            error.record = replace(error.record, is_quoted=QUOTED.fullmatch(text[: header.start()]) is not None)
             # a logger's own sentence, with the error behind it
             return not MESSAGE_BEFORE.search(text[: header.start()])
         elif not frame:

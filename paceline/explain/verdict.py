@@ -191,10 +191,13 @@ def explain_event(
 
 def note_steps_behind(explanation: Explanation, culprit: Event, logs: Sequence[Log]) -> Explanation:
     """Adds that many steps follow an exception that seems to have ended its program: a program may also print what it caught."""
-    num_steps = len(logs[culprit.place[0]].steps_after(culprit.record))
-    if num_steps < MANY_STEPS or not ended_program(culprit.record):
+    log, record = logs[culprit.place[0]], culprit.record
+    ranks = {rank for line, rank, _ in log.last_progress if line > record.line}
+    num_steps = len(log.steps_after(record))
+    if num_steps < MANY_STEPS or ranks != {record.rank} or not ended_program(record):
         return explanation
-    note = f"{num_steps} steps follow it: they were in a buffer when the program ended, or it caught this error"
+    reasons = "a buffer held them when the program ended, another rank or a restart wrote them, or the program caught this error"
+    note = f"{num_steps} steps follow it: {reasons}"
     return replace(explanation, confidence=min(explanation.confidence, UNSURE), notes=(*explanation.notes, note))
 
 

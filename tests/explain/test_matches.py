@@ -179,22 +179,24 @@ def test_a_line_of_what_failed_with_which_exception_shows_the_cause_of_its_messa
     assert verdict(STEPS + line + "\n").cause == cause
 
 
-def test_a_program_that_a_script_does_not_find_is_survived_by_the_steps_behind_it():
-    missing = "go.sh: line 1: rsync: command not found\n"
-    for text in (missing + STEPS, missing + STEPS + "Saved model to model.pt\n"):
-        explanation = verdict(text)
-        assert explanation.cause == "healthy" and explanation.notes[0].endswith("system-tool-missing (line 1)")
-    assert verdict(STEPS + missing).cause == "system-tool-missing"
+@pytest.mark.parametrize(("line", "cause"), [
+    ("go.sh: line 1: torchrun: command not found", "system-tool-missing"),
+    ("run.sh: 3: torchrun: not found", "system-tool-missing"),
+    ("mkdir: cannot create directory '/out': Permission denied", "permission-denied"),
+])  # fmt: skip
+def test_what_a_shell_script_cannot_do_is_not_survived_by_a_few_steps_of_its_next_program(line, cause):
+    evaluation = "".join(f"step {number}/5 loss 3.2{number}\n" for number in range(1, 6))
+    assert verdict(f"{line}\n{evaluation}").cause == verdict(f"{STEPS}{line}\n{STEPS}").cause == cause
 
 
-@pytest.mark.parametrize("error", ["ValueError: no", OOM])
-def test_a_traceback_in_a_sample_that_is_printed_is_survived_by_the_steps_behind_it(error):
-    bare = f'Traceback (most recent call last):\n  File "app.py", line 3, in <module>\n    main()\n{error}\nWhy?\n'
-    assert verdict(STEPS + f"sample: {bare}" + STEPS).cause == "healthy"
-    assert verdict(f"{STEPS}sample: {bare}" * 2 + STEPS).cause == "healthy"
-    assert verdict(STEPS + f"sample: {bare}").shows_failure
+@pytest.mark.parametrize("word", ["", "sample: "])
+def test_an_exception_that_ends_its_program_is_not_survived_by_the_steps_of_a_buffer(word):
+    bare = f'{word}Traceback (most recent call last):\n  File "app.py", line 3, in <module>\n    main()\n{OOM}\n'
     buffered = verdict(STEPS + bare + STEPS.replace("step 0", "step 1"))
     assert (buffered.shows_failure, buffered.notes[0][:15]) == (True, "10 steps follow")
+    rank_0 = "".join(f"[rank0]: {line}\n" for line in STEPS.splitlines())
+    others = verdict(rank_0 + bare + rank_0.replace("step 0", "step 1"))
+    assert others.shows_failure and not any("follow it" in note for note in others.notes)
 
 
 def test_training_that_is_stopped_early_has_ended_unless_its_metric_is_nan():

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -207,6 +207,7 @@ class LogCurves:
         self._silence_s = 0.0  # since the last write, at the last read
         self._written: float | None = None  # when the last line that was read was written
         self.counts_steps = False  # whether a line has named its step
+        self._has_training = False  # whether a line shows a loss of training
 
     @property
     def counts_lines(self) -> bool:
@@ -251,15 +252,13 @@ class LogCurves:
 
     def fields(self, *, since: float | None = None) -> dict[str, Any]:
         """Returns the fields of a Snapshot that the lines show. since: when the first of them was written, where that is known."""
-        part = "val_loss" if "loss" in self.curves else "loss"  # a loss of an evaluation, where others are of training
-        latest = {part if name == PART_LOSS else name: value for name, value in self.latest.items()}
-        series = {part if name == PART_LOSS else name: curve.series() for name, curve in self.curves.items()}
+        series = {name: curve.series() for name, curve in self.curves.items()}
         step, first, step_s = self.step or 0, self.first_step or 0, self.latest.get("step_ms", math.nan) / 1000
         if math.isnan(step_s) and since is not None and step > first:  # no line shows a speed
             step_s = (time.time() - since) / (step - first)
         num_steps = self.num_steps if self.counts_steps else None
         eta_s = max(0, num_steps - step) * step_s if num_steps and not math.isnan(step_s) else None
-        values = {name: latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
+        values = {name: self.latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
         return {
             "framework": self.framework, "step": self.step if self.counts_steps else None, "num_steps": num_steps,
             "eta_s": eta_s, "silence_s": max(self._silences, default=None), "series": series, **values,
@@ -274,6 +273,12 @@ class LogCurves:
             if line is None or (line.by_bar and (line.num_steps or math.inf) < self._line_steps):
                 continue  # a shorter bar is that of an evaluation
             self._line_steps, line = line.num_steps or self._line_steps, counted(line, self._epoch_steps)
+            if (loss := line.values.pop("part_loss", None)) is not None:
+                line.values["val_loss" if self._has_training else "loss"] = loss
+            elif "loss" in line.values and not self._has_training:
+                self._has_training = True
+                for measures in cast(tuple[dict[str, Any], ...], (self.curves, self.latest, points)):
+                    measures |= {"val_loss": measures.pop("loss")} if "loss" in measures else {}  # of a part
             self.num_steps = line.num_steps or self.num_steps
             self.num_lines += 1
             if line.step is not None:
@@ -282,7 +287,7 @@ class LogCurves:
                     points, self.first_step = {}, None
                 self.step, self.counts_steps = line.step, True
                 self.first_step = line.step if self.first_step is None else self.first_step
-            elif not self.counts_steps and {"loss", PART_LOSS} & line.values.keys():
+            elif not self.counts_steps and "loss" in line.values:
                 self.step = (self.step or 0) + 1  # each line is a point of the curves
                 if (epoch := EPOCH.search(text)) is not None:
                     line.values["epoch"] = float(epoch["value"])
@@ -330,7 +335,7 @@ def read_line(raw: str) -> LineValues | None:
         line = text
     mark, values = read_step_and_loss(text), measures_of(line)
     if mark is not None and mark.name == PART_LOSS:
-        values[PART_LOSS] = values.pop("loss", mark.loss or math.nan)
+        values["part_loss"] = values.pop("loss", mark.loss or math.nan)  # of an evaluation if others are of training
     elif mark is not None and mark.name == "eval_loss":
         values.pop("loss", None)
         if mark.loss is not None and "val_bpb" not in values:

@@ -146,9 +146,9 @@ def test_lines_without_a_step_are_points_of_the_curves_and_no_steps(tmp_path):
 @pytest.mark.parametrize(
     ("line", "values"),
     [
-        ('{"mode": "eval", "step": 19, "loss": 5.5}', {"eval_part_loss": 5.5}),
+        ('{"mode": "eval", "step": 19, "loss": 5.5}', {"part_loss": 5.5}),
         ('{"step": 19, "split": "train", "loss": 2.5}', {"loss": 2.5}),
-        ("phase=val step=19 loss=5.5", {"eval_part_loss": 5.5}),
+        ("phase=val step=19 loss=5.5", {"part_loss": 5.5}),
         ("stage=dev step=19 train_loss=5.5", {"loss": 5.5}),
         ("step 19 val loss 5.5", {"val_loss": 5.5}),
         ("Test:  [ 9/10]  eta: 0:00:01  loss: 5.5 (5.2)", {"val_loss": 5.5}),

@@ -18,7 +18,7 @@ from paceline.explain.frames import PACKAGE, is_check, is_outcome, is_own, left_
 from paceline.explain.lines import IGNORABLE
 from paceline.explain.log import LAST_LINES, Log
 from paceline.explain.run_bounds import BUFFERED_LINES, ended_program, failed_at_import, shape_of
-from paceline.explain.tracebacks import shown_exception
+from paceline.explain.tracebacks import as_raised, shown_exception
 
 MIN_STEPS = 2  # progress lines that show that a run goes on
 STEPS_AFTER = 3  # different steps after an error: it did not end the run
@@ -228,15 +228,17 @@ def matches_of_message(text: str) -> list[tuple[Cause, float, dict[str, str]]]:
     catalogue = load_catalogue()
     inner = REPORTED.sub("", text, count=1)
     message = REPORTED.sub("", inner, count=1)
-    typed = [f"{name}: {words}" for words in dict.fromkeys((message, inner, text)) for name in MESSAGE_TYPES]
+    shown = [error for error in map(as_raised, (inner, message)) if shown_exception(error)]
+    typed = shown + [f"{name}: {words}" for words in dict.fromkeys((message, inner, text)) for name in MESSAGE_TYPES]
     known = [match for error in typed for match in catalogue.match(error, "exception")]
     matches = [match for match in known if match[0].id != FALLBACK] or [match for match in known if not is_vague(match)]
     if message == text:  # nothing says that it reports an error
         if " " not in text:
             return []  # a name or a path
         matches = [match for match in matches if not is_vague(match)]
-    elif (shown := shown_exception(inner) or shown_exception(message)) or PYTHON_MESSAGE.match(message):
-        matches.append((catalogue.causes[FALLBACK], GUESS, shown))
+    elif shown or PYTHON_MESSAGE.match(message):
+        guess = [] if not shown or CODE_ERROR.match(shown[0]) else guessed(shown[0])
+        matches = matches or guess or [(catalogue.causes[FALLBACK], GUESS, shown_exception(shown[0]) if shown else {})]
     if not matches:
         return []
     cause, weight, values = max(matches, key=lambda match: match[1])

@@ -35,8 +35,7 @@ from paceline.noise import ABRUPT
 MAX_PROGRESS_LINES = 64  # stored; what came before them has not ended the run
 MAX_LOSSES = 2000  # stored; with more every second one is dropped
 MAX_SPEEDS, SPEED_EVERY = 500, 20  # of which each line has one, and later every so many
-MAX_TITLE = 40  # characters of the line above an evaluation
-MAX_MEASURES = 32  # of memory, by name and rank
+MAX_TITLE, MAX_MEASURES = 40, 32  # characters of the line above an evaluation; of memory, by name and rank
 # values of any measure that was finite before it became NaN; lines on which measures are looked for before one is
 MIN_FINITE, LABELLED_LINES, MAX_LABELS = 2, 200, 500
 SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are lost
@@ -44,12 +43,11 @@ EPOCH = re.compile(
     r"(?i)(?:^|[|\]] {0,3}| [-:] )\W*(?:(?:train|begin|start)\w*\W+)?(?:epoch(?: n\w{1,5})?|ep\b)\W{,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
 )
 EPOCH_OF = re.compile(r"(?i)\bepochs?\W{,4}(?P<epoch>\d{1,6})\s*(?:/|of)\s*(?P<of>\d{1,6})\b")  # Epoch [6/10]
-MIN_MEAN = 10  # steps whose mean loss counts, or that are a training behind which another begins
-AS_AT_FIRST = 0.8  # of the first loss, or it of that
+# steps whose mean loss counts, or that are a training behind which another begins, with this much of the first loss
+MIN_MEAN, AS_AT_FIRST = 10, 0.8
 KERAS_BAR = re.compile(r"\s*(?P<at>\d+)/(?P<of>\d+) (?:\[[=>.]{10,}\]|[━╸]{10,})")
 KERAS_EPOCH = re.compile(r"\s*Epoch \d+/\d+\s*")
-MIN_LOSSES = 3  # that show a training above a bar of Keras
-MIN_EPOCHS = 3  # of a training behind which another begins
+MIN_LOSSES, MIN_EPOCHS = 3, 3  # that show a training above a bar of Keras; of one behind which another begins
 DONE = re.compile(
     r"(?:train|tun)ing (?:is |was |has been )?(?:successfully )?(?:completed?|finished|done)"
     r"|(?:finished|done) training|train_runtime|saved (?:the )?final"
@@ -140,7 +138,7 @@ class ProgressTracker:
         self._done_line: int | None = None
         self._is_last = False  # the last progress line is step 100/100
         self._non_finite: dict[str, list[ProgressLine]] = {}  # by measure: its values since the last finite one
-        self._is_nan_held_out = False  # whether those of the loss are of evaluations alone
+        self._is_nan_held_out: bool | None = None  # whether evaluations alone are; None while none is
         self._finite: set[str] = set()  # measures that were finite at least once
         self._infinite: set[str] = set()  # measures of which one of those values is infinite, not NaN
         self.rewards: list[LossPoint] = []  # of a policy
@@ -190,7 +188,7 @@ class ProgressTracker:
         if score is not None and (progress is None or progress.loss is None):
             store(self.scores, self._point(self._last_step, "score", score))
         if progress is not None:
-            self._add_progress(number, line.rank, progress)
+            self._add_progress(number, line.rank, progress, text)
             if progress.step is not None:
                 place = EPOCH_OF.search(text) if match is not None else None
                 self._last_epoch = (int(place["epoch"]), int(place["of"])) if place else None
@@ -242,7 +240,7 @@ class ProgressTracker:
             points.clear()
         self._memory.clear()
 
-    def _add_progress(self, number: int, rank: int | None, progress: StepLoss) -> None:
+    def _add_progress(self, number: int, rank: int | None, progress: StepLoss, text: str) -> None:
         self._num_lines += 1
         # tqdm goes on counting without the total
         overruns = self._is_last and progress.step == (self._last_step or 0) + 1
@@ -259,20 +257,27 @@ class ProgressTracker:
             self._is_filtered = fell_to_zero or (progress.loss == 0 and self._is_filtered)
             self._last_loss = progress.loss
             self._add_loss(rank, self._point(progress.step, progress.name, progress.loss))
+            self._add_evaluation(text, progress.name, progress.loss)
         if progress.reward is not None:
             store(self.rewards, self._point(progress.step, "reward", progress.reward))
         if progress.score is not None:
             store(self.scores, self._point(progress.step, "score", progress.score))
         if progress.held_out is not None and rank == self._loss_rank:
             store(self.held_out, self._point(progress.step, "eval_loss", progress.held_out))
-        if progress.loss is not None and not math.isfinite(progress.loss):
-            is_first = "loss" not in self._non_finite
-            self._is_nan_held_out = progress.name == "eval_loss" and (is_first or self._is_nan_held_out)
         for measure, value in (("loss", progress.loss), ("grad_norm", progress.grad_norm)):
             if value is not None:
                 value = math.nan if measure == "loss" and self._is_filtered and not self._has_rewards else value
                 self._add_value(measure, value, (number, rank, progress.step))
         self.lines.append((number, rank, progress.step))
+
+    def _add_evaluation(self, text: str, name: str, loss: float) -> None:
+        """Notes whether evaluations alone are NaN: a finite loss of training, which is not 0, is beside the first or behind it."""
+        is_held_out = name in ("eval_loss", PART_LOSS)
+        losses = [value for label, value in labelled_values(text) if "loss" in label] if is_held_out else [loss]
+        if is_held_out == math.isfinite(loss):
+            self._is_nan_held_out = None
+        elif is_held_out or self._is_nan_held_out is not None:
+            self._is_nan_held_out = self._is_nan_held_out or any(value and math.isfinite(value) for value in losses)
 
     def _add_labels(self, text: str, at: ProgressLine) -> None:
         """Notes which of the values on a line are NaN; a loss may have any name."""
@@ -364,7 +369,7 @@ class ProgressTracker:
             values = self._non_finite.get(measure)
             if values and (measure == "loss" or is_lost):
                 number, _, step = values[0]
-                label = "eval_loss" if measure == "loss" and self._is_nan_held_out else measure
+                label = "eval_loss" if measure == "loss" and self._is_nan_held_out and not norms else measure
                 return replace(reached, nan_line=number, nan_step=step, nan_measure=label)
         return reached
 

@@ -44,7 +44,8 @@ BARE_EXCEPTION = re.compile(  # without a traceback above it; stricter, because 
 )
 EXCEPTION_REPR = re.compile(  # alone on its line, as Hydra and loggers print it
     r"^(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))"
-    r"\((?:(?<=KeyError\()(?P<key>['\"].*['\"])|(?P<quote>['\"])(?P<message>.*)(?P=quote)),?\)$"
+    r"\((?:(?<=KeyError\()(?P<key>['\"].*['\"])|(?:(?<=Error\()(?P<errno>\d{1,3}), )?"
+    r"(?P<quote>['\"])(?P<message>.*)(?P=quote)),?\)$"
 )
 STACK = re.compile(r"\(most recent call first\)|^Stack \(most recent call|^Fatal Python error: ")  # not an error
 CHAIN = re.compile(r"During handling of the above exception|direct cause of the following exception")
@@ -283,7 +284,10 @@ class TracebackReader:
 
 def as_raised(text: str) -> str:
     """An exception's repr as a traceback ends with it, `KeyError: 'a'` for `KeyError('a')`; any other text as it is."""
-    return EXCEPTION_REPR.sub(r"\g<type>: \g<key>\g<message>", text)
+    if (match := EXCEPTION_REPR.match(text)) is None:
+        return text
+    number = f"[Errno {match['errno']}] " if match["errno"] else ""
+    return f"{match['type']}: {number}{match['key'] or match['message']}"
 
 
 def shown_exception(text: str) -> dict[str, str]:

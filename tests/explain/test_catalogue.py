@@ -197,6 +197,34 @@ def test_a_text_gives_the_fix_for_its_case():
     assert {shown: case for shown, case in chosen.items() if case != shown[1]} == {}
 
 
+SUBMODULE = "ModuleNotFoundError: No module named 'logging.custom'"
+EDITABLE = """ImportError: cannot import name 'build' from 'models' (/work/models/models/__init__.py)
+  File "/home/ada/run/train.py", line 1, in <module>
+  File "/env/lib/python3.11/site-packages/trl/plugins.py", line 45, in <module>"""
+UNEVEN = """pyarrow.lib.ArrowInvalid: Column 1 named label expected length 100 but got length 99
+  File "/env/lib/python3.11/site-packages/datasets/arrow_dataset.py", line 801, in from_dict"""
+REFUSED = """HTTPSConnectionPool(host='{}', port=443): Max retries exceeded (Caused by {}('Connection refused'))"""
+
+
+@pytest.mark.parametrize(("cause", "text", "words"), [
+    ("import-error", SUBMODULE, "a part of Python"),
+    ("import-error", "ModuleNotFoundError: No module named 'zoneinfo'", "install Python again"),
+    ("import-error", EDITABLE, "rename"),
+    ("user-code-exception", UNEVEN, "remove_columns"),
+    ("gloo-connect-failure", "SO_ERROR: Connection refused, remote=[127.0.1.1]:49055", "further up"),
+    ("service-unreachable", REFUSED.format("api.openai.com", "NewConnectionError"), "start the server"),
+    ("service-unreachable", REFUSED.format("169.254.169.254", "NewConnectionError"), "start the server"),
+    ("service-unreachable", REFUSED.format("localhost", "ProxyError"), "start the server"),
+    ("service-unreachable", "HTTPConnectionPool(host='localhost', port=1): slow\nConnection refused", "start the server"),
+    ("version-mismatch", "ImportError: cannot import name 'TFLite' from 'transformers_x' (x.py)", "PyTorch"),
+    ("version-mismatch", "ImportError: cannot import name 'is_flash_attn_available' from 'transformers.utils'", "<5"),
+    ("version-mismatch", "AttributeError: module 'numpy' has no attribute 'meann'", "numpy<2"),
+    ("fsdp-state-mismatch", "Missing key in checkpoint state_dict: optimizer.param_groups.a.betas.", "the model has"),
+])  # fmt: skip
+def test_a_text_is_not_given_the_fix_for_a_case_that_resembles_it(cause, text, words):
+    assert words not in CATALOGUE.causes[cause].choose_fix(text)[0]
+
+
 def test_pip_is_not_asked_for_a_module_of_the_standard_library():
     case = next(fix for cause, fix in CASES if fix.case == "a module of the standard library is missing")
     names = re.search(r"\(\?:((?:\w+\|)+\w+)\)", case.when)[1].split("|")

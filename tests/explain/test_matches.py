@@ -174,6 +174,10 @@ def test_a_path_is_not_the_example_of_one_in_a_message():
     ("Training failed: Trying to backward through the graph a second time", "user-code-exception"),
     ("Request failed with error: 429 Too many requests, retrying in 5 s", "rate-limited"),
     ("2026-11-30 02:43:39,586 ERROR training failed: KeyError('validation')", "user-code-exception"),
+    ("training failed: PermissionError(13, 'Permission denied')", "permission-denied"),
+    ("training failed: ConnectionRefusedError(111, 'Connection refused')", "service-unreachable"),
+    ("training failed: MemoryError('cannot allocate')", "host-oom-killed"),
+    ("training failed: EOFError('Ran out of input')", "checkpoint-corrupt"),
 ])  # fmt: skip
 def test_a_line_of_what_failed_with_which_exception_shows_the_cause_of_its_message(line, cause):
     assert verdict(STEPS + line + "\n").cause == cause

@@ -167,6 +167,12 @@ def test_a_loss_that_is_nan_in_evaluations_alone_has_a_fix_for_the_evaluation():
     assert (explanation.cause, "only the loss of the evaluation" in explanation.summary) == ("loss-nan", True)
     assert "the code of the evaluation" in explanation.fix
     assert "learning rate" in explained(lines.replace("{}", "nan")).fix
+    evaluation = "{'eval_loss': nan, 'eval_runtime': 2.0, 'epoch': 1}\n"
+    for training, part in (("1.7, 'grad_norm': 1.2", True), ("0.0, 'grad_norm': nan", False), ("0.0", False)):
+        text = f"{{'loss': {training}, 'epoch': 1}}\n{evaluation}" * 6
+        assert ("only the loss of the evaluation" in explained(text).summary) == part
+    assert "only the loss" not in explained(evaluation * 6).summary
+    assert "only the loss" not in explained("step 10 loss 2.0\nstep 20 loss 1.9\n" + "val_loss nan\n" * 6).summary
 
 
 def test_what_samples_from_a_training_that_diverged_has_the_fix_of_the_training():

@@ -342,11 +342,6 @@ class ProgressTracker:
             number, rank, step = at
             values.append((number, rank, self.step_of(rank) if step is None else step))
 
-    @property
-    def is_done(self) -> bool:
-        """Whether no step follows the report that the work is done."""
-        return (self._done_line or -1) >= (self.lines[-1][0] if self.lines else 0)
-
     def progress(self, last_line: int | None) -> LogProgress:
         """The progress so far; last_line is the number of the log's last line."""
         finished = self._done_line is not None or self._is_last

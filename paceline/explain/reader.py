@@ -170,7 +170,7 @@ class LogParser:
 
     def finish(self) -> Log:
         self._read_late()
-        self._add(self._tracebacks.close(is_done=self._run.progress.is_done))
+        self._add(self._tracebacks.close())
         return replace(self._run.close(), earlier=tuple(self._earlier))
 
     def _read_late(self) -> None:

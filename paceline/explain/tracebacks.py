@@ -166,13 +166,10 @@ class TracebackReader:
         error = self._open.get(stream)
         return self._finish(stream) if error and error.message else []
 
-    def close(self, *, is_done: bool) -> list[Record]:
-        """Completes every unfinished error at the end of the log, with the exceptions that sys.excepthook did not print.
-
-        A Ctrl-C that Python ignored is one of them unless the work was done (is_done).
-        """
+    def close(self) -> list[Record]:
+        """Completes every unfinished error at the end of the log, with the exceptions that sys.excepthook did not print."""
         records = [*self.flush(at_end=True), *self._hooks.values()]
-        return [*records, self._interrupt] if self._interrupt and not is_done else records
+        return [*records, self._interrupt] if self._interrupt else records
 
     def _is_part(self, number: int, line: LogLine, step: int | None) -> bool:
         """Whether the line belongs to an error whose message has not begun yet."""

@@ -103,11 +103,12 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         candidates = fatal  # a bar that stays at 0 does not show that anything was survived
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
-    others = [event for event in candidates if event.record.text != IGNORED_INTERRUPT]
-    if (
-        others or unexplained or len(logs) > 1 or progress.nan_line is not None
-    ):  # a Ctrl-C that Python ignored says least
-        candidates = others
+    said = [
+        event for event in fatal if event.record.text != IGNORED_INTERRUPT
+    ]  # a Ctrl-C that Python ignored says least
+    is_done = all((log.progress.done_line or 0) > log.last_progress_line for log in logs)
+    if unexplained or is_done or len(logs) > 1 or progress.nan_line or any(event in said for event in candidates):
+        fatal, candidates = said, [event for event in candidates if event in said]
     if not candidates and progress.nan_line is not None:
         return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
     blamed = rank_blamed_by_launcher(logs)

@@ -85,6 +85,11 @@ FAILED = re.compile(r"\bFAILED\b")
 
 def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanation:
     """The explanation of one run, the last one in each log; values: what the logs do not contain, such as the batch size."""
+    if len(logs) > 1 or any(
+        log.progress.nan_line or (log.progress.done_line or 0) > log.last_progress_line for log in logs
+    ):
+        records = [tuple(record for record in log.records if record.text != IGNORED_INTERRUPT) for log in logs]
+        logs = [replace(log, records=others) for log, others in zip(logs, records, strict=True)]
     events = [event for number, log in enumerate(logs) for event in find_events(log, number=number)]
     # with one log per rank: the progress of the log with the most steps, with the ends of all
     parts = [log.progress for log in logs]
@@ -103,12 +108,6 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         candidates = fatal  # a bar that stays at 0 does not show that anything was survived
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
-    said = [
-        event for event in fatal if event.record.text != IGNORED_INTERRUPT
-    ]  # a Ctrl-C that Python ignored says least
-    is_done = all((log.progress.done_line or 0) > log.last_progress_line for log in logs)
-    if unexplained or is_done or len(logs) > 1 or progress.nan_line or any(event in said for event in candidates):
-        fatal, candidates = said, [event for event in candidates if event in said]
     if not candidates and progress.nan_line is not None:
         return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
     blamed = rank_blamed_by_launcher(logs)

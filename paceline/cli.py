@@ -148,7 +148,7 @@ def explain(args: options.ExplainOptions) -> None:
 
 def runs(args: run_options.RunsOptions) -> None:
     from paceline.terminal import terminal_width
-    from paceline.watch.status import RunList
+    from paceline.watch.status import RunList, no_runs
     from paceline.watch.terminal.runs import list_runs
 
     statuses = (run_list := RunList(Path(args.runs_dir))).read()
@@ -158,7 +158,7 @@ def runs(args: run_options.RunsOptions) -> None:
     if not statuses and not (args.json and (args.runs_dir == "runs" or Path(args.runs_dir).is_dir())):
         if run := next((p for p in (args.runs_dir, f"runs/{args.runs_dir}") if Path(p, "config.toml").is_file()), None):
             raise PacelineError(f"{run} is a run, not a folder of runs", fix=f"paceline runs show {shlex.quote(run)}")
-        raise PacelineError(f"no runs in {args.runs_dir}", fix="paceline train makes one")
+        raise no_runs(Path(args.runs_dir), fix="paceline train makes one")
     print(list_runs(statuses, args, width=terminal_width()))
 
 

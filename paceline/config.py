@@ -251,7 +251,7 @@ def check_config(config: Config) -> None:
     ):
         raise PacelineError(
             f"name {folder!r} cannot be a folder",
-            fix=f"at most {MAX_NAME_BYTES} bytes, without /; runs_dir sets the place",
+            fix=f"letters and digits, without /, at most {MAX_NAME_BYTES} bytes; runs_dir sets the place",
         )
 
 

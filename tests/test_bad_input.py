@@ -125,6 +125,7 @@ CASES = [
     ("an address at nobody's", lambda d: ["run", "--notify", "@~no-such-user/a", "--", "a.py"], 1, "~no-such-user", "path"),
     ("a name with a slash", lambda d: ["train", "--name", "a/b"], 1, "a/b", "runs_dir"),
     ("a name that no folder can have", lambda d: ["run", "--name", LONG, "--", put(d, "a.py", "")], 1, "cannot be a folder", "255"),
+    ("a name of dots", lambda d: ["run", "--name", "..", "--", put(d, "a.py", "")], 1, "cannot be a folder", "letters and digits"),
     ("a run that no folder can be", lambda d: ["watch", LONG], 1, LONG, "check the name"),
     ("a config that no file can be", lambda d: ["train", LONG], 1, LONG, "check the name"),
     ("logs that no file can be", lambda d: ["explain", LONG], 1, LONG, "check the name"),

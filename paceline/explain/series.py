@@ -82,7 +82,6 @@ ALL_STEPS = "all steps are done"  # a note on a trainer's state
 FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 WORDS = re.compile(r"[^a-z0-9]+")
 CURVE_COLUMNS = 48  # of a curve that is shown
-LARGE_BYTES = 8 << 20  # of a longer file what it has gained can be read alone
 MAX_POINTS = 2000  # of a curve that is judged; of a longer one, medians of neighbours
 
 
@@ -340,11 +339,11 @@ def read_trainer_state(file: BinaryIO, table: SeriesTable, report: Report) -> No
 
 def read_csv(file: BinaryIO, table: SeriesTable, report: Report) -> None:
     start, content = file.tell(), file.read()
-    if file.tell() > LARGE_BYTES:  # its last row is read when it is whole
-        content = content[: content.rfind(b"\n") + 1]
-        file.seek(start + len(content))
+    end = max(map(content.rfind, b"\n\r")) + 1
+    if start:  # a last row without its end is read when it is whole
+        content = content[:end]
     text = table.header + content.decode("utf-8-sig", "replace")
-    table.header = text.partition("\n")[0] + "\n"
+    table.header = re.split(r"[\r\n]", text, maxsplit=1)[0] + "\n"
     delimiter = next((character for character in ",;\t" if character in table.header), ",")
     if delimiter == ";":
         text = text.replace(",", ".")  # decimal commas
@@ -362,7 +361,11 @@ def read_csv(file: BinaryIO, table: SeriesTable, report: Report) -> None:
             table.num_rows += 1
     except csv.Error as error:
         report(f"damaged in line {rows.line_num:,}: {error}; what follows was left out")
-    if num_short := num_short - (is_short and not text.endswith("\n")):
+    has_end = end == len(content)
+    is_cut = is_short and not has_end
+    table.num_rows -= is_cut
+    file.seek(start + end if has_end or is_cut else 0)  # 0: a row counts that may still grow
+    if num_short := num_short - is_cut:
         report(f"left out {format_number_of(num_short, 'row')} with too few columns")
 
 

@@ -103,13 +103,14 @@ def default_values(user_env: Mapping[str, str], launch: Launch) -> dict[str, tup
     on_gpu = launch.device == "cuda"
     on_cpu_script = launch.for_script and not on_gpu
     num_threads = max(1, launch.cpu_cores // launch.nproc)
+    has_threads = (parse_threads(user_env.get("OMP_NUM_THREADS", str(num_threads))) or launch.cpu_cores) > 1
     record = user_env.keys().isdisjoint(RECORDER_NAMES)
     expand = on_gpu and user_env.keys().isdisjoint(ALLOCATOR_NAMES)
     why_record = "each rank remembers its last collectives, so that a hang can be traced"
     table = (
         (True, "OMP_NUM_THREADS", str(num_threads), f"{launch.cpu_cores} CPU cores for {launch.nproc} processes"),
         # a thread that spins takes the time of the one for which it waits: on 2 busy cores a tenth of the speed
-        (not on_gpu and num_threads > 1, "OMP_WAIT_POLICY", "PASSIVE", "threads that wait leave their core to others"),
+        (not on_gpu and has_threads, "OMP_WAIT_POLICY", "PASSIVE", "threads that wait leave their core to others"),
         (True, "PYTHONUNBUFFERED", "1", "a log is whole up to the moment of a crash"),
         (True, "PYTHONFAULTHANDLER", "1", "a crash in native code leaves a traceback"),
         (True, "TOKENIZERS_PARALLELISM", "false", "tokenizers must not start a thread per core in every process"),
@@ -161,8 +162,8 @@ def harm_of(name: str, value: str, launch: Launch) -> str | None:
 
 def env_elsewhere(user_env: Mapping[str, str], launch: Launch, names: Sequence[str]) -> dict[str, str]:
     """Returns the variables for other hosts: what paceline sets, and those of --env; nothing else of the user's travels."""
-    _, rows = worker_env({}, launch)
-    return {**{row.name: row.value for row in rows}, **listed_env(user_env, names, several=True)}
+    listed = listed_env(user_env, names, several=True)
+    return {**{name: value for name, (value, _) in default_values(listed, launch).items()}, **listed}
 
 
 def check_host_options(

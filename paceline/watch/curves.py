@@ -327,8 +327,8 @@ class MetricFileCurves:
         with suppress(PacelineError):
             series, is_continued = self._file.read()
             if not is_continued:
-                self.notes, self.step, self.curves, self._names, self._latest = self._file.notes, None, {}, {}, {}
-            self.step = max((item.steps[-1] for item in series), default=self.step)
+                self.notes, self.curves, self._names, self._latest = self._file.notes, {}, {}, {}
+            self.step = max(self._file.ends.values(), default=None)
             names = {item.name for item in series}
             for item in series:
                 name = KIND_NAMES.get(item.kind, item.name)

@@ -15,6 +15,7 @@ from paceline.errors import INTERRUPTED
 from paceline.explain.curve_verdict import MEMORY_GROWS, OVERFITS, SLOWS_DOWN, STANDS_STILL
 from paceline.explain.explanation import format_failures, format_summary
 from paceline.explain.lines import strip_escapes
+from paceline.explain.recorded_end import SUPERVISOR_LOST
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import Heartbeat
 from paceline.rundir import RunDir
@@ -239,6 +240,8 @@ def attempt_views(events: Sequence[JsonRecord]) -> list[AttemptView]:
         number, kind = event.get("attempt", 0), str(event.get("event"))
         if kind == "attempt":
             attempts[number] = {"time": event["time"]}
+        elif kind in ("launch", "script") and attempts and "state" not in attempts[max(attempts)]:
+            attempts[max(attempts)].setdefault("cause", SUPERVISOR_LOST)  # the verdict comes when all hosts are ready
         elif kind == "damaged" and attempts:  # of the attempt that resumes from another checkpoint
             attempts[max(attempts)] |= {"damage": event.get("message")}
         elif kind == "requeued" and attempts:

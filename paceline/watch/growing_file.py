@@ -18,13 +18,14 @@ from typing import Any
 import orjson
 
 from paceline.explain.lines import strip_escapes
-from paceline.explain.series import CONTINUED, LARGE_BYTES, MetricSeries, SeriesTable, read_series, reader_of
+from paceline.explain.series import CONTINUED, MetricSeries, SeriesTable, read_series, reader_of
 from paceline.rundir import open_file
 
 JsonRecord = dict[str, Any]
 
 BLOCK_BYTES = 1 << 20
 LINE_ENDS, STATE_ENDS = b"\n", b"\n\r"  # of a program's lines; of a progress bar's states as well
+LARGE_BYTES = 8 << 20  # of a longer file of metrics what it has gained is read alone
 REMEMBERED_BYTES = 64  # before the offset: other bytes there mean another file
 LINE_CHARS = 4000  # shown of a longer line
 
@@ -38,18 +39,19 @@ class GrowingFile:
         self.ends = ends
         self.offset = 0
         self.sampled_bytes = 0  # at its beginning, of which only pieces were read
-        self._inode = 0
+        self._inode, self._state = 0, (0, 0)  # size and time at the last look
         self._before = b""  # the last bytes that were read
 
     def restarted(self) -> bool:
         """Whether the file is not a continuation of what was read; it is then read from its beginning."""
         try:
             stat = self.path.stat()
+            state = (stat.st_size, stat.st_mtime_ns)
             same = self._inode in (0, stat.st_ino) and stat.st_size >= self.offset
-            if same and stat.st_size > self.offset:
+            if same and state != self._state:
                 with open_file(self.path) as file:
                     same = os.pread(file.fileno(), len(self._before), self.offset - len(self._before)) == self._before
-            self._inode = stat.st_ino
+            self._inode, self._state = stat.st_ino, state
         except OSError:
             same, self._inode = self.offset == 0, 0
         if not same:
@@ -98,19 +100,21 @@ class MetricFile:
     def __init__(self, path: Path):
         self.notes: list[str] = []
         self._file, self._table = GrowingFile(path), SeriesTable(str(path))
-        self._ends: dict[str, int] = {}  # the last step of each curve
+        self.ends: dict[str, int] = {}  # the last step of each curve
 
     def read(self) -> tuple[list[MetricSeries], bool]:
         """Returns the curves, and whether they continue those that were returned before. Raises PacelineError."""
         path, is_continued = self._file.path, False
         if not self._file.restarted() and self._table.end > LARGE_BYTES and reader_of(path) in CONTINUED:
             series, notes = read_series([path], self._table)
-            is_continued = not notes and all(self._ends.get(item.name, math.inf) < item.steps[0] for item in series)
+            is_continued = not notes and all(self.ends.get(item.name, math.inf) < item.steps[0] for item in series)
         if not is_continued:  # also for a step that comes a second time, a new name and a damaged record
-            self._table, self._ends = SeriesTable(str(path)), {}
+            self._table, self.ends = SeriesTable(str(path)), {}
             series, self.notes = read_series([path], self._table)
-        self._ends |= {item.name: item.steps[-1] for item in series}
-        self._file.skip_to(self._table.end, before=b"")
+        self.ends |= {item.name: item.steps[-1] for item in series}
+        start = max(0, self._table.end - REMEMBERED_BYTES)
+        with suppress(OSError), open_file(path) as file:
+            self._file.skip_to(self._table.end, before=os.pread(file.fileno(), self._table.end - start, start))
         return series, is_continued
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.explain.explanation import format_summary, with_commands
+from paceline.explain.lines import strip_escapes
 from paceline.redaction import redact
 from paceline.run_options import ReportOptions
 from paceline.rundir import RunDir
@@ -99,7 +100,7 @@ def markdown_report(path: Path, *, now: float) -> str:
         [f"# {escape(snapshot.name)}: {snapshot.state}", "", *([escape(verdict.text)] if verdict else [])],
         [", ".join(progress(snapshot))],
         ["Tags: " + ", ".join(map(escape, snapshot.tags))] if snapshot.tags else [],
-        [escape(snapshot.note)],
+        [escape(strip_escapes(snapshot.note))],
         ["| | measured | plan | |", "|---|---:|---:|---:|", *rows] if rows else [],
         [f"- {escape(note)}" for note in snapshot.notes],
         section("What happened", explanation(snapshot)),

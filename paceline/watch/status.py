@@ -21,6 +21,7 @@ from paceline.explain.series import natural_order
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_queued, is_run, read_end, read_json_lines, read_text, to_utc
 from paceline.typed_fields import damaged_files, hints_of, well_typed
+from paceline.units import format_list
 from paceline.watch.about import check_links, config_in, csv_lines, link_out_of, read_about, read_notes
 from paceline.watch.events import end_state, is_complete, last_event_time, live_state, run_notes
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines, read_part, search
@@ -181,6 +182,21 @@ class RunList:
                 current[path] = cached if cached and cached[0] == key else (key, run_status(run))
         self._cached = current
         return sorted((status for _, status in current.values()), key=lambda status: status.time or "", reverse=True)
+
+
+def lost_runs(runs_dir: Path) -> list[Path]:
+    """Returns the folders with checkpoints of a run that has no config.toml."""
+    folders = dict.fromkeys(path.parents[1] for path in sorted(runs_dir.glob("*/checkpoints/step_*")))
+    return [folder for folder in folders if not is_run(RunDir(folder))]
+
+
+def no_runs(runs_dir: Path, *, fix: str) -> PacelineError:
+    """Returns the error for a folder without runs."""
+    if lost := lost_runs(runs_dir):
+        names = format_list([folder.name for folder in lost])
+        lack = f"{names} {'has' if len(lost) == 1 else 'have'} checkpoints and no config.toml"
+        return PacelineError(f"no runs in {runs_dir}: {lack}", fix="restore config.toml from a copy of the run")
+    return PacelineError(f"no runs in {runs_dir}", fix=fix)
 
 
 def run_folders(runs_dir: Path) -> list[Path]:

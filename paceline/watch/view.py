@@ -19,7 +19,7 @@ from paceline.rundir import RunDir, find_run, is_preparing
 from paceline.terminal import shows_colours
 from paceline.units import format_list
 from paceline.watch.snapshot import LIVE
-from paceline.watch.status import Reader, RunList, Shelf, open_reader
+from paceline.watch.status import Reader, RunList, Shelf, no_runs, open_reader
 from paceline.watch.terminal.pages import format_once
 
 INTERVAL_S = 3.0
@@ -98,10 +98,8 @@ def what_to_watch(options: WatchOptions) -> Path:
         return find_shown(options.run, runs_dir=options.runs_dir)
     runs = RunList(Path(options.runs_dir)).read()
     if not runs:
-        raise PacelineError(
-            f"no runs in {options.runs_dir}",
-            fix="paceline train makes one; paceline watch --log FILE watches any training's log",
-        )
+        fix = "paceline train makes one; paceline watch --log FILE watches any training's log"
+        raise no_runs(Path(options.runs_dir), fix=fix)
     return Path(next((run for run in runs if run.state in LIVE), runs[0]).path)
 
 

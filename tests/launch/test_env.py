@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.launch.env import EnvRow, Launch, format_env, harm_lines, worker_env
+from paceline.launch.env import EnvRow, Launch, env_elsewhere, format_env, harm_lines, worker_env
 
 
 def row_of(rows, name):
@@ -27,6 +27,15 @@ def test_cpu_processes_share_the_cores_and_meet_on_the_loopback():
 
 def test_more_processes_than_cores_have_one_thread_each():
     assert worker_env({}, Launch(nproc=4, device="cpu", cpu_cores=2))[0]["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("nproc, threads, policy", [
+    (2, "4", "PASSIVE"), (2, "many", "PASSIVE"), (2, None, None), (1, None, "PASSIVE"), (1, "1", None), (1, "1,2", None),
+])  # fmt: skip
+def test_threads_sleep_while_they_wait_where_a_rank_has_several(nproc, threads, policy):
+    user, launch = {"OMP_NUM_THREADS": threads} if threads else {}, Launch(nproc=nproc, device="cpu", cpu_cores=2)
+    assert worker_env(user, launch)[0].get("OMP_WAIT_POLICY") == policy
+    assert env_elsewhere(user, launch, list(user)).get("OMP_WAIT_POLICY") == policy
 
 
 def test_what_the_user_has_set_stays():

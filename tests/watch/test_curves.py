@@ -1,6 +1,8 @@
 """Curves in bounded memory: what stays of a million points, and what is read of a large file of metrics that grows."""
 
+import os
 import struct
+from itertools import count
 
 import numpy as np
 import pytest
@@ -131,9 +133,8 @@ def event(step: int, loss: float) -> bytes:
     ids=["csv", "events"],
 )
 def test_of_a_large_file_of_metrics_only_what_it_has_gained_is_read(tmp_path, monkeypatch, name, first, record):
-    for module in ("explain.series", "watch.growing_file"):
-        monkeypatch.setattr(f"paceline.{module}.LARGE_BYTES", 100)
-    path, continued, read = tmp_path / name, [], MetricFile.read
+    monkeypatch.setattr("paceline.watch.growing_file.LARGE_BYTES", 100)
+    path, continued, read, times = tmp_path / name, [], MetricFile.read, count(1_800_000_000)
 
     def read_and_record(file):
         series, is_continued = read(file)
@@ -146,7 +147,7 @@ def test_of_a_large_file_of_metrics_only_what_it_has_gained_is_read(tmp_path, mo
     def steps_after(content: bytes, mode: str = "ab") -> list[int]:
         with path.open(mode) as file:
             file.write(content)
-        curves.stat = None  # the clock of the file system is coarser than this test
+        os.utime(path, (0, next(times)))  # the clock of the file system is coarser than this test
         curves.read()
         series = curves.fields()["series"]["loss"]
         assert series.values == pytest.approx([5 - step / 100 for step in series.steps], rel=1e-6)
@@ -166,5 +167,41 @@ def test_of_a_large_file_of_metrics_only_what_it_has_gained_is_read(tmp_path, mo
     (tmp_path / "new").write_bytes(first + records(*range(1, 60)))
     (tmp_path / "new").replace(path)
     assert steps_after(b"") == list(range(1, 60))
-    assert steps_after(first + records(1, 2), "wb") == [1, 2]
-    assert continued[5:] == [(False, 59), (False, 2)]
+    for steps in (range(31, 91), range(32, 92), range(1, 3)):  # longer, as long, and shorter
+        assert steps_after(first + records(*steps), "wb") == list(steps)
+    assert continued[5:] == [(False, 59), (False, 60), (False, 60), (False, 2)]
+
+
+def read_parts(path, monkeypatch, *parts: str) -> MetricFileCurves:
+    """The curves of a large CSV of metrics that was read after each part of it was written."""
+    monkeypatch.setattr("paceline.watch.growing_file.LARGE_BYTES", 100)
+    curves = MetricFileCurves(path)
+    for number, part in enumerate(parts):
+        with path.open("a", newline="") as file:
+            file.write(part)
+        os.utime(path, (0, number))
+        curves.read()
+    return curves
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
+def test_a_last_row_of_a_large_csv_counts_without_its_end_and_is_read_again_when_it_has_grown(
+    tmp_path, monkeypatch, end
+):
+    rows = end.join(["loss,step", *(f"{5 - step / 100},{step}" for step in range(1, 51))])
+    curve = read_parts(tmp_path / "a.csv", monkeypatch, rows).curves["loss"].series()
+    assert curve.steps == list(range(1, 51)) and curve.values[-1] == 4.5
+    curve = read_parts(tmp_path / "b.csv", monkeypatch, rows[:-1], f"0{end}4", f",51{end}").curves["loss"].series()
+    assert curve.steps == list(range(1, 52)) and curve.values[-2:] == [4.5, 4.0]
+
+
+def test_rows_of_a_large_csv_without_steps_are_counted_once(tmp_path, monkeypatch):
+    rows = "loss,lr\n" + "4.5,0.1\n" * 50
+    curves = read_parts(tmp_path / "metrics.csv", monkeypatch, rows + "4.", "25,0.1\n4.125,0.1\n").curves
+    assert curves["loss"].series().steps == list(range(52)) and curves["loss"].series().values[-2:] == [4.25, 4.125]
+
+
+def test_the_step_of_a_large_csv_is_the_last_of_all_curves(tmp_path, monkeypatch):
+    rows = "".join(f"{step},4.5,\n" for step in range(1, 41))
+    curves = read_parts(tmp_path / "metrics.csv", monkeypatch, f"step,loss,val_acc\n{rows}3,,0.5\n", "4,,0.6\n")
+    assert curves.step == 40 and curves.curves["val_acc"].series().steps == [3, 4]

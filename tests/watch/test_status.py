@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -167,6 +167,13 @@ def test_a_narrow_list_leaves_columns_out_before_its_rows_wrap(tmp_path):
     ]
     assert [max(map(len, lines)) <= width for lines, width in zip(heads, (80, 60, 48), strict=True)] == [True] * 3
     assert {line.split()[0] for line in heads[-1][1:]} == {"books-small", "books-large"}
+
+
+def test_a_narrow_list_leaves_out_no_column_that_fits(tmp_path):
+    for name in ("books", "papers"):
+        write_notes(make_run(tmp_path, name), tags=["long-tag" * 8], note="")
+    head = format_runs(RunList(tmp_path).read(), width=100).splitlines()[0]
+    assert head.split()[4:] == ["val_bpb", "tok/s", "last", "activity", "(UTC)"]
 
 
 def test_long_names_that_differ_in_their_middle_stay_whole_on_a_terminal(tmp_path):
@@ -585,6 +592,8 @@ def test_tags_and_a_note_are_in_the_run_folder_and_damaged_ones_are_none(tmp_pat
     assert {"tags    good", "note    the first one"} < {*format_run(snapshot).splitlines()}
     assert "\n #good  the first one\n" in format_once(snapshot, now=START, width=80)
     assert "\n\nTags: good\n\nthe first one\n\n" in markdown_report(run.path, now=START)
+    write_notes(run, tags=[], note="\x1b[31mred")
+    assert "\n\nred\n\n" in markdown_report(run.path, now=START)
     assert (head := head_panel(snapshot, now=START))["tags"] == ["good"] and head["note"] == "the first one"
     for damaged in ("", "[]", '{"tags": 3}', '{"tags": [1], "note": null}'):
         run.notes.write_text(damaged)
@@ -593,7 +602,16 @@ def test_tags_and_a_note_are_in_the_run_folder_and_damaged_ones_are_none(tmp_pat
 
 def test_a_folder_with_checkpoints_and_no_config_is_reported_below_the_list(tmp_path):
     make_run(tmp_path)
-    (tmp_path / "lost" / "checkpoints").mkdir(parents=True)
-    options = RunsOptions(runs_dir=str(tmp_path))
-    last = list_runs(RunList(tmp_path).read(), options, width=None).splitlines()[-1]
-    assert last == "lost: not listed: no config.toml"
+    (tmp_path / "lost" / "checkpoints" / "step_000060").mkdir(parents=True)
+    (tmp_path / "of-another-trainer" / "checkpoints").mkdir(parents=True)
+    runs, options = RunList(tmp_path).read(), RunsOptions(runs_dir=str(tmp_path))
+    assert list_runs(runs, options, width=None).splitlines()[2:] == ["lost: not listed: no config.toml"]
+    assert len(list_runs(runs, replace(options, state=("broken",)), width=None).splitlines()) == 2
+
+
+def test_a_folder_of_which_all_runs_have_lost_their_config_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/x/checkpoints/step_000001").mkdir(parents=True)
+    for command in (["runs"], ["watch", "--once"]):
+        assert run_command(command) == 1
+        assert "no runs in runs: x has checkpoints and no config.toml" in capsys.readouterr().err

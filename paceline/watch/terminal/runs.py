@@ -8,6 +8,7 @@ Pure, but for `list_runs`, `show_runs` and `differing_settings`, which read the 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,13 +16,13 @@ from paceline.errors import PacelineError, nearest
 from paceline.explain.lines import strip_escapes
 from paceline.explain.series import natural_order
 from paceline.run_options import RunsOptions
-from paceline.rundir import RunDir, is_run
+from paceline.rundir import RunDir
 from paceline.terminal import cells, cut, pad, terminal_width, without_middle
 from paceline.units import format_count
 from paceline.watch.about import read_about
 from paceline.watch.measures import format_figure, format_measure, format_time
 from paceline.watch.snapshot import LIVE, Snapshot, State, finite
-from paceline.watch.status import RunStatus, format_run, format_steps, open_reader, run_json, run_status
+from paceline.watch.status import RunStatus, format_run, format_steps, lost_runs, open_reader, run_json, run_status
 from paceline.watch.summary import LEVEL_SIGNS, STATE_SIGNS
 from paceline.watch.terminal import chart
 from paceline.watch.terminal.line import EMPTY, Line, clean, heading, section, side_by_side, split_width
@@ -37,7 +38,7 @@ NARROW_WITHOUT = (
     "tok/s",
     "eval_tokens",
     "tags",
-)  # the first that a narrow list leaves out first
+)  # in the order in which a narrow list leaves them out
 SIGNS = {"step": -1, "tok_per_sec": -1}  # of what a list begins with the largest of
 NUM_HEADINGS = 2  # lines above the first run
 Setting = tuple[str, ...]  # name, and its value in each run
@@ -158,15 +159,15 @@ def list_runs(runs: Sequence[RunStatus], options: RunsOptions, *, width: int | N
     chosen = chosen if options.sort == "time" else sorted(chosen, key=place)
     if options.json:
         return json.dumps(finite(list(map(asdict, chosen))), indent=1)
-    folders = (path.parent for path in sorted(Path(options.runs_dir).glob("*/checkpoints")))
-    lost = [f"{clean(folder.name)}: not listed: no config.toml" for folder in folders if not is_run(RunDir(folder))]
-    return "\n".join([format_runs(chosen, width=width), *lost])
+    folders = () if options.tag or options.state else lost_runs(Path(options.runs_dir))
+    notes = (f"{clean(folder.name)}: not listed: no config.toml" for folder in folders)
+    return "\n".join([format_runs(chosen, width=width), *notes])
 
 
 def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
     """Returns the list of runs as a table, with eval_tokens where the runs differ in it. width: the terminal's; None: unlimited.
 
-    Where the table is wider, it has no NARROW_WITHOUT columns, as many as are too much.
+    Where the table is wider, it leaves out as few of NARROW_WITHOUT as make it fit.
     """
     head = ("run", "state", "step", "loss", "val_bpb", "eval_tokens", "tok/s", "last activity (UTC)", "tags")
     rows = [
@@ -187,9 +188,11 @@ def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
     shown = {"tags": any(columns["tags"]), "eval_tokens": len({*columns["eval_tokens"]} - {"n/a"}) > 1}
     columns = {name: values for name, values in columns.items() if shown.get(name, True)}
     if width is not None:
-        for name in NARROW_WITHOUT:
-            if name_room(columns, width) < min(MIN_NAME, width_of_column("run", columns["run"])):
-                columns.pop(name, None)
+        all_columns, least_room = columns, min(MIN_NAME, width_of_column("run", columns["run"]))
+        for left_out in chain.from_iterable(combinations(NARROW_WITHOUT, count) for count in range(5)):
+            columns = {name: values for name, values in all_columns.items() if name not in left_out}
+            if name_room(columns, width) >= least_room:
+                break
         names, room = columns["run"], max(MIN_NAME, name_room(columns, width))
         short = [without_middle(name, room) for name in names]
         columns["run"] = [n if short.count(s) > names.count(n) else s for n, s in zip(names, short, strict=True)]

@@ -57,8 +57,9 @@ PART_RISE = 9.0  # of one whose first steps are not in the log
 ZEROS, ZERO_REWARDS = 3, 10  # on the lines of a log, if no others are there
 NO_REWARD, MEAN_OF_ALL = "every reward is 0", "the mean of all steps is exactly 0"
 LOG_GROWTH, LOG_SLOWER = 0.2, 1.0  # of memory, of the time for a sample
-# points of a loss, and the share of its level that they span; such points that are no longer few
+# points of a loss, and the share of its level that they span; such points that are no longer few; fewer that are the same
 MIN_FLAT, FLAT_RANGE, MIN_STILL = 5, 0.0015, 12
+FEW_SAME, SAME_RANGE = 4, 1e-4
 # classes between which a model guesses: the loss is the logarithm of their number; how near to it, of many points and of few
 MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
 MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations
@@ -272,7 +273,8 @@ def least_rise(series: MetricSeries) -> float:
 def hardly_moves(series: MetricSeries) -> bool:
     """Whether a curve that begins where its run did is nearly the same at all of its few points, or at most of its last ones."""
     values = list(filter(math.isfinite, series.values))
-    if len(values) < MIN_FLAT or not is_whole(series):
+    is_same = len(values) >= FEW_SAME and 0 < max(values) - min(values) < SAME_RANGE * abs(values[0])
+    if not (len(values) >= MIN_FLAT or is_same) or not is_whole(series):
         return False
     if all(float(f"{value:.1g}") == value for value in values):  # printed with one digit, which shows no small change
         return False

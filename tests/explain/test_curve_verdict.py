@@ -1069,3 +1069,10 @@ def test_a_loss_that_rises_while_evaluations_get_better_gained_terms():
 def test_a_row_of_a_model_s_summary_reports_no_loss():
     assert read_step_and_loss("1 | criterion | CTCLoss                     | 0      | train") is None
     assert read_step_and_loss("12 | 120 | 500 | loss: 2.31 | 3.4s").loss == 2.31
+
+
+def test_four_losses_that_are_the_same_to_four_digits_prove_nothing():
+    line = "(Iteration {} / 40) loss: {}\n"
+    same = "".join(line.format(1 + 10 * n, loss) for n, loss in enumerate((2.302585, 2.30257, 2.302535, 2.302557)))
+    assert explain([same.encode()]).cause == "unknown"
+    assert explain([same.replace("2.302557", "2.30157").encode()]).cause == "healthy"

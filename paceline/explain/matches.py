@@ -24,7 +24,8 @@ MIN_STEPS = 2  # progress lines that show that a run goes on
 STEPS_AFTER = 3  # different steps after an error: it did not end the run
 CONTINUED, WARNING, ERROR_LINE = 0.45, 0.55, 0.93  # factors of a score
 WEIGHTS = {"banner": 0.5, "exception": 1.0}  # by the kind of record; ERROR_LINE for any other
-FALLBACK, CUDA_ERROR = "user-code-exception", "cuda-error"  # the first: of an exception that no other one matches
+FALLBACK = "user-code-exception"  # the cause of an exception if no other one matches
+CUDA_ERROR = "cuda-error"
 VAGUE = {FALLBACK: 0.4, "config-error": 0.66, CUDA_ERROR: 0.7}  # the highest weight of a match that tells little
 GUESS = 0.42  # the weight of keywords
 CODE_ERROR = re.compile(  # what Python itself says about a mistake in code
@@ -57,10 +58,11 @@ NOT_FOUND = re.compile(  # said by a script or a shell
     r"|^(?:mkdir|ln|cp|mv|rm|chmod|chown|touch): cannot |\.sh: line \d+: syntax error"  # by others of its commands
 )
 TYPED = re.compile(r"(?:-?(?:ba)?sh: )?[\w./-]+: command not found|zsh: command not found: \S+$")  # at a prompt
-NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")  # through its functions, also when its sockets are closed
+# a way back through NCCL's functions, also when its sockets are closed at the end
+NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
 TYPED_KEYS = re.compile(r"(?:\^C)+")  # as a terminal shows them
-WENT_ON, BEFORE_DONE, MAX_QUOTED = 40, 8, 16  # lines; those that quote an error below it
+WENT_ON, BEFORE_DONE, MAX_QUOTED = 40, 8, 16  # lines behind an error, before the end, that quote an error above them
 MIN_REPEATS, MAX_ADVICE = 5, 8  # lines about an item that was left out; lines behind the advice of bitsandbytes
 RETRIES = re.compile(r"(?i)\bretry(?:ing)? \(?(?:attempt )?\d+ ?(?:/|of) ?\d|^g?make(?:\[\d+\])?: \*\*\* ")
 HANDLED = re.compile(r"(?i)\bfail\w*, (?:re)?(?:trying|installing|falling back)\b")

@@ -18,7 +18,7 @@ MAX_MESSAGE_CHARS = 6000
 MAX_NOISE = 40  # other lines within one traceback before it counts as incomplete
 MAX_STREAMS = 4096
 
-IGNORED_INTERRUPT = "KeyboardInterrupt: ignored by Python"
+IGNORED_INTERRUPT = "KeyboardInterrupt: ignored by Python"  # counts only in a single log that shows nothing else
 CUT_OFF = "a traceback without its last line"
 HOOK_FAILED = "Error in sys.excepthook: the exception that ended the program is missing"
 

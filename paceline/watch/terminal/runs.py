@@ -33,12 +33,8 @@ NUMBERS = 58  # columns of a row without the name
 STYLES = ("blue", "orange")  # of the two runs
 MAX_NAME = 40  # columns of a run's name above its settings
 MIN_NAME, MIN_NOTE = 20, 12  # columns of a name and of a note in the list of runs
-NARROW_WITHOUT = (
-    "last activity (UTC)",
-    "tok/s",
-    "eval_tokens",
-    "tags",
-)  # in the order in which a narrow list leaves them out
+# in the order in which a narrow list leaves them out
+NARROW_WITHOUT = ("last activity (UTC)", "tok/s", "eval_tokens", "tags")
 SIGNS = {"step": -1, "tok_per_sec": -1}  # of what a list begins with the largest of
 NUM_HEADINGS = 2  # lines above the first run
 Setting = tuple[str, ...]  # name, and its value in each run

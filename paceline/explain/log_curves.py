@@ -214,7 +214,12 @@ def find_chance(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]
         curves = [values, *(item.values for item in held_out)]
         has_few = number == 2 and len(curves) > 1 and min(map(len, curves)) >= MIN_FEW
         has_few = has_few and all(abs(value - chance) < ABOUT_CHANCE * chance for curve in curves for value in curve)
-        if is_near or stays or has_few:
+        is_exact = (
+            number > 2
+            and len(values) >= FEW_SAME
+            and max(abs(value - chance) for value in values) < SAME_RANGE * chance
+        )
+        if is_near or stays or has_few or is_exact:
             at = len(series.values) // 2 if is_near else 0
             yield CurveFinding(STANDS_STILL, series, at, f"ln {number}, as of a guess between {number} classes")
 

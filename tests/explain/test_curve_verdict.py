@@ -707,6 +707,15 @@ def test_a_few_rounded_losses_of_a_guess_between_two_classes_are_no_healthy_log(
     assert explain([learned.encode()]).cause != "loss-stands-still"
 
 
+def test_a_few_losses_that_are_exactly_those_of_a_guess_are_no_healthy_log():
+    def log(*losses):
+        return ["".join(f"(Iteration {10 * n + 1} / 40) loss: {loss}\n" for n, loss in enumerate(losses)).encode()]
+
+    assert explain(log(2.302585, 2.302570, 2.302535, 2.302557)).cause == "loss-stands-still"
+    assert explain(log(2.302585, 2.301570, 2.298535, 2.290557)).cause == "healthy"
+    assert explain(log(0.693147, 0.693140, 0.693110, 0.693080)).cause != "loss-stands-still"  # DPO's first steps
+
+
 def test_a_loss_that_has_vanished_varies_by_factors():
     losses = [2 * math.exp(-n / 5) + 0.0006 + 0.0008 * (n > 60) for n in range(100)]
     lines = "".join(f"step {n} | loss {loss:.6f}\n" for n, loss in enumerate(losses, 1))
@@ -1073,6 +1082,6 @@ def test_a_row_of_a_model_s_summary_reports_no_loss():
 
 def test_four_losses_that_are_the_same_to_four_digits_prove_nothing():
     line = "(Iteration {} / 40) loss: {}\n"
-    same = "".join(line.format(1 + 10 * n, loss) for n, loss in enumerate((2.302585, 2.30257, 2.302535, 2.302557)))
+    same = "".join(line.format(1 + 10 * n, loss) for n, loss in enumerate((2.402585, 2.40257, 2.402535, 2.402557)))
     assert explain([same.encode()]).cause == "unknown"
-    assert explain([same.replace("2.302557", "2.30157").encode()]).cause == "healthy"
+    assert explain([same.replace("2.402557", "2.40157").encode()]).cause == "healthy"

@@ -46,7 +46,7 @@ OWN = re.compile(  # whoever calls it: a file outside of the packages, a functio
     r"ImportError: cannot import name '[^']+' from '[^']+' "
     r"\((?!unknown location|.*(?:site-packages|dist-packages|/lib/python))[^)\n]+\)(?:\. Did you mean[^\n]*)?$"
     r"|TypeError: [\w.<>]*<locals>\.\w+\(\) got an unexpected keyword argument"
-    # with the statement of the package that it was passed to (tracebacks.PASSED)
+    # with the statement of the package that it was passed to (tracebacks.STATEMENT_SHOWN)
     r"|TypeError: [a-z]\w*\(\) got an unexpected keyword argument '\w+'\n"
 )
 OWN_IF_CALLED = re.compile(  # by the user's file, as it is more often its own than a package's

@@ -77,12 +77,19 @@ LONELY_TYPE = re.compile(r"^((?:\w+\.)*\w+:) *\n(?=\S)")  # its message is on th
 REQUEST_ID = re.compile(r"\(Request ID: [^)]*\)$")  # of huggingface_hub, whose message follows a blank line
 # whose statement says what was empty or never begun, or that a file was to be written
 SHOWN_WITH_SOURCE = ("ZeroDivisionError: ", "IndexError: list index out of range", "UnboundLocalError: ")
-# a function that was passed to the package that calls it, by the name that it has there, and no wrapper's
-CALLED = re.compile(r"TypeError: (?P<function>(?!forward\b)[a-z]\w*)\(\) got an unexpected keyword argument '\w+'$")
-PASSED = re.compile(
-    r"(?:\b|_)(?:func|fn|function|callback|reward|metrics?|collat\w*|hook|preprocess\w*|transform)\w{0,8}\((?!.*\*\*)"
+STATEMENT_SHOWN = tuple(  # messages that need their statement below them, and what it contains then
+    (re.compile(message), re.compile(statement))
+    for message, statement in (
+        (r"FileNotFoundError: ", r"\bopen\((?:.*, *)?(?:mode *= *)?['\"][wax][bt+]{0,2}['\"]"),
+        (  # a function that was passed to the package that calls it, by the name that it has there, and no wrapper's
+            r"TypeError: (?P<function>(?!forward\b)[a-z]\w*)\(\) got an unexpected keyword argument '\w+'$",
+            r"(?:\b|_)(?:func|fn|function|callback|reward|metrics?|collat\w*|hook|preprocess\w*|transform)\w{0,8}\((?!.*\*\*)",
+        ),
+        (r"TypeError: [A-Z]\w*\.__init__\(\) got an unexpected keyword argument '\w+'$", r"\(\*\*"),
+        (r"KeyError: ", r"\b(?:stoi|vocab|(?:char|ch|c|word|token)s?_?(?:to|2)_?\w+)\["),
+        (r"AttributeError: Can't get attribute ", r"\b(?:pickle|joblib|dill|cloudpickle)\.loads?\("),
+    )
 )
-WRITES = re.compile(r"\bopen\((?:.*, *)?(?:mode *= *)?['\"][wax][bt+]{0,2}['\"]")
 ONE_LINE = re.compile(
     r"(?:\w+\.)*(?:KeyError: |\w+Error: \[(?:Errno|WinError) -?\d+\] .*)(?P<quote>['\"]).*(?P=quote)$"
     r"|NameError: name '\w+' is not defined|AttributeError: '[\w.]+' object has no attribute '\w+'"
@@ -268,10 +275,17 @@ class TracebackReader:
             text = f"AssertionError: {expression}"
         if text.startswith(SHOWN_WITH_SOURCE) and (statement := failed_statement(error.source)):
             text += f": {statement}"
-        elif text.startswith("FileNotFoundError: ") and WRITES.search(statement := failed_statement(error.source)):
-            text += f"\n{statement}"
-        elif (call := CALLED.match(text)) and PASSED.search(statement := failed_statement(error.source)):
-            text += f"\n{statement}" if call["function"] not in statement else ""
+        elif statement := failed_statement(error.source):
+            shown = (
+                match.groupdict()
+                for message, part in STATEMENT_SHOWN
+                if (match := message.match(text)) and part.search(statement)
+            )
+            text += (
+                f"\n{statement}"
+                if any(values.get("function", statement + " ") not in statement for values in shown)
+                else ""
+            )
         child = UNREADABLE.match(text) and any(map(SPAWN_CHILD.search, error.frames[-2:]))
         kind: RecordKind = "banner" if child or WRAPPER.search(text) else "exception"
         rank = int(match["rank"]) if (match := ENDED_PROCESS.match(text)) else error.record.rank

@@ -56,12 +56,13 @@ $(VENV)/torch: constraints.txt
 	$(PIP) "$$(grep ^torch== constraints.txt)"
 	touch $@
 
+# built by the setuptools that came with torch, not by one that is installed for it
 $(VENV)/core: $(VENV)/torch pyproject.toml
-	$(PIP) -e .
+	$(PIP) --no-build-isolation -e .
 	touch $@
 
 $(VENV)/dev: $(VENV)/torch pyproject.toml
-	$(PIP) -e '.[dev,datasets,peers,trackers,clusters,gpu-proof]'
+	$(PIP) --no-build-isolation -e '.[dev,datasets,peers,trackers,clusters,gpu-proof]'
 	touch $(VENV)/core $@
 
 clean:

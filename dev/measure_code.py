@@ -43,12 +43,13 @@ TOKENS_WAY = re.compile(r"^\d+\. `(paceline/[\w/]+\.py)`", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Module:
-    """One file of the package: its dotted name, text and syntax tree."""
+    """One file of the package: its dotted name, text, syntax tree, and all nodes of the tree."""
 
     name: str
     path: Path
     text: str
     tree: ast.Module
+    nodes: list[ast.AST]
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,17 @@ def load_modules(root: Path) -> list[Module]:
     paths = sorted(
         path for path in (root / "paceline").rglob("*.py") if path.name not in ("__init__.py", "__main__.py")
     )
+    names = [".".join(path.relative_to(root).with_suffix("").parts) for path in paths]
     return [
-        Module(".".join(path.relative_to(root).with_suffix("").parts), path, text := path.read_text(), ast.parse(text))
-        for path in paths
+        Module(name, path, text := path.read_text(), tree := ast.parse(text), list(ast.walk(tree)))
+        for name, path in zip(names, paths, strict=True)
     ]
 
 
 def imports_of(module: Module, names: set[str]) -> set[str]:
     """The modules of the package that this one imports, inside functions too."""
     targets: set[str] = set()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             targets |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
@@ -110,7 +112,7 @@ def find_circles(imports: dict[str, set[str]]) -> list[str]:
 
 
 def long_functions(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
             size = node.end_lineno - node.lineno + 1
             if size > MAX_FUNCTION_LINES:
@@ -120,7 +122,7 @@ def long_functions(module: Module) -> Iterator[str]:
 def names_in(module: Module) -> Iterator[tuple[int, str, bool]]:
     """(line, name, whether it is of a module, function or class) of everything that the module defines."""
     yield 1, module.name.rpartition(".")[2], True
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name, True
         elif isinstance(node, ast.arg):
@@ -145,9 +147,10 @@ def listed_names(module: Module, words: Words) -> Iterator[str]:
 
 
 def listed_phrases(path: Path, text: str, words: Words) -> Iterator[str]:
+    reasons = {re.compile(phrase): reason for phrase, reason in words.phrases.items()}
     for number, line in enumerate(text.splitlines(), 1):
-        for phrase, reason in words.phrases.items():
-            if re.search(phrase, line):
+        for phrase, reason in reasons.items():
+            if phrase.search(line):
                 yield f"{path}:{number}: {line.strip()[:90]!r}: {reason}"
 
 
@@ -164,7 +167,7 @@ def names_used_twice(modules: list[Module]) -> Iterator[str]:
 def shape_lines(module: Module) -> list[tuple[int, str]]:
     """(line number, shape) of each line of code: names become n, numbers 0, strings s. Without imports, docstrings and tables."""
     skipped: set[int] = set()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if (isinstance(node, ast.Import | ast.ImportFrom) or is_text) and node.end_lineno:
             skipped |= set(range(node.lineno, node.end_lineno + 1))

@@ -36,6 +36,7 @@ class GraphKeeper:
 
     def __init__(self, *, compiles: bool = True) -> None:
         self.names: list[str] = []
+        self.compiles = compiles
         if not compiles:
             return
         import torch._inductor.compile_fx
@@ -52,7 +53,8 @@ class GraphKeeper:
 
     def forget(self) -> None:
         """Drops all graphs, as a new process would."""
-        torch._dynamo.reset()
+        if self.compiles:
+            torch._dynamo.reset()
         counters.clear()
         self.names.clear()
 

@@ -17,7 +17,7 @@ CONFIG = ModelConfig(n_layer=1, n_embd=32, n_head=1, n_kv_head=1, head_dim=32, s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [ShardedOptimizer, pytest.param(ReplicatedOptimizer, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_a_compiled_model_runs_graphs_through_the_optimizers_module(kind, compiled):
     from torch._dynamo.utils import counters
 

@@ -122,27 +122,19 @@ def prepare(
     return replace(open_dataset(path), reused=False)
 
 
-def vocab_size_of(config: Config) -> int:
-    """Returns the vocabulary that a run of this config has: of its tokenizer file, else of its text where that is prepared here.
+def vocab_size_of(config: Config, meta: Mapping[str, Any] | None) -> int:
+    """Returns the vocabulary that a run of this config has: of its prepared text, else of its tokenizer file.
 
-    Else it is vocab_size, of which a small text may give less. Raises PacelineError where the file is no readable tokenizer.
+    Else it is vocab_size, of which a small text may give less. meta: what `prepared_meta` returns. Raises PacelineError where
+    the file is no readable tokenizer.
     """
-    if config.tokenizer is None:
-        return int(known["vocab_size"]) if (known := prepared_meta(config)) else config.vocab_size
+    if meta is not None or config.tokenizer is None:
+        return int(meta["vocab_size"]) if meta else config.vocab_size
     content = read_tokenizer_file(Path(config.tokenizer), otherwise=WITHOUT_TOKENIZER)
     with suppress(ValueError):
         if vocab_size := tokenizer_vocab_size(json.loads(content)):
             return vocab_size
     return Tokenizer(content, name=config.tokenizer).vocab_size  # its error says what is wrong with the file
-
-
-def planned_vocab_size(config: Config) -> int:
-    """Returns the same for a plan; where the tokenizer file cannot be read here, vocab_size, and a note says so."""
-    try:
-        return vocab_size_of(config)
-    except PacelineError as error:
-        print(f"note    a vocabulary of {config.vocab_size:,} is assumed: {error.message}", file=sys.stderr)
-        return config.vocab_size
 
 
 def print_vocab_size_note(config: Config, actual: int, *, set_keys: Collection[str]) -> None:
@@ -153,13 +145,19 @@ def print_vocab_size_note(config: Config, actual: int, *, set_keys: Collection[s
 
 
 def known_sizes(config: Config, *, set_keys: Collection[str] = ()) -> tuple[int, int]:
-    """Returns the rows of one epoch of this config's text, and its vocabulary. set_keys: those of the command line.
+    """Returns for a plan the rows of one epoch of this config's text, and its vocabulary. set_keys: those of the command line.
 
-    The rows are 0 where the text is paceline's own or is not prepared on this host.
+    The rows are 0 where the text is paceline's own or is not prepared on this host; the vocabulary is vocab_size, and a note
+    says so, where the tokenizer file cannot be read here.
     """
-    vocab_size = planned_vocab_size(config)
+    meta = prepared_meta(config)
+    try:
+        vocab_size = vocab_size_of(config, meta)
+    except PacelineError as error:
+        print(f"note    a vocabulary of {config.vocab_size:,} is assumed: {error.message}", file=sys.stderr)
+        vocab_size = config.vocab_size
     print_vocab_size_note(config, vocab_size, set_keys=set_keys)
-    if config.data == Config.data or config.packing != "stream" or (meta := prepared_meta(config)) is None:
+    if config.data == Config.data or config.packing != "stream" or meta is None:
         return 0, vocab_size
     return -(-(meta["splits"]["train"]["num_tokens"] - 1) // config.sequence_len), vocab_size
 

@@ -18,7 +18,7 @@ import paceline
 from paceline.check.ready import training_intent
 from paceline.config import Config, cache_dir
 from paceline.config_file import find_config, format_toml_value, load_config, resolve_config
-from paceline.data.prepare import planned_vocab_size
+from paceline.data.prepare import known_sizes
 from paceline.errors import PacelineError, UsageError, check_new_file, expand_home
 from paceline.launch.job import stop_grace_s
 from paceline.plan.forecast import forecast
@@ -90,7 +90,7 @@ def cluster_job(options: EmitOptions) -> ClusterJob:
         raise UsageError("the length is given in epochs, and a plan does not read the text", fix=fix)
     machine = machine_of(options.gpu, options.gpus, num_hosts(config))
     texts, flags = place_texts(config)
-    cache, vocab_size = cache_dir(config), planned_vocab_size(config)
+    cache, (_, vocab_size) = cache_dir(config), known_sizes(config)
     plan = forecast(replace(config, hosts=None), machine, cache=cache, vocab_size=vocab_size, num_rows=0).plan
     preempt = [f"--preempt-from={options.preempt_from}"] if options.preempt_from else []
     place = [f"--name={name}", f"--runs-dir={RUNS}", f"--cache-dir={CACHE}"]

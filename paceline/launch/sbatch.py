@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from paceline.command_line import parameters_of
 from paceline.config import Config, cache_dir
 from paceline.config_file import format_toml, resolve_config
-from paceline.data.prepare import planned_vocab_size
+from paceline.data.prepare import known_sizes
 from paceline.errors import PacelineError, PlanError, UsageError, nearest
 from paceline.launch.background import check_unused
 from paceline.launch.job import planned_step, stop_grace_s
@@ -296,7 +296,7 @@ def plan_job(config: Config, partition: Partition, *, nodes: int, gpus: int | No
             machine = imagined_machine(find_gpu(partition.gpu_kind or ""), gpus=gpus, hosts=nodes)
     if machine is None or config.epochs is not None:
         return None
-    return forecast(config, machine, cache=cache_dir(config), vocab_size=planned_vocab_size(config), num_rows=0)
+    return forecast(config, machine, cache=cache_dir(config), vocab_size=known_sizes(config)[1], num_rows=0)
 
 
 def check_length(length: JobLength, estimate: Forecast | None) -> None:

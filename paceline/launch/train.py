@@ -22,7 +22,7 @@ from paceline.check.ready import CheckResult, save_check
 from paceline.config import Config, cache_dir, check_config
 from paceline.config_file import format_toml, load_config, override
 from paceline.data.corpus import Progress
-from paceline.data.prepare import TokenDataset, vocab_size_of
+from paceline.data.prepare import TokenDataset, prepared_meta, vocab_size_of
 from paceline.errors import PacelineError
 from paceline.file_systems import LOCK_WAIT_S
 from paceline.launch.attempts import records_early_stop, run_job
@@ -105,7 +105,8 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
     weights = first_weights(config)
     if not entries:  # refuses what cannot run before any text is read
         measured = measured_here(cache_dir(config))
-        make_plan(config, probe_machine(), vocab_size=vocab_size_of(config), num_rows=0, measured=measured)
+        vocab_size = vocab_size_of(config, prepared_meta(config))
+        make_plan(config, probe_machine(), vocab_size=vocab_size, num_rows=0, measured=measured)
     is_named = config.name is not None or start == "submitted"
     with new_folder(run, is_named=is_named, is_submitted=start == "submitted") as (run, lock, publish):
         reaches = reach_early(entries, config.python, options)

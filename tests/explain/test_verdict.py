@@ -204,6 +204,7 @@ def test_a_log_is_healthy_only_if_something_shows_that_the_run_works(text, summa
         "12 passed, 0 failed",
         "val error: 0.031",
         "word error rate 0.12",
+        "              Pred Correct  Pred Error",
         "wandb: Waiting for W&B process to finish",
         "no errors",
     ],

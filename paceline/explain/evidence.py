@@ -133,8 +133,8 @@ def read_run_series(run: RunDir, *, since: float = math.nan, until: float = math
             times.append(time)
             if not time < since:
                 attempt.add_record(record, number=number, time=time)
-    series = [item for item in table.series() if item.kind in (LOSS, VALIDATION, GRADIENT, RATE)]
-    series += [item for item in attempt.series() if item.kind in (MEMORY, THROUGHPUT, STEP_TIME)]
+    series = [item for item in table.take_series() if item.kind in (LOSS, VALIDATION, GRADIENT, RATE)]
+    series += [item for item in attempt.take_series() if item.kind in (MEMORY, THROUGHPUT, STEP_TIME)]
     for path in sorted(run.health_dir.glob("*.jsonl")):
         table = SeriesTable(f"health/{path.name}", prefix=f"{path.stem} ")
         last: dict[int, tuple[float, dict[str, Any]]] = {}  # by step
@@ -144,7 +144,7 @@ def read_run_series(run: RunDir, *, since: float = math.nan, until: float = math
                 last[steps[bisect_right(times, time) - 1]] = time, memory_of(sample)
         for step, (time, memory) in last.items():
             table.add_record(memory, number=step, time=time, step=step)
-        series += table.series()
+        series += table.take_series()
     return series
 
 

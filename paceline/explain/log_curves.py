@@ -141,7 +141,7 @@ def line_series(points: Sequence[LossPoint], *, kind: str | None = None) -> list
             last[name] = value
         step = step if has_steps else epoch if name in by_epoch else number
         table.add(name, number if step is None else step, value, math.nan)
-    return table.series()
+    return table.take_series()
 
 
 def repeats_logged(series: MetricSeries, points: Sequence[LossPoint]) -> bool:

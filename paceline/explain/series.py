@@ -141,8 +141,8 @@ class SeriesTable:
                 self.add(name, step, field, time, part=part)
         return step
 
-    def series(self) -> list[MetricSeries]:
-        """The curves since the last call. A part that all losses name tells nothing: it may be a stage or an experiment."""
+    def take_series(self) -> list[MetricSeries]:
+        """Returns and forgets the points added since the last call. A part that all losses name tells nothing, as of a stage."""
         series = []
         parts = {part for part, name in self._points if self.kind_of(self.prefix + name) in OF_A_PART}
         for (part, name), points in filter(itemgetter(1), self._points.items()):
@@ -299,7 +299,7 @@ def read_series(files: Iterable[Path], table: SeriesTable | None = None) -> tupl
                 f"{path} cannot be read: {error.strerror or error}", fix="check the path and its permissions"
             ) from error
         notes += (f"{path.name}: {message}" for message in messages)
-    return [series for table in tables.values() for series in table.series()], notes
+    return [series for table in tables.values() for series in table.take_series()], notes
 
 
 def natural_order(path: Path) -> list[str | int]:

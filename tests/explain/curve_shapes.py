@@ -56,7 +56,7 @@ def healthy_run(seed, level):
     evaluations = chance.choice((6, 10, 25))
     pace = [chance.choice((1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0.3)) for _ in range(points)]
     return [
-        *table.series(),
+        *table.take_series(),
         series(
             RATE,
             [

@@ -1,5 +1,6 @@
 """The progress lines of the usual trainers: healthy ones, and those with NaN in losses or gradients."""
 
+import json
 import math
 import random
 import tomllib
@@ -301,3 +302,14 @@ def test_a_loss_scale_that_every_step_halves_is_an_overflow():
         for n in range(60)
     )
     assert explained(steps, "Finished training loop\n").cause == "fp16-overflow"
+
+
+def test_json_lines_of_epochs_without_a_step_are_an_empty_dataset():
+    def epochs(steps):
+        ends = (
+            json.dumps({"epoch": n, "steps": steps, "event": "epoch end", "level": "info"}) + "\n" for n in range(5)
+        )
+        return "".join(ends) + json.dumps({"steps": 5 * steps, "event": "training finished", "level": "info"}) + "\n"
+
+    assert explained(epochs(0)).cause == "dataset-empty"
+    assert explained(epochs(12)).cause == "healthy"

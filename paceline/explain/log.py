@@ -3,7 +3,7 @@
 import math
 import re
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +20,10 @@ SERVED = re.compile(  # a request that was answered, vLLM's report of such, what
     r'HTTP/\d(?:\.\d)?" 20\d\b|\bAvg generation throughput: (?!0\.0\b)\d'
     r"|\b(?:Notebook|Server|Lab)App\] (?:Saving file at|Kernel started)"
 )
+# NaN with no name before it; the numbers that differ between lines of one form; how many of the last lines have it
+UNNAMED_NAN = re.compile(r"(?:^|[,;(\[]\s*|[\d)\]:]\s+)(?:tensor\()?nan(?=[\s,;)\]]|$)")
+DIGITS = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
+UNNAMED, MIN_UNNAMED = "a value without a name", 5
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -111,6 +115,10 @@ class OpenRun:
         """The run as a log; behind: the number of the first line that is not a part of it, if there is one."""
         tail = tuple(item for item in self.tail if behind is None or item[0] < behind)
         progress = self.progress.progress(tail[-1][0] if tail else None)
+        has_measures = self.progress.held_out or self.progress.scores or self.progress.rewards
+        if progress.nan_line is None and progress.last_loss is None and not has_measures:
+            number = find_unnamed_nan(tail)
+            progress = replace(progress, nan_line=number, nan_measure=UNNAMED) if number else progress
         if tail and PROMPT.search(tail[-1][1]):
             progress = replace(progress, finished=False, done_line=None)
         return Log(
@@ -133,6 +141,15 @@ class OpenRun:
             has_end=self.bounds.end is not None,
             last_ignored=self.last_ignored,
         )
+
+
+def find_unnamed_nan(lines: Sequence[tuple[int, str]]) -> int | None:
+    """The first of several lines of one form that report NaN in the same place, without a name before it."""
+    forms: dict[str, list[int]] = defaultdict(list)
+    for number, text in lines:
+        if UNNAMED_NAN.search(text):
+            forms[DIGITS.sub("0", text)].append(number)
+    return next((numbers[0] for numbers in forms.values() if len(numbers) >= MIN_UNNAMED), None)
 
 
 def step_of(rank: int | None, record: Record, logs: Sequence[Log], progress: LogProgress) -> int | None:

@@ -13,8 +13,9 @@ from paceline.explain.blame import culprit_rank, rank_blamed_by_launcher, rank_i
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl, is_closed
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record, make_evidence, shorten
-from paceline.explain.log import Log, step_of
+from paceline.explain.log import UNNAMED, Log, step_of
 from paceline.explain.matches import (
+    CONTINUED,
     MIN_STEPS,
     WAITING,
     Event,
@@ -58,13 +59,13 @@ from paceline.explain.signs_of_trouble import (
 from paceline.explain.tracebacks import CUT_OFF, IGNORED_INTERRUPT
 from paceline.units import format_number_of
 
-HEALTHY, UNKNOWN, DIVERGED = "healthy", "unknown", "loss-nan"
+HEALTHY, UNKNOWN, DIVERGED, EMPTY = "healthy", "unknown", "loss-nan", "dataset-empty"
 MIN_SCORE = 0.2  # an event with a lower score is ignored
 ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
 MIN_LATE_STEP = 10  # of a single line of progress
-INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
+INIT_CONFIDENCE, OUTPUT_CONFIDENCE, UNNAMED_CONFIDENCE = 0.4, 0.5, 0.6
 MANY_STEPS, UNSURE = 10, 0.8  # steps behind an exception that nobody seems to have caught, and how sure that is
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_QUOTE = 200
@@ -106,6 +107,8 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         unexplained = [] if candidates else ended_programs(logs, events)
     if not (candidates or unexplained or progress.finished) and stays_at_start(progress):
         candidates = fatal  # a bar that stays at 0 does not show that anything was survived
+    if not candidates and not unexplained and not progress.last_loss and has_no_batches(fatal, logs):
+        candidates = [replace(event, run_continued=False, score=event.score / CONTINUED) for event in fatal]
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
     if not candidates and progress.nan_line is not None:
@@ -214,10 +217,11 @@ def ranks_of_victims(records: Iterable[Record], culprit: int | None) -> tuple[in
 
 def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:
     """For a log whose losses or gradient norms are NaN or infinite to its end and which has no other failure."""
-    part = "only the loss of the evaluation is" if progress.nan_measure == "eval_loss" else None
+    unnamed = f"a value that is printed without its name is, from line {nan_line:,} on"
+    part = {"eval_loss": "only the loss of the evaluation is", UNNAMED: unnamed}.get(progress.nan_measure)
     values = {**clean_values({"nan_step": progress.nan_step, "message": part}), **values}
     return Explanation(
-        cause=cause.id, confidence=0.8, step=progress.nan_step, line=nan_line,
+        cause=cause.id, confidence=UNNAMED_CONFIDENCE if part == unnamed else 0.8, step=progress.nan_step, line=nan_line,
         summary=fill_template(cause.summary, values), fix=format_fix(cause, nan_records(progress), values),
         evidence=make_evidence(nan_records(progress), 1), progress=progress,
     )  # fmt: skip
@@ -286,6 +290,12 @@ def stays_at_start(progress: LogProgress) -> bool:
     return progress.steps >= MIN_STEPS and progress.last_step == 0 and progress.last_loss is None
 
 
+def has_no_batches(events: Sequence[Event], logs: Sequence[Log]) -> bool:
+    """Whether a line at the end of a log reports that no data was left: none of its errors were survived."""
+    empty = {event.place for event in events if event.cause.id == EMPTY}
+    return any((number, line) in empty for number, log in enumerate(logs) for line, _ in log.last_lines)
+
+
 def is_late_step(progress: LogProgress) -> bool:
     """Whether all that is shown is a step far into the work, with its loss, as of a line that was cut out of a log."""
     return (progress.last_step or 0) >= MIN_LATE_STEP and progress.last_loss is not None and progress.silent_end
@@ -344,13 +354,8 @@ def explain_health(progress: LogProgress) -> Explanation:
     if progress.silent_end:
         summary += "; the log stops there without an error or a final message"
         fix = CHECK_END
-    return Explanation(
-        HEALTHY,
-        confidence=0.9 if progress.finished else 0.6 if progress.silent_end else 0.7,
-        summary=summary,
-        fix=fix,
-        progress=progress,
-    )
+    confidence = 0.9 if progress.finished else 0.6 if progress.silent_end else 0.7
+    return Explanation(HEALTHY, confidence=confidence, summary=summary, fix=fix, progress=progress)
 
 
 def explain_unknown(
@@ -366,18 +371,10 @@ def explain_unknown(
     if first.text == CUT_OFF:
         summary = f"the log ends inside a traceback at {frame_values(first).get('where', 'its first line')}"
     return Explanation(
-        cause=UNKNOWN,
-        rank=first.rank,
-        step=first.step,
-        host=first.host,
-        line=first.line,
-        summary=summary,
-        fix=unknown_fix(first, logs),
-        evidence=evidence,
-        consequences=make_evidence(victims, MAX_CONSEQUENCES),
-        progress=progress,
-        victims=ranks_of_victims(victims, first.rank),
-    )
+        cause=UNKNOWN, rank=first.rank, step=first.step, host=first.host, line=first.line, summary=summary,
+        fix=unknown_fix(first, logs), evidence=evidence, consequences=make_evidence(victims, MAX_CONSEQUENCES),
+        progress=progress, victims=ranks_of_victims(victims, first.rank),
+    )  # fmt: skip
 
 
 def unknown_fix(record: Record, logs: Sequence[Log]) -> str:

@@ -72,6 +72,7 @@ class RunBounds:
     has_content: bool = False
     has_exception: bool = False
     report_line: int = 0  # the last of a launcher, behind which it may have started the ranks again
+    late_line: int = -1  # the last that a rank printed so late
     first_rank: int | None = None  # that the log's first line names
     is_shared: bool = False  # several processes write, of which some go on for a while when another one ends
     shapes: set[str] = field(default_factory=set)  # how lines of progress and settings began before the first end
@@ -98,10 +99,12 @@ class RunBounds:
     def is_late_rank(self, number: int, line: LogLine) -> bool:
         """Whether the line of a program's start is that of another rank than the one that has failed, which began later."""
         rank, end = rank_in_start(line), self.end
-        if end is None or rank is None or self.is_closed or self.report_line >= end.line:
+        if end is None or self.is_closed or self.report_line >= end.line or number - end.line > BUFFERED_LINES:
             return False
         failed = self.first_rank if end.rank is None else end.rank
-        return failed not in (None, rank) and number - end.line <= BUFFERED_LINES
+        is_late = number == self.late_line + 1 if rank is None else failed not in (None, rank)
+        self.late_line = number if is_late else self.late_line
+        return is_late
 
     def start_of_next(self, number: int, text: str, progress: StepLoss | None, so_far: ProgressTracker) -> int | None:
         """Where the next run began if a line shows that steps have begun again: there, or where it printed its settings.

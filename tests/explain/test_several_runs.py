@@ -435,8 +435,16 @@ def test_a_rank_that_prints_its_first_lines_behind_the_end_of_another_one_begins
     assert notes == ("1 earlier run in this file failed: user-code-exception (line 5)",)
 
 
-@pytest.mark.parametrize("line", ["hello from rank {}\n", "[{}] initialising process group with nccl\n"])
-def test_ranks_that_fail_behind_their_only_line_are_of_one_run(line):
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hello from rank {}\n",
+        "[{}] initialising process group with nccl\n",
+        "[{}] initialising process group with nccl\ntrain.py:3: UserWarning: the timeout is not set\n",
+    ],
+)
+def test_ranks_that_fail_behind_their_first_lines_are_of_one_run(line):
     first, second = (line.format(rank) + uncaught(BUG) for rank in range(2))
     assert verdict(first + second).notes == ()
-    assert verdict(first + first).notes == ("1 earlier run in this file failed: user-code-exception (line 2)",)
+    at = line.count("\n") + 1
+    assert verdict(first + first).notes == (f"1 earlier run in this file failed: user-code-exception (line {at})",)

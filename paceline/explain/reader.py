@@ -21,7 +21,7 @@ from paceline.explain.line_measures import StepLoss, in_english, read_step_and_l
 from paceline.explain.lines import MAX_RANKS, LogLine, has_word, split_prefix, strip_escapes, unwrap_json
 from paceline.explain.log import LAST_LINES, Log, OpenRun
 from paceline.explain.log_text import CHUNK_BYTES, as_text, is_binary, split_start
-from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, may_start, shape_of
+from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, may_start, rank_in_start, shape_of
 from paceline.explain.tracebacks import TracebackReader, as_raised
 
 MAX_LINE_CHARS = 4000
@@ -141,6 +141,8 @@ class LogParser:
         block, lines, numbers = self._split(block)
         selected = self._filter.select(lines, block, is_last=is_last)
         self._lines = (numbers, lines, 0)
+        if self._number == 0:
+            self._run.bounds.first_rank = rank_in_start(split_prefix(decode_line(lines[0])))
         self._starts = {numbers[at]: start for at, start in self._filter.starts.items()}
         pending = range(min(self._pending, len(lines)))
         if pending or self._starts:
@@ -282,6 +284,8 @@ class LogParser:
             self._add(self._tracebacks.flush())
         elif shape_of(line.text) in self._run.bounds.shapes:  # a line of progress
             self._add(self._tracebacks.end_message(line.stream))
+        if start and self._run.bounds.is_late_rank(number, line) and not self._is_later(line.time):
+            start = None
         is_first = start in ("two", "first two")
         if self._run.bounds.starts_run(number, line.text, is_first=is_first) or (
             start in ("first", "first two") and self._is_apart(number, line.time, start)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from paceline.explain.explanation import Record
 from paceline.explain.line_measures import StepLoss
-from paceline.explain.lines import DIGITS
+from paceline.explain.lines import DIGITS, LogLine
 from paceline.explain.progress import EPOCH, ProgressTracker
 
 BUFFERED_LINES = 120  # that a buffer may still hold when a program ends
@@ -39,6 +39,8 @@ START_WORD = re.compile(  # in the lower-case bytes of every line that either ca
     rb"|please note: device|init nccl context|nccl pg_timeout_"
     rb"|^(?:args|arguments|config|configuration|options)\W"
 )
+RANK_IN_START = re.compile(r"\b[Rr]ank[ =:_]?(?P<rank>\d{1,6})\b")
+PARENT = ("torch.multiprocessing.spawn.", "ProcessRaisedException", "ProcessExitedException")  # of several ranks
 OUTERMOST = re.compile(r"in (?:<module>|_run_module_as_main)(?:  .*)?$")  # a part of a progress bar may stand behind it
 CANCELLED_JOB = re.compile(r"\*\*\* (?:JOB|STEP) (?P<job>\d+)\S* (?:ON \S+ )?CANCELLED")
 UNCOMPILED = re.compile(r"(?:Syntax|Indentation|Tab)Error")  # without a caller: Python could not begin to run it
@@ -69,6 +71,9 @@ class RunBounds:
     is_closed: bool = False  # what has started the program reports that end, so that no buffer is left
     has_content: bool = False
     has_exception: bool = False
+    report_line: int = 0  # the last of a launcher, behind which it may have started the ranks again
+    late_line: int = -1  # the last that a rank printed so late
+    first_rank: int | None = None  # that the log's first line names
     is_shared: bool = False  # several processes write, of which some go on for a while when another one ends
     shapes: set[str] = field(default_factory=set)  # how lines of progress and settings began before the first end
     epoch: int | None = None  # the last one before it
@@ -90,6 +95,16 @@ class RunBounds:
             self._remember(text)
             self.settings = (number, self.last_progress) if self.last_progress else None
         return starts
+
+    def is_late_rank(self, number: int, line: LogLine) -> bool:
+        """Whether the line of a program's start is that of another rank than the one that has failed, which began later."""
+        rank, end = rank_in_start(line), self.end
+        if end is None or self.is_closed or self.report_line >= end.line or number - end.line > BUFFERED_LINES:
+            return False
+        failed = self.first_rank if end.rank is None else end.rank
+        is_late = number == self.late_line + 1 if rank is None else failed not in (None, rank)
+        self.late_line = number if is_late else self.late_line
+        return is_late
 
     def start_of_next(self, number: int, text: str, progress: StepLoss | None, so_far: ProgressTracker) -> int | None:
         """Where the next run began if a line shows that steps have begun again: there, or where it printed its settings.
@@ -137,6 +152,8 @@ class RunBounds:
     def add_record(self, record: Record) -> None:
         self.has_content = True
         self.has_exception = self.has_exception or record.kind == "exception"
+        if record.kind in ("exit", "banner") or record.text.startswith(PARENT):
+            self.report_line = max(self.report_line, record.line)
         is_closed = bool(CANCELLED_JOB.search(record.text) or SHELL_END.search(record.text)) or failed_at_import(record)
         if is_closed or ended_program(record):
             self.end, self.is_closed = record, is_closed or self.is_closed
@@ -161,6 +178,12 @@ class RunBounds:
 def may_start(text: str) -> bool:
     """Whether a line can be the first one of a run."""
     return any(pattern.match(text) for pattern in (COMMAND, LAUNCHER, NEW_PROCESS, DUMP))
+
+
+def rank_in_start(line: LogLine) -> int | None:
+    """The rank that wrote one of a program's first lines: [1] starting, hello from rank 1."""
+    match = RANK_IN_START.search(line.text) if line.rank is None else None
+    return int(match["rank"]) if match else line.rank
 
 
 def shape_of(text: str) -> str:

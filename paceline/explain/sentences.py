@@ -13,12 +13,13 @@ from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.explanation import LogProgress, Record
 from paceline.explain.frames import INSTALLED
 from paceline.explain.matches import Event
-from paceline.units import format_bytes, format_duration, format_list
+from paceline.units import format_bytes, format_duration, format_list, format_ranks
 
 MAX_VALUE_CHARS = 300
 WHOLE_COMMANDS = ("resume",)  # values that are not of a log, and whose words are quoted already
 MAX_CASE_RECORDS = 20  # searched for the case of a cause
 MAX_SURVIVED = 3  # causes named
+MAX_PLACES = 3  # where ranks waited, and ranks at each
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!(?:torch|numpy)[/\\])(?P<name>[\w-]+)[/\\]")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
@@ -34,7 +35,7 @@ QUOTING_CODE = re.compile(r"`([^`\"]*'[^`\"]*)`")  # code between backticks with
 def template_values(event: Event, *, rank: int | None, step: int | None, progress: LogProgress) -> dict[str, str]:
     """The values for a template of the catalogue, by name."""
     record = event.record
-    first = record.text.splitlines()[0] if record.text else ""
+    first = first_lines(record.text)
     exception = TYPE.match(first) if record.kind in ("exception", "banner") else None
     code, signal = EXIT_CODE.search(record.text), SIGNAL.search(record.text)
     values = {
@@ -58,6 +59,29 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
         if (duration := event.values.get(name)) and len(duration) <= MAX_DIGITS:
             values["duration"] = format_duration(int(duration) * seconds)
     return clean_values(values)
+
+
+def first_lines(text: str) -> str:
+    """The first line of a message, with the one behind it where it ends with a colon."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def describe_places(records: Sequence[Record]) -> dict[str, str]:
+    """`observed`: where in the user's code ranks waited for one another, as their tracebacks show."""
+    places: dict[int, str] = {}
+    for record in records:
+        is_own = any((match := FRAME.search(frame)) and not INSTALLED.search(match["file"]) for frame in record.frames)
+        if record.rank is not None and is_own and (where := frame_values(record).get("where")):
+            places.setdefault(record.rank, where)
+    if not places:
+        return {}
+    ranks: dict[str, list[int]] = {}
+    for rank, where in sorted(places.items()):
+        ranks.setdefault(where, []).append(rank)
+    parts = [f"{format_ranks(numbers, limit=MAX_PLACES)} at {where}" for where, numbers in ranks.items()]
+    first = parts[0].replace(" at ", " waited at ", 1)
+    return {"observed": format_list([first, *parts[1:]], limit=MAX_PLACES)}
 
 
 def describe_survived(events: Sequence[Event], *, num_logs: int) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from paceline.explain.explanation import Record
+from paceline.explain.explanation import Evidence, Record, shorten
 from paceline.explain.frames import left_program_running
 from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME
@@ -126,6 +126,8 @@ NO_TROUBLE = re.compile(
 ERROR_PREFIX = re.compile(
     r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|\[(?:error|fatal|critical)\]|(?:[Ff]atal|[Ee]rror)(?: error)?: )"
 )
+ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
+IDLE_TRAINING = re.compile(r"'train_runtime': '?0(?:\.\d+)?'?, .*'train_loss': '?0(?:\.0*)?'?[,}]")  # within a second
 MIN_LINES = 8  # of a log without progress: ordinary output to its end
 TRAINING_BEGINS = re.compile(r"(?i)\b(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training\W*$")
 MAX_UNDECODED = 0.01  # of the characters at the end of a log: a model's answer may break one
@@ -271,6 +273,19 @@ def is_result(text: str, log: Log) -> bool:
 def ends_well(log: Log) -> bool:
     """Whether the end tells that work is done or requests are answered, or cells of a notebook worked after those that failed."""
     return bool(log.note) or any(is_result(text, log) for text in last_texts(log)) or log.is_serving
+
+
+def errors_behind_progress(log: Log) -> list[Evidence]:
+    """The lines behind the last progress of a log that name an Error, but a logger's (last_errors); none where it ends well."""
+    if not log.last_progress or ends_well(log):
+        return []
+    trouble = [(number, text) for number, text in trouble_anywhere([log]) if number > log.last_progress_line]
+    return [Evidence(number, shorten(text)) for number, text in trouble if ERROR_WORD.match(text)]
+
+
+def idle_trainings(log: Log) -> list[Evidence]:
+    """The lines at the end in which transformers reports a training that took no step."""
+    return [Evidence(number, shorten(text)) for number, text in log.last_lines if IDLE_TRAINING.search(text)]
 
 
 def is_ordinary(log: Log) -> bool:

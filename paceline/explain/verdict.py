@@ -38,6 +38,7 @@ from paceline.explain.roots import (
 from paceline.explain.run_bounds import BUFFERED_LINES, ended_program
 from paceline.explain.sentences import (
     clean_values,
+    describe_places,
     describe_survived,
     fill_template,
     format_fix,
@@ -46,11 +47,12 @@ from paceline.explain.sentences import (
 )
 from paceline.explain.signs_of_trouble import (
     EARLY_STOP,
-    ERROR_PREFIX,
     LAST_CHECKED,
     ends_in,
     ends_well,
+    errors_behind_progress,
     errors_of_every_item,
+    idle_trainings,
     is_ordinary,
     last_errors,
     trouble_anywhere,
@@ -73,11 +75,11 @@ FIRST_KINDS = {"exception": 0, "line": 1}  # of the records of a failure: what i
 CHECK_END = (
     "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
 )
+RAISE_STEPS = "raise max_steps or num_train_epochs above the checkpoint's, or start without resume_from_checkpoint"
 RERUN_CELLS = "run its cells to the end, save the notebook, and pass it: paceline explain NOTEBOOK"
 ONE_LOG = "COMMAND > run.log 2>&1, then paceline explain run.log"
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
-ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
 METRICS = re.compile(  # a record of numbers
     r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}'
 )
@@ -158,15 +160,16 @@ def explain_event(
     diverged = cause.id == DIVERGED and progress.nan_line is not None
     if diverged:
         step = progress.nan_step
-    values = {**template_values(culprit, rank=rank, step=step, progress=progress), **values}
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
+    places = describe_places([record, *same_cause]) if cause.id in WAITING else {}
+    values = {**places, **template_values(culprit, rank=rank, step=step, progress=progress), **values}
     of_rank = [other for other in same_cause if None in (record.rank, other.rank) or record.rank == other.rank]
     evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
     curve = nan_records(progress) if diverged and len(logs) == 1 else []
     evidence = (*make_evidence(curve, 1), *evidence)[:MAX_EVIDENCE]
-    places = {(item.source, item.line) for item in evidence}
+    shown = {(item.source, item.line) for item in evidence}
     texts = {(item.rank, item.text) for item in evidence}  # of which the second traceback of a chain may repeat one
-    others = [event.record for event in candidates if (event.record.source, event.record.line) not in places]
+    others = [event.record for event in candidates if (event.record.source, event.record.line) not in shown]
     consequences = [other for other in others if (other.rank, shorten(other.text)) not in texts]
     rivals = sorted((event for event in roots if event.cause.id != cause.id), key=lambda event: -event.score)
     also = dict.fromkeys(rival.cause.id for rival in rivals if rival.score >= culprit.score - ALSO_NEAR)
@@ -239,6 +242,9 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     """For logs without any known failure: healthy only if something shows that the run works."""
     if any(log.problem == INCOMPLETE for log in logs):
         return explain_silence(logs, progress, ())
+    if not progress.last_step and (idle := [item for log in logs for item in idle_trainings(log)]):
+        summary, fix = "nothing was trained: the training began at its end and took no step", RAISE_STEPS
+        return Explanation(UNKNOWN, summary=summary, fix=fix, evidence=tuple(idle[:MAX_EVIDENCE]), progress=progress)
     at_end = trouble_at_end(logs)
     if progress.finished:  # a summary of several programs names those that failed behind what they have printed
         at_end = [(n, text) for n, text in at_end if n > (progress.done_line or n) and FAILED.search(text)]
@@ -275,14 +281,6 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         fix = "" if any(log.is_notebook for log in logs) else CHECK_END
         return Explanation(HEALTHY, confidence=OUTPUT_CONFIDENCE, summary=summary, fix=fix, progress=progress)
     return explain_silence(logs, progress, ())
-
-
-def errors_behind_progress(log: Log) -> list[Evidence]:
-    """The lines behind the last progress of a log that name an Error, but a logger's (last_errors); none where it ends well."""
-    if not log.last_progress or ends_well(log):
-        return []
-    trouble = [(number, text) for number, text in trouble_anywhere([log]) if number > log.last_progress_line]
-    return [Evidence(number, shorten(text)) for number, text in trouble if ERROR_WORD.match(text)]
 
 
 def stays_at_start(progress: LogProgress) -> bool:

@@ -418,3 +418,33 @@ def test_a_command_line_that_was_refused_ended_before_the_run_behind_it():
     usage = "usage: train.py [-h] [-r RESUME]\ntrain.py: error: argument -r/--resume: expected one argument\n"
     assert verdict(usage).cause == "config-error"
     assert verdict(START + usage + START + STEPS).cause == "healthy"
+
+
+def test_a_rank_that_prints_its_first_lines_behind_the_end_of_another_one_begins_no_run():
+    def start(rank):
+        return f"[rank{rank}][INFO] loading shard {rank}-of-4\n[rank{rank}][INFO] encoded 50 rows\n"
+
+    def tagged(rank, error):
+        return "".join(f"[rank{rank}]: {line}\n" for line in uncaught(error).splitlines())
+
+    first = start(0) + start(2) + tagged(2, "KeyError: 'label'")
+    explanation = verdict(first + start(1) + tagged(0, PEER))
+    assert (explanation.cause, explanation.rank, explanation.notes) == ("user-code-exception", 2, ())
+    launcher = "E1130 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 2\n"
+    notes = verdict(first + launcher + start(1) + tagged(1, BUG)).notes
+    assert notes == ("1 earlier run in this file failed: user-code-exception (line 5)",)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hello from rank {}\n",
+        "[{}] initialising process group with nccl\n",
+        "[{}] initialising process group with nccl\ntrain.py:3: UserWarning: the timeout is not set\n",
+    ],
+)
+def test_ranks_that_fail_behind_their_first_lines_are_of_one_run(line):
+    first, second = (line.format(rank) + uncaught(BUG) for rank in range(2))
+    assert verdict(first + second).notes == ()
+    at = line.count("\n") + 1
+    assert verdict(first + first).notes == (f"1 earlier run in this file failed: user-code-exception (line {at})",)

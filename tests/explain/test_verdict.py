@@ -1801,3 +1801,42 @@ def test_the_step_of_a_failure_is_the_last_one_of_its_rank_where_that_is_known(r
     logs = [Log(ranks=frozenset({r}), progress=LogProgress(last_step=last)) for r, last in ((0, 5), (1, 3))]
     assert step_of(rank, Record("signal", "killed", 1, rank=rank), logs, logs[0].progress) == step
     assert step_of(rank, Record("signal", "killed", 1, rank=rank, step=4), logs, logs[0].progress) == 4
+
+
+def test_ranks_that_wait_for_one_another_are_named_with_their_places():
+    def waiting(rank, line, name):
+        lines = [
+            "Traceback (most recent call last):",
+            '  File "/home/ada/train.py", line 25, in <module>',
+            "    main()",
+            f'  File "/home/ada/train.py", line {line}, in {name}',
+            "    dist.barrier()",
+            '  File "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 5356, in barrier',
+            "    work.wait()",
+            "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation to complete",
+        ]
+        return "".join(f"[rank{rank}]: {line}\n" for line in lines)
+
+    places = "rank 0 waited at train.py:9 in save and rank 1 at train.py:17 in main"
+    assert verdict(waiting(0, 9, "save") + waiting(1, 17, "main")).summary == (
+        f"ranks are out of sync, stuck or missing: recv did not complete in 12s; {places}"
+    )
+    summary = verdict(waiting(0, 9, "save") + waiting(1, 9, "save")).summary
+    assert summary.endswith("; ranks 0 and 1 waited at train.py:9 in save")
+
+
+def test_a_message_whose_first_line_ends_with_a_colon_is_quoted_with_the_next_line():
+    log = (
+        'Traceback (most recent call last):\n  File "/home/ada/train.py", line 9, in <module>\n    trainer.train()\n'
+        "ValueError: GenerationConfig is invalid: \n- `temperature`: `do_sample` is not set to `True`.\n"
+    )
+    assert "GenerationConfig is invalid: - `temperature`: `do_sample` is not set" in verdict(log).summary
+
+
+def test_a_training_of_transformers_that_took_no_step_is_not_healthy():
+    log = (
+        "  0%|          | 0/12 [00:00<?, ?it/s]\n"
+        "{'train_runtime': 0.0007, 'train_samples_per_second': 0.0, 'train_loss': 0.0, 'epoch': 4.0}\n"
+    )
+    explanation = verdict(log)
+    assert (explanation.cause, explanation.summary.partition(":")[0]) == ("unknown", "nothing was trained")

@@ -70,6 +70,7 @@ SUCCESS = re.compile(
 EARLY_STOP = re.compile(r"did not improve in the last \d+ records\..*Signaling Trainer to stop")  # Lightning's
 SUMMARY = re.compile(  # of all the work, with the errors in it that a program expects
     r"^\W*(?:STATUS\W+)?(?:SUCCESS|COMPLETED?)\b(?! RATE)|\b0 failed\b|^\|.*\| *(?:±|\+/-) *\| *\d"
+    r"|\bTrial \d+ finished with value\b|^Best trial\b"  # Optuna
     r"|완료!?$"  # not the time that it took, which a script also prints behind what failed
 )
 SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in a server of vLLM for one

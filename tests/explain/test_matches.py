@@ -211,3 +211,62 @@ def test_training_that_is_stopped_early_has_ended_unless_its_metric_is_nan():
     lost = stop.format("= nan is not finite. Previous best value was 0.655.") + bar.replace("0.937", "nan")
     assert verdict(lost).cause != "healthy"
     assert verdict(raised(None, OOM).replace("in main", "in <module>") + STEPS + improved).shows_failure
+
+
+TRIAL = (
+    "[I 2026-11-30 06:38:09,211] Trial {0} finished with value: 0.5 and parameters: {{'lr': 0.1}}. Best is trial 0.\n"
+)
+FAILED_TRIAL = """[W 2026-11-30 06:38:09,234] Trial 1 failed with parameters: {'lr': 0.2} because of the error: ValueError('no').
+Traceback (most recent call last):
+  File "/env/lib/python3.11/site-packages/optuna/study/_optimize.py", line 206, in _run_trial
+    value_or_values = func(trial)
+  File "train.py", line 4, in objective
+    check(size)
+ValueError: hidden size too small
+"""
+
+
+def test_a_failed_trial_of_a_study_that_goes_on_is_no_failure():
+    assert verdict(TRIAL.format(0) + FAILED_TRIAL + TRIAL.format(2)).cause == "healthy"
+    assert verdict(TRIAL.format(0) + FAILED_TRIAL).cause == "user-code-exception"
+
+
+CHILD = """Process producer:
+Traceback (most recent call last):
+  File "/usr/lib/python3.11/multiprocessing/process.py", line 314, in _bootstrap
+    self.run()
+  File "/usr/lib/python3.11/multiprocessing/process.py", line 108, in run
+    self._target(*self._args, **self._kwargs)
+  File "train.py", line 5, in producer
+    text = row.decode("utf-8")
+UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9 in position 3: unexpected end of data
+"""
+
+
+def test_what_ended_a_child_comes_before_the_queue_that_its_parent_finds_empty():
+    steps = "".join(f"step {number} loss 0.4\n" for number in range(1, 6))
+    assert verdict(CHILD + steps + raised(None, "_queue.Empty")).cause == "text-encoding"
+    assert verdict(CHILD + steps).cause == "healthy"
+
+
+def test_a_data_loader_worker_of_its_own_exception_was_not_killed():
+    worker = 'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n'
+    worker += '  File "train.py", line 4, in __getattr__\n'
+    worker += "    return getattr(self.base, name)\nRecursionError: maximum recursion depth exceeded\n"
+    parent = raised(None, "RuntimeError: DataLoader worker (pid(s) 13343) exited unexpectedly")
+    assert verdict(worker + parent).cause == "user-code-exception"
+    assert verdict(parent).cause == "dataloader-worker-killed"
+
+
+def test_a_refused_request_of_the_programs_own_code_is_about_its_own_server():
+    asks = 'Traceback (most recent call last):\n  File "{0}", line 3, in get\n    return urlopen(url).read()\n'
+    asks += '  File "/usr/lib/python3.11/urllib/request.py", line 216, in urlopen\n    return opener.open(url, data, timeout)\n'
+    asks += "urllib.error.URLError: <urlopen error [Errno 111] Connection refused>\n"
+    assert verdict(asks.format("/home/ada/train.py")).cause == "service-unreachable"
+    assert verdict(asks.format("/env/lib/python3.11/site-packages/torch/hub.py")).cause == "hub-offline"
+
+
+def test_the_exit_status_of_the_command_timeout_is_a_failure():
+    log = STEPS + "train.py finished with rc={0}\n"
+    assert verdict(log.format(124)).cause == "preempted-sigterm"
+    assert verdict(log.format(0)).cause == "healthy"

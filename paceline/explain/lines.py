@@ -111,7 +111,7 @@ RECOVERED = (  # what a program does in place of what failed
 )
 IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b|\(ignor(?:ed|ing)\)|^\W*skip(?:ping|ped)?\b"
-    r"|\bwill be skipped\b"
+    r"|\bwill be skipped\b|^Warp CUDA error 100: "  # NVIDIA Warp then works on the CPU
     r"|\bignor(?:e|ed|ing) (?:\w+ ){0,2}(?:errors?|exceptions?|failures?)\b|NCCL INFO dlvsym failed"
     r"|\b(?:is|are|be) expected (?:if|when|as|since|because)\b"
     # of what a launcher looks at, and of the libraries that DeepSpeed tries to link

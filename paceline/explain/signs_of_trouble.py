@@ -130,7 +130,9 @@ ERROR_PREFIX = re.compile(
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
 IDLE_TRAINING = re.compile(r"'train_runtime': '?0(?:\.\d+)?'?, .*'train_loss': '?0(?:\.0*)?'?[,}]")  # within a second
 MIN_LINES = 8  # of a log without progress: ordinary output to its end
-TRAINING_BEGINS = re.compile(r"(?i)\b(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training\W*$")
+TRAINING_BEGINS = re.compile(
+    r"(?i)\b(?:(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training|training started)(?:(?: for|\W{1,3})\W?\d+ epochs)?\W*$"
+)
 MAX_UNDECODED = 0.01  # of the characters at the end of a log: a model's answer may break one
 MIN_OUTPUT = 50  # lines: fewer whose end only announces work do not show that it was done
 ANNOUNCES = re.compile(

@@ -54,7 +54,7 @@ DONE = re.compile(
     r"|(?:finished|done) training|train_runtime|saved (?:the )?final"
     r"|(?:max_steps|max_epochs)=?\d*`? reached|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed"
     r"|training has finished|\ball stages complete|run finished|finished successfully|^done\.?$|^training time \d+:\d\d:\d\d$"
-    r"|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:"
+    r"|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:|^\W*end of training\b"
     r"|normal termination \(return value 0\)|^successfully completed\.$"  # HTCondor's, LSF's
     r"|\"run_stop\".{0,300}\"status\": \"success\"|terminated of its own accord .*with exit-code 0"
     r"|(?:treinamento|entrenamiento) (?:conclu|complet|finaliz|termin)[a-zí]+|training (?:ist )?(?:abgeschlossen|beendet)"
@@ -66,7 +66,7 @@ YAML_SETTING, SECTIONS = re.compile(r" +[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+: "), 3  # 
 SOME_FAILED = re.compile(r"(?i)\b[1-9]\d* (?:\w+ )?(?:failed|failures?)\b|\bfailed: [1-9]")  # 0 OK, 1 failed
 DONE_WORDS = (  # one is in every text that matches; the pattern alone takes a fourth of the time of a line
     "finish", "done", "complet", "runtime", "final", "reached", "passed", "training time", "own accord", "run_stop", "conclu",
-    "bandwidth", "termin", "abgeschl", "beendet", "завершен", "закончен", "完", "结束", "終了", "완료", "종료",
+    "bandwidth", "termin", "abgeschl", "beendet", "завершен", "закончен", "完", "结束", "終了", "완료", "종료", "end of training",
 )  # fmt: skip
 # rewards of preference pairs, whose loss is one as of any classifier
 PAIR_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")

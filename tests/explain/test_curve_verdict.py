@@ -424,6 +424,12 @@ def memory_log(memories, line):
     return ["".join(lines).encode()]
 
 
+def test_end_of_training_is_the_end_of_a_log():
+    lines = "".join(f"iter {n}: loss {3 / n:.4f}\n" for n in range(1, 40))
+    explanation = explain([f"{lines}| End of training | test loss 0.12 | test ppl 1.13\n".encode()])
+    assert explanation.cause == "healthy" and explanation.progress.finished
+
+
 def test_the_name_of_a_memory_has_no_other_values_of_its_line():
     explanation = explain(memory_log([2 + 0.2 * n for n in range(9)], MEMORY_LINES[-1]))
     assert explanation.curves[0].name == "mem (bytes)"

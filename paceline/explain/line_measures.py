@@ -86,6 +86,7 @@ SPEEDS = (re.compile(rf"(?i){PER_SECOND}['\"]?\s*[:=]?\s*{COUNT}"), re.compile(r
 MAX_NAME, MAX_BEFORE = 60, 30  # characters of a measure's name; of what tells before it what is measured
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 COUNTERS = re.compile(r"(?i)((?:gpu|cuda|device|rank)[ :#]{0,2}\d+)|[ :]?\d+")  # all but a device's number
+OTHER_VALUES = re.compile(r".*\w=[-+.\d]\S* ")  # before a name
 NOT_IN_USE = re.compile(
     r"(?i)free|avail|total|limit|capacity|cach|load|disk|file|param|fraction"
     r"|(?:time|step|iter|iteration|epoch|batch|loss|acc|accuracy)\W*$"
@@ -116,9 +117,8 @@ ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
 NUMBER_CELL = re.compile(r"(?i)[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)")
 OTHER_LOSS = re.compile(rf"(?<![a-z])(?:{HELD_OUT_WORD}|best|min|prev){GAP}$", re.IGNORECASE)
 HELD_OUT_BEHIND = re.compile(rf"(?i)loss[_ /]{HELD_OUT_WORD}(?![a-z])")
-ADVERSARIAL = re.compile(
-    r"(?<!\w)(?P<part>[DG]|[Dd]isc(?:riminator)?|[Gg]en(?:erator)?|[Cc]ritic) $"
-)  # a part of a GAN
+# a part of a GAN
+ADVERSARIAL = re.compile(r"(?<!\w)(?P<part>[DG]|[Dd]isc(?:riminator)?|[Gg]en(?:erator)?|[Cc]ritic) $")
 OF_POLICY = re.compile(r"(?i)(?:policy|actor|critic|value|pg)[_ /]$")
 TOTAL_LOSS = re.compile(r"(?i)(?:^|[\s,;|({\['\"])(?:(?:tot|total|train|training)[_ /])?$")
 EVALUATION = re.compile(  # how a line of one begins
@@ -135,12 +135,11 @@ SCORES = r"(?:acc|accuracy|f1|top-?1|au(?:ro)?c|dice|m?iou)['\"]?\s*[:=]\s*['\"]
 SCORE = re.compile(rf"(?i)(?<![a-z]){SCORES}")  # higher is better
 HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT_WORD}[\] _/.-]*(?:\d+ +)?{SCORES}")
 SHORT_LOSS = re.compile(r"(?<![\w.])(?:avg_)?L=(?P<value>nan|\d+\.\d+(?:e[-+]?\d+)?)\b")  # beside a step
-MODULE_ROW = re.compile(
-    r"\d+ +\| [A-Za-z_]\w* +\| [A-Z]\w+ +\| "
-)  # of Lightning's summary of a model, which may hold a loss
+# of Lightning's summary of a model, which may hold a loss
+MODULE_ROW = re.compile(r"\d+ +\| [A-Za-z_]\w* +\| [A-Z]\w+ +\| ")
 MEAN_LOSS = "train_mean_loss"  # of a whole run: of interest where it is exactly 0
 LONG_RUN = re.compile(r"'train_runtime': \d{3,}\.")  # in seconds: not one that had nothing left to do
-REWARD = re.compile(rf"(?i)(?<![\w/])(?:(?:train|critic)/)?(?:mean_)?rewards?(?:[/_]mean)?{VALUE}")
+REWARD = re.compile(rf"(?i)(?<![\w/])(?:train/|critic/)?(?:mean_)?(?:rewards?(?:[/_]mean)?|return(?=\W?[:=])){VALUE}")
 # infinite at first
 RECORD_LOSS = re.compile(r"(?i)(?:best|min|prev|init(?:ial)?|(?:keep\w*|the) last)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$")
 OTHER_WORDS = (*HELD_OUT_WORDS, "best", "min", "prev", "init", "keep", "last")  # one is before a loss of these kinds
@@ -263,7 +262,7 @@ def read_step_and_loss(text: str) -> StepLoss | None:
         name = PART_LOSS
     if loss is not None and loss < 0 and "entropy" in lowered:
         name = next((name_of(match) for match in ERROR_MEASURE.finditer(text) if float(match["value"]) == loss), name)
-    reward = read_value(REWARD.search(text)) if "reward" in lowered else None
+    reward = read_value(REWARD.search(text)) if has_word(lowered, ("reward", "return")) else None
     score = None
     if held_out is not None or name in ("eval_loss", PART_LOSS):
         score = read_value(HELD_OUT_SCORE.search(text) or SCORE.search(text))
@@ -326,8 +325,8 @@ def read_memory(text: str) -> Iterator[tuple[str, float]]:
         for match in {match.start(): match for match in amounts if match}.values():
             name = part[: match.start()]
             if not NOT_IN_USE.search(name):
-                words = COUNTERS.sub(r"\1", name).split()
-                named = " ".join(words).strip(" :=([{'\"")[-MAX_NAME:]
+                words = " ".join(COUNTERS.sub(r"\1", OTHER_VALUES.sub("", name)).split())
+                named = words.strip(" :=([{'\"")[-MAX_NAME:]
                 unit = UNITS.get(match["unit"][:1].lower())
                 yield (f"{named} (bytes)" if unit else named), float(match["value"].replace(",", "")) * (unit or 1)
 

@@ -54,8 +54,12 @@ from paceline.noise import MIN_POINTS, SPIKE, STUCK_FALL, is_level, is_stuck, me
 LOG_RISE = 1.0  # of a loss that was higher at first
 EXPLODED = 1e3  # times its first points, or 1
 PART_RISE = 9.0  # of one whose first steps are not in the log
-ZEROS, ZERO_REWARDS = 3, 10  # on the lines of a log, if no others are there
-NO_REWARD, MEAN_OF_ALL = "every reward is 0", "the mean of all steps is exactly 0"
+ZEROS, ZERO_REWARDS, SAME_REWARDS = 3, 10, 40  # on the lines of a log, if no others are there
+NO_REWARD, ONE_REWARD, MEAN_OF_ALL = (
+    "every reward is 0",
+    "every reward is the same",
+    "the mean of all steps is exactly 0",
+)
 LOG_GROWTH, LOG_SLOWER = 0.2, 1.0  # of memory, of the time for a sample
 # points of a loss, and the share of its level that they span; such points that are no longer few; fewer that are the same
 MIN_FLAT, FLAT_RANGE, MIN_STILL = 5, 0.0015, 12
@@ -94,7 +98,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     evaluations = [*line_series(points["held_out"]), *held_out]
     if not losses and all(point.step is point.epoch is None for point in points["losses"]):
         evaluations = []  # results of several programs
-    scores = line_series(points["scores"], kind=SCORE)
+    scores, rewards = line_series(points["scores"], kind=SCORE), line_series(points["rewards"], kind=REWARD)
     ends_lowest, ends_best = any(map(is_lowest_at_end, evaluations)), is_best_at_end(points["scores"])
     rising = [] if ends_lowest else [item for item in losses if not (ends_best and ends_below_start(item))]
     # transformers writes 0 for a loss that is NaN, but not in evaluations
@@ -108,7 +112,8 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *find_guesses(losses, evaluations, scores),
         *find_zeros(losses, ZEROS, cause=NAN if has_nan else STANDS_STILL),
         *find_zeros([item for item in losses if item.name == MEAN_LOSS], 1, reason=MEAN_OF_ALL),
-        *find_zeros(line_series(points["rewards"], kind=REWARD), ZERO_REWARDS, reason=NO_REWARD),
+        *find_zeros(rewards, ZERO_REWARDS, reason=NO_REWARD),
+        *find_one_reward(rewards),
         *find_growth(memories, LOG_GROWTH),
         *find_slowdown({THROUGHPUT: speeds}, LOG_SLOWER),
         *(() if ends_best else find_turns(losses, evaluations, scores)),
@@ -197,6 +202,13 @@ def find_zeros(
     for item in series:
         if len(item.values) >= at_least and not any(item.values):
             yield CurveFinding(cause, item, 0, reason)
+
+
+def find_one_reward(rewards: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+    """Rewards below 0 that are one value in many updates; one above 0 may be the best that there is."""
+    for item in rewards:
+        if len(item.values) >= SAME_REWARDS and min(item.values) == max(item.values) < 0:
+            yield CurveFinding(STANDS_STILL, item, 0, ONE_REWARD)
 
 
 def find_chance(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:

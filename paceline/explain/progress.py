@@ -40,7 +40,8 @@ MAX_TITLE, MAX_MEASURES = 40, 32  # characters of the line above an evaluation; 
 MIN_FINITE, LABELLED_LINES, MAX_LABELS = 2, 200, 500
 SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are lost
 EPOCH = re.compile(
-    r"(?i)(?:^|[|\]] {0,3}| [-:] )\W*(?:(?:train|begin|start)\w*\W+)?(?:epoch(?: n\w{1,5})?|ep\b)\W{,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
+    r"(?i)(?:^|[|\]] {0,3}| [-:] )\W*(?:(?:(?:train|begin|start)\w*|end of)\W+)?"
+    r"(?:epoch(?: n\w{1,5})?|ep\b)\W{,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
 )
 EPOCH_OF = re.compile(r"(?i)\bepochs?\W{,4}(?P<epoch>\d{1,6})\s*(?:/|of)\s*(?P<of>\d{1,6})\b")  # Epoch [6/10]
 # steps whose mean loss counts, or that are a training behind which another begins, with this much of the first loss
@@ -53,7 +54,7 @@ DONE = re.compile(
     r"|(?:finished|done) training|train_runtime|saved (?:the )?final"
     r"|(?:max_steps|max_epochs)=?\d*`? reached|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed"
     r"|training has finished|\ball stages complete|run finished|finished successfully|^done\.?$|^training time \d+:\d\d:\d\d$"
-    r"|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:"
+    r"|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:|^\W*end of training\b"
     r"|normal termination \(return value 0\)|^successfully completed\.$"  # HTCondor's, LSF's
     r"|\"run_stop\".{0,300}\"status\": \"success\"|terminated of its own accord .*with exit-code 0"
     r"|(?:treinamento|entrenamiento) (?:conclu|complet|finaliz|termin)[a-zí]+|training (?:ist )?(?:abgeschlossen|beendet)"
@@ -65,7 +66,7 @@ YAML_SETTING, SECTIONS = re.compile(r" +[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+: "), 3  # 
 SOME_FAILED = re.compile(r"(?i)\b[1-9]\d* (?:\w+ )?(?:failed|failures?)\b|\bfailed: [1-9]")  # 0 OK, 1 failed
 DONE_WORDS = (  # one is in every text that matches; the pattern alone takes a fourth of the time of a line
     "finish", "done", "complet", "runtime", "final", "reached", "passed", "training time", "own accord", "run_stop", "conclu",
-    "bandwidth", "termin", "abgeschl", "beendet", "завершен", "закончен", "完", "结束", "終了", "완료", "종료",
+    "bandwidth", "termin", "abgeschl", "beendet", "завершен", "закончен", "完", "结束", "終了", "완료", "종료", "end of training",
 )  # fmt: skip
 # rewards of preference pairs, whose loss is one as of any classifier
 PAIR_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
@@ -294,13 +295,12 @@ class ProgressTracker:
                 places.extend([at] if len(places) < SKIPPED_STEPS else [])
 
     def _add_memory(self, line: LogLine) -> None:
-        """Notes the memory that a line of a run with steps reports."""
-        if self._last_step is None:
-            return
-        for name, value in read_memory(line.text):
+        """Notes the memory that a line reports behind the first progress, over the lines of progress where no step is known."""
+        step = self._num_lines if self._last_step is None else self._last_step
+        for name, value in read_memory(line.text) if self._num_lines else ():
             key = name if line.rank is None else f"rank {line.rank} {name}"
             if key in self._memory or len(self._memory) < MAX_MEASURES:
-                store(self._memory.setdefault(key, []), (self._last_step, value))
+                store(self._memory.setdefault(key, []), (step, value))
 
     @property
     def memory(self) -> tuple[LossPoint, ...]:

@@ -412,6 +412,7 @@ MEMORY_LINES = (  # memory in use on the lines of a log, in GiB
     "Iteration {step}/500\nstart Current memory usage: {mib:.2f} MB\nTraining model: sequential\n",
     "[rank1]: step: {step} loss: {loss:.3f} memory: {memory:.3f}GiB(40.1%) tps: 7,000\n",
     "step {step}: loss {loss:.3f}\npeak memory = {num_bytes:,} (+49,152)\n",
+    "[{step:04}/2000] loss={loss:.3f} lr=3.0e-04 mem={memory:.2f}GB 0.31s/it\n",
 )
 
 
@@ -421,6 +422,39 @@ def memory_log(memories, line):
         for step, memory in enumerate(memories, 1)
     ]
     return ["".join(lines).encode()]
+
+
+def test_end_of_training_is_the_end_of_a_log():
+    lines = "".join(f"iter {n}: loss {3 / n:.4f}\n" for n in range(1, 40))
+    explanation = explain([f"{lines}| End of training | test loss 0.12 | test ppl 1.13\n".encode()])
+    assert explanation.cause == "healthy" and explanation.progress.finished
+
+
+def test_the_name_of_a_memory_has_no_other_values_of_its_line():
+    explanation = explain(memory_log([2 + 0.2 * n for n in range(9)], MEMORY_LINES[-1]))
+    assert explanation.curves[0].name == "mem (bytes)"
+
+
+def test_a_return_below_0_that_never_changes_is_no_healthy_log():
+    def explain_returns(values):
+        lines = (
+            f"{{'update': {n}, 'return': {value}, 'v_loss': {1 / (n + 1):.3f}}}\n" for n, value in enumerate(values)
+        )
+        return explain(["".join(lines).encode()])
+
+    still = explain_returns([-200.0] * 60)
+    assert still.cause == "loss-stands-still" and "every reward is the same" in still.summary
+    for values in ([-200.0] * 30, [500.0] * 60, [-200.0] * 59 + [-199.0]):
+        assert explain_returns(values).cause == "healthy"
+
+
+def test_a_validation_loss_that_rises_behind_end_of_epoch_is_found():
+    line = (
+        "| end of epoch {n:3} | time: 0.1s | train ppl {train:8.2f} | valid loss {loss:5.2f} | valid ppl {ppl:8.2f}\n"
+    )
+    losses = [1.43 + 0.08 * n for n in range(20)]
+    lines = [line.format(n=n, train=3 / n, loss=loss, ppl=math.exp(loss)) for n, loss in enumerate(losses, 1)]
+    assert explain(["".join(lines).encode()]).cause == "validation-turns-up"
 
 
 @pytest.mark.parametrize("line", MEMORY_LINES)

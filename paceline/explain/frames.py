@@ -81,10 +81,6 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ),
     # a worker that ended before its parent had sent it what it needs
     ("dataloader-worker-killed", 0.95, "BrokenPipeError", r"\bpopen_spawn_win32\.py\b"),
-    (  # what the user's own code asks, which is no download
-        "service-unreachable", 0.85, r"(?:\w+\.)*URLError: .*(?P<detail>Connection refused)",
-        r"^(?:(?!(?:site|dist)-packages|[/\\]lib[/\\]python).)*\n.*\burllib[/\\]request\.py\", line \d+, in urlopen\b",
-    ),
     (
         "hub-offline", 0.85, r"(?:requests\.exceptions|httpx)\.\w*(?:Connect\w*|Timeout)\b",
         r"(?:site|dist)-packages/(?:huggingface_hub/|datasets/|transformers/utils/hub\.py)",

@@ -59,9 +59,9 @@ class Log:
     problem: str = ""  # why the log could not be read whole
 
     def is_of_trial(self, record: Record) -> bool:
-        """Whether an exception ended one trial of a study of Optuna, which went on with others."""
+        """Whether a record reports the end of one trial of a study of Optuna, which went on with others."""
         above = self.records_between(record.line - 1, record.line - 1)
-        is_trial = any(FAILED_TRIAL.search(other.text) for other in above)
+        is_trial = any(FAILED_TRIAL.search(other.text) for other in (record, *above))
         return is_trial and any(line > record.line and TRIAL.search(text) for line, text in self.last_lines)
 
     def is_awaited(self, record: Record) -> bool:

@@ -291,7 +291,8 @@ def stays_at_start(progress: LogProgress) -> bool:
 def has_no_batches(events: Sequence[Event], logs: Sequence[Log]) -> bool:
     """Whether a line at the end of a log reports that no data was left: none of its errors were survived."""
     empty = {event.place for event in events if event.cause.id == EMPTY}
-    return any((number, line) in empty for number, log in enumerate(logs) for line, _ in log.last_lines)
+    empty_logs = (log for number, log in enumerate(logs) if any((number, line) in empty for line, _ in log.last_lines))
+    return any(not (log.scores or log.rewards) for log in empty_logs)
 
 
 def is_late_step(progress: LogProgress) -> bool:

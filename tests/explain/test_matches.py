@@ -258,14 +258,6 @@ def test_a_data_loader_worker_of_its_own_exception_was_not_killed():
     assert verdict(parent).cause == "dataloader-worker-killed"
 
 
-def test_a_refused_request_of_the_programs_own_code_is_about_its_own_server():
-    asks = 'Traceback (most recent call last):\n  File "{0}", line 3, in get\n    return urlopen(url).read()\n'
-    asks += '  File "/usr/lib/python3.11/urllib/request.py", line 216, in urlopen\n    return opener.open(url, data, timeout)\n'
-    asks += "urllib.error.URLError: <urlopen error [Errno 111] Connection refused>\n"
-    assert verdict(asks.format("/home/ada/train.py")).cause == "service-unreachable"
-    assert verdict(asks.format("/env/lib/python3.11/site-packages/torch/hub.py")).cause == "hub-offline"
-
-
 def test_the_exit_status_of_the_command_timeout_is_a_failure():
     log = STEPS + "train.py finished with rc={0}\n"
     assert verdict(log.format(124)).cause == "preempted-sigterm"

@@ -43,11 +43,11 @@ SECTION = re.compile(r"['\"]: \{")  # in a dictionary
 LOSS_FIELD = re.compile(r"(?i)loss['\"]: ['\"]?(?:[-\d]|nan|inf)")
 # 2.5, '2.5', nan.0, tensor(nan, np.float64(nan)
 VALUE = (
-    r"['\"]?\s*(?:[:=|]|(?:is|was)\b(?: (?:not finite|non-finite|NaN)[:,]?)?)?\s*(?:[\w.]{1,20}\()?['\"]?"
+    r"['\"]?\s*(?:[:=|]|is\b(?: (?:not finite|non-finite|NaN)[:,]?)?)?\s*(?:[\w.]{1,20}\()?['\"]?"
     r"(?P<value>(?:(?<![a-z])[-+])?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b(?![\d.]*%)"  # a share is no measure
 )
 LOSS = re.compile(
-    r"loss(?: (?:train|average|avg|mean|function|(?:after|at|over|in) (?:epoch|iteration|step) \d{1,9})"
+    r"loss(?: (?:train|average|avg|mean|function)"
     r"|_(?!scal|weight|fn|func|type|tok|per_|smooth|gamma|alpha|coef|(?:num|wrt)(?![a-z]))[a-z]\w{0,15}"
     r"|/[a-z][\w/]{0,30}"
     r"|[_-]?\d{1,2}(?= ?[:=]|[ ]+[-+]?\d))?" + VALUE,
@@ -120,6 +120,7 @@ HELD_OUT_BEHIND = re.compile(rf"(?i)loss[_ /]{HELD_OUT_WORD}(?![a-z])")
 # a part of a GAN
 ADVERSARIAL = re.compile(r"(?<!\w)(?P<part>[DG]|[Dd]isc(?:riminator)?|[Gg]en(?:erator)?|[Cc]ritic) $")
 OF_POLICY = re.compile(r"(?i)(?:policy|actor|critic|value|pg)[_ /]$")
+# before the loss that others are a part of
 TOTAL_LOSS = re.compile(r"(?i)(?:^|[\s,;|({\['\"])(?:(?:tot|total|train|training)[_ /])?$")
 EVALUATION = re.compile(  # how a line of one begins
     r"(?i)^\W*(?:[\w./-]{1,60}\| )?(?:test|val|valid|validation|eval|evaluation|(?:test|validat|evaluat)ing)\b ?"
@@ -155,14 +156,13 @@ FOREIGN = re.compile(
     r"(?P<loss>损失值?|損失|손실|p[ée]rdida|perdita|perda|perte|verlust|потер[яиь]\w*|kayb[ıi]|(?<=[^\x00-\x7f])loss)"
     r"(?: (?:de|del|di|en|на|при|sur|la|el|no|ao|d')? ?"
     rf"(?:(?P<train_behind>{FOREIGN_TRAIN})|(?P<test_behind>{FOREIGN_HELD_OUT})))?"
-    r"|(?P<cost>\bcost(?= (?:after|at|over) (?:epoch|iteration|step) \d))"
     r"|(?P<epoch>第 ?(?P<number>\d{1,6}) ?[个個]?[轮輪]|轮次|[ée]poca|époque|epoche|эпоха|エポック|에포크|에폭)",
     re.IGNORECASE,
 )
 RECORD = re.compile(  # a measure as a dictionary, behind its name: {'epoch': 0, 'value': 2.3} ({'split': 'test'})
     r"(?P<name>\w+): \{'epoch': (?P<epoch>\d+(?:\.\d+)?), 'value': (?P<value>\S+)\} \(\{'split': '(?P<split>\w+)'\}\)"
 )
-FOREIGN_WORDS = ("epoche", "verlust", "perda", "perte", "perdita", "epoca", "cost ")  # those in ASCII
+FOREIGN_WORDS = ("epoche", "verlust", "perda", "perte", "perdita", "epoca")  # those in ASCII
 
 
 @dataclass(frozen=True)

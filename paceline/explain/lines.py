@@ -93,7 +93,6 @@ TRACEBACKS = (
     *("error.stack_trace", "exception.stacktrace", "formatted"),
 )
 NESTED = ("error", "err", "exception", "exc_info", "jsonPayload", "record", "attributes", "extra", "fields", "data")
-COUNTS = ("steps", "batches", "num_batches")  # that show that nothing was trained where they are 0
 RANKS = ("rank", "global_rank", "RANK")
 TIME_FIELDS = ("time", "timestamp", "@timestamp", "asctime", "ts")
 LEVELS = ("level", "levelname", "severity", "log.level", "lvl")
@@ -231,8 +230,6 @@ def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:
     is_output = "textPayload" in fields  # Google Cloud calls all that a container writes to stderr an error
     if lines and SHOWN_LEVEL.match(level) and not is_output and not EXCEPTION.match(message):
         lines[0] = f"{level.upper()}: {lines[0]}"
-    if lines and not depth:
-        lines[0] += "".join(f" {name}: 0" for name in COUNTS if fields.get(name) == 0)
     yield from lines
     for name in TRACEBACKS:
         traceback = traceback_text(fields.get(name))

@@ -20,14 +20,12 @@ SERVED = re.compile(  # a request that was answered, vLLM's report of such, what
     r'HTTP/\d(?:\.\d)?" 20\d\b|\bAvg generation throughput: (?!0\.0\b)\d'
     r"|\b(?:Notebook|Server|Lab)App\] (?:Saving file at|Kernel started)"
 )
-# NaN with no name before it; the numbers that differ between lines of one form; how many of the last lines have it
-UNNAMED_NAN = re.compile(r"(?:^|[,;(\[]\s*|[\d)\]:]\s+)(?:tensor\()?nan(?=[\s,;)\]]|$)")
+# a tensor that is NaN with no name before it; the numbers that differ between lines of one form; how many of the last lines have it
+UNNAMED_NAN = re.compile(r"(?:^|[,;(\[]\s*|[\d)\]]:?\s+)tensor\(nan(?=[\s,;)\]]|$)")
 DIGITS = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
 UNNAMED, MIN_UNNAMED = "a value without a name", 5
 TRIAL = re.compile(r"\bTrial \d+ (?:finished|pruned)\b")  # of a study of Optuna
 FAILED_TRIAL = re.compile(r"\bTrial \d+ failed with parameters\b")
-CHILD = re.compile(r"multiprocessing[/\\]process\.py\", line \d+, in _bootstrap\b")
-AWAITED = re.compile(r"_?queue\.Empty\b|EOFError\b|BrokenPipeError\b|ConnectionResetError\b|BrokenBarrierError\b")
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -63,12 +61,6 @@ class Log:
         above = self.records_between(record.line - 1, record.line - 1)
         is_trial = any(FAILED_TRIAL.search(other.text) for other in (record, *above))
         return is_trial and any(line > record.line and TRIAL.search(text) for line, text in self.last_lines)
-
-    def is_awaited(self, record: Record) -> bool:
-        """Whether an exception ended a child process, for which its parent then waited in vain."""
-        if not record.frames or not CHILD.search(record.frames[0]):
-            return False
-        return any(other.line > record.line and AWAITED.match(other.text) for other in self.records)
 
     @property
     def last_progress_line(self) -> int:

@@ -259,7 +259,7 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True  # the program has not ended
     if RETRIES.search(record.text) and last_line - record.line > MAX_QUOTED:
         return True  # what fails in the end says so
-    if log.is_awaited(record) or (FATAL.search(record.text) and last_line - record.line <= BUFFERED_LINES):
+    if FATAL.search(record.text) and last_line - record.line <= BUFFERED_LINES:
         return False  # the process ends; the steps behind it are other processes' or were in a buffer
     near = log.records_between(record.line + 1, record.line + WENT_ON - 1) if record.kind == "signal" else []
     if any(DIED.search(other.text) for other in near):

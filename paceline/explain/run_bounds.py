@@ -39,7 +39,7 @@ START_WORD = re.compile(  # in the lower-case bytes of every line that either ca
     rb"|please note: device|init nccl context|nccl pg_timeout_"
     rb"|^(?:args|arguments|config|configuration|options)\W"
 )
-RANK_IN_START = re.compile(r"\b[Rr]ank[ =:_]?(?P<rank>\d{1,6})\b")
+RANK_IN_START = re.compile(r"(?:^\W?[Rr]ank |\b(?:from|on) [Rr]ank )(?P<rank>\d{1,6})(?=[\]:.]|\W*$)")
 PARENT = ("torch.multiprocessing.spawn.", "ProcessRaisedException", "ProcessExitedException")  # of several ranks
 OUTERMOST = re.compile(r"in (?:<module>|_run_module_as_main)(?:  .*)?$")  # a part of a progress bar may stand behind it
 CANCELLED_JOB = re.compile(r"\*\*\* (?:JOB|STEP) (?P<job>\d+)\S* (?:ON \S+ )?CANCELLED")

@@ -88,7 +88,9 @@ NO_TROUBLE = re.compile(
     f"(?i){EXIT_ZERO}"
     r"|\b(?:0 (?:\w+ )?|(?:no|without) )(?:errors?|exceptions?|fail\w*|invalid)"
     r"|(?:errors?|(?<!check )fail\w*|invalid|killed)\W{1,3}0\b"
-    r"|error[ _]rate|\b(?:pred|true|predicted|actual) errors?\b"  # a class of a confusion matrix
+    r"|error[ _]rate"
+    # rows of a confusion matrix
+    r"|^\W*(?:pred|true|predicted|actual) (?:error +\d|\w+ +(?:pred|true|predicted|actual) error$)"
     r"|\b(?:errors?|failed) (?:encountered|(?!rank|gpu|device|node|host|worker)\w+e?s): 0\b"
     r"|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)"
     r"|unable to register cu\w+ factory|^non-resource variables are not supported in the long term"

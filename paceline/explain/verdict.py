@@ -13,9 +13,9 @@ from paceline.explain.blame import culprit_rank, rank_blamed_by_launcher, rank_i
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl, is_closed
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record, make_evidence, shorten
+from paceline.explain.line_measures import MEAN_LOSS
 from paceline.explain.log import UNNAMED, Log, step_of
 from paceline.explain.matches import (
-    CONTINUED,
     MIN_STEPS,
     WAITING,
     Event,
@@ -61,7 +61,7 @@ from paceline.explain.signs_of_trouble import (
 from paceline.explain.tracebacks import CUT_OFF, IGNORED_INTERRUPT
 from paceline.units import format_number_of
 
-HEALTHY, UNKNOWN, DIVERGED, EMPTY = "healthy", "unknown", "loss-nan", "dataset-empty"
+HEALTHY, UNKNOWN, DIVERGED = "healthy", "unknown", "loss-nan"
 MIN_SCORE = 0.2  # an event with a lower score is ignored
 ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
@@ -109,8 +109,6 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         unexplained = [] if candidates else ended_programs(logs, events)
     if not (candidates or unexplained or progress.finished) and stays_at_start(progress):
         candidates = fatal  # a bar that stays at 0 does not show that anything was survived
-    if not candidates and not unexplained and not progress.last_loss and has_no_batches(fatal, logs):
-        candidates = [replace(event, run_continued=False, score=event.score / CONTINUED) for event in fatal]
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
     if not candidates and progress.nan_line is not None:
@@ -242,7 +240,8 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     """For logs without any known failure: healthy only if something shows that the run works."""
     if any(log.problem == INCOMPLETE for log in logs):
         return explain_silence(logs, progress, ())
-    if not progress.last_step and (idle := [item for log in logs for item in idle_trainings(log)]):
+    has_losses = any(point.name != MEAN_LOSS for log in logs for point in (*log.losses, *log.held_out))
+    if not (progress.last_step or has_losses) and (idle := [item for log in logs for item in idle_trainings(log)]):
         summary, fix = "nothing was trained: the training began at its end and took no step", RAISE_STEPS
         return Explanation(UNKNOWN, summary=summary, fix=fix, evidence=tuple(idle[:MAX_EVIDENCE]), progress=progress)
     at_end = trouble_at_end(logs)
@@ -286,13 +285,6 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
 def stays_at_start(progress: LogProgress) -> bool:
     """Whether all that is shown of steps is a bar at 0."""
     return progress.steps >= MIN_STEPS and progress.last_step == 0 and progress.last_loss is None
-
-
-def has_no_batches(events: Sequence[Event], logs: Sequence[Log]) -> bool:
-    """Whether a line at the end of a log reports that no data was left: none of its errors were survived."""
-    empty = {event.place for event in events if event.cause.id == EMPTY}
-    empty_logs = (log for number, log in enumerate(logs) if any((number, line) in empty for line, _ in log.last_lines))
-    return any(not (log.scores or log.rewards) for log in empty_logs)
 
 
 def is_late_step(progress: LogProgress) -> bool:

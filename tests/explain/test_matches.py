@@ -231,33 +231,6 @@ def test_a_failed_trial_of_a_study_that_goes_on_is_no_failure():
     assert verdict(TRIAL.format(0) + FAILED_TRIAL).cause == "user-code-exception"
 
 
-CHILD = """Process producer:
-Traceback (most recent call last):
-  File "/usr/lib/python3.11/multiprocessing/process.py", line 314, in _bootstrap
-    self.run()
-  File "/usr/lib/python3.11/multiprocessing/process.py", line 108, in run
-    self._target(*self._args, **self._kwargs)
-  File "train.py", line 5, in producer
-    text = row.decode("utf-8")
-UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9 in position 3: unexpected end of data
-"""
-
-
-def test_what_ended_a_child_comes_before_the_queue_that_its_parent_finds_empty():
-    steps = "".join(f"step {number} loss 0.4\n" for number in range(1, 6))
-    assert verdict(CHILD + steps + raised(None, "_queue.Empty")).cause == "text-encoding"
-    assert verdict(CHILD + steps).cause == "healthy"
-
-
-def test_a_data_loader_worker_of_its_own_exception_was_not_killed():
-    worker = 'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n'
-    worker += '  File "train.py", line 4, in __getattr__\n'
-    worker += "    return getattr(self.base, name)\nRecursionError: maximum recursion depth exceeded\n"
-    parent = raised(None, "RuntimeError: DataLoader worker (pid(s) 13343) exited unexpectedly")
-    assert verdict(worker + parent).cause == "user-code-exception"
-    assert verdict(parent).cause == "dataloader-worker-killed"
-
-
 def test_the_exit_status_of_the_command_timeout_is_a_failure():
     log = STEPS + "train.py finished with rc={0}\n"
     assert verdict(log.format(124)).cause == "preempted-sigterm"

@@ -275,17 +275,8 @@ class TracebackReader:
             text = f"AssertionError: {expression}"
         if text.startswith(SHOWN_WITH_SOURCE) and (statement := failed_statement(error.source)):
             text += f": {statement}"
-        elif statement := failed_statement(error.source):
-            shown = (
-                match.groupdict()
-                for message, part in STATEMENT_SHOWN
-                if (match := message.match(text)) and part.search(statement)
-            )
-            text += (
-                f"\n{statement}"
-                if any(values.get("function", statement + " ") not in statement for values in shown)
-                else ""
-            )
+        elif needs_statement(text, statement := failed_statement(error.source)):
+            text += f"\n{statement}"
         child = UNREADABLE.match(text) and any(map(SPAWN_CHILD.search, error.frames[-2:]))
         kind: RecordKind = "banner" if child or WRAPPER.search(text) else "exception"
         rank = int(match["rank"]) if (match := ENDED_PROCESS.match(text)) else error.record.rank
@@ -326,6 +317,15 @@ def failed_statement(source: Sequence[str]) -> str:
     lines = [line for line in source if line.strip(" ^~")]
     line = next((line for line in reversed(lines) if line.startswith("-")), lines[-1] if lines else "")
     return NOTEBOOK_SOURCE.sub("", line).strip()
+
+
+def needs_statement(text: str, statement: str) -> bool:
+    """Whether only the statement below the last frame shows what a message is about, and is not itself the call that it names."""
+    for message, part in STATEMENT_SHOWN:
+        if (match := message.match(text)) and part.search(statement):
+            function = match.groupdict().get("function")
+            return function is None or function not in statement
+    return False
 
 
 def asserted_expression(source: Sequence[str]) -> str:

@@ -218,11 +218,11 @@ def ranks_of_victims(records: Iterable[Record], culprit: int | None) -> tuple[in
 
 def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:
     """For a log whose losses or gradient norms are NaN or infinite to its end and which has no other failure."""
-    unnamed = f"a value that is printed without its name is, from line {nan_line:,} on"
-    part = {"eval_loss": "only the loss of the evaluation is", UNNAMED: unnamed}.get(progress.nan_measure)
+    parts = {"eval_loss": "only the loss of the evaluation is", UNNAMED: "a tensor that is printed without a name is"}
+    part, is_unnamed = parts.get(progress.nan_measure), progress.nan_measure == UNNAMED
     values = {**clean_values({"nan_step": progress.nan_step, "message": part}), **values}
     return Explanation(
-        cause=cause.id, confidence=UNNAMED_CONFIDENCE if part == unnamed else 0.8, step=progress.nan_step, line=nan_line,
+        cause=cause.id, confidence=UNNAMED_CONFIDENCE if is_unnamed else 0.8, step=progress.nan_step, line=nan_line,
         summary=fill_template(cause.summary, values), fix=format_fix(cause, nan_records(progress), values),
         evidence=make_evidence(nan_records(progress), 1), progress=progress,
     )  # fmt: skip

@@ -182,17 +182,22 @@ def choose_fit(
     if fitting is None:
         raise does_not_fit(config, setup, solver, share=share)
     check_host_memory(estimate(fitting), machine, ranks=setup.world_size // machine.hosts)
-    rows, notes = f"so that {format_number_of(fitting.device_batch_size, 'row fits', 'rows fit')}", []
+    notes = tuple(fit_notes(config, setup, fitting))
+    return SizedSetup(fitting, estimate(fitting), None if config.device_batch_size else share, notes)
+
+
+def fit_notes(config: Config, setup: MemorySetup, fitting: MemorySetup) -> Iterator[str]:
+    """Yields what was chosen to fit, which the user pays with time, and what has no effect."""
+    rows = f"so that {format_number_of(fitting.device_batch_size, 'row fits', 'rows fit')}"
     if fitting.shard != (config.shard or "optimizer"):
-        notes.append(f"weights and gradients sharded too, {rows}: they are sent in every micro-step (shard full)")
+        yield f"weights and gradients sharded too, {rows}: they are sent in every micro-step (shard full)"
     if fitting.logits_budget_bytes != setup.logits_budget_bytes:
-        notes.append(f"loss in chunks of {format_bytes(fitting.logits_budget_bytes)}, {rows}")
+        yield f"loss in chunks of {format_bytes(fitting.logits_budget_bytes)}, {rows}"
     if fitting.activation_checkpointing and not setup.activation_checkpointing:
         repeats = {"relu": "MLPs' ReLU^2 is", "mlp": "MLPs are", True: "blocks are"}
-        notes.append(f"activation checkpointing, {rows}: {repeats[fitting.activation_checkpointing]} computed twice")
-    if not solver.rows and config.memory_share is not None:
-        notes.append(f"device_batch_size is set to {config.device_batch_size}, so memory_share chooses nothing")
-    return SizedSetup(fitting, estimate(fitting), share if solver.rows else None, tuple(notes))
+        yield f"activation checkpointing, {rows}: {repeats[fitting.activation_checkpointing]} computed twice"
+    if config.device_batch_size is not None and config.memory_share is not None:
+        yield f"device_batch_size is set to {config.device_batch_size}, so memory_share chooses nothing"
 
 
 def check_host_memory(needs: MemoryEstimate, machine: Machine, *, ranks: int) -> None:

@@ -118,9 +118,12 @@ class ShardedOptimizer:
         self._is_last = False  # in the step's last micro-step, whose backward starts the sums over ranks
         self._next_bucket = 0  # the one to send next
         if world_size > 1:
-            for bucket in self._buckets:
-                for number, param in enumerate(bucket.params):
-                    param.register_post_accumulate_grad_hook(self._grad_hook(bucket, number))  # type: ignore[no-untyped-call]
+            self._register_grad_hooks()
+
+    def _register_grad_hooks(self) -> None:
+        for bucket in self._buckets:
+            for number, param in enumerate(bucket.params):
+                param.register_post_accumulate_grad_hook(self._grad_hook(bucket, number))  # type: ignore[no-untyped-call]
 
     def _make_batches(self, *, offload: bool) -> tuple[dict[int, list[UpdateBatch]], Staging | None]:
         """Returns what is updated together in each bucket, and the buffers through which it passes where it is offloaded."""

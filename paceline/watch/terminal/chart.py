@@ -194,12 +194,16 @@ def chart(
         axis: Line = ((f"{texts.get(y, ''):>{margin}} ", "faint"), ("┤" if y in texts else "│", "track"))
         row = [(grid[y], style) for grid, style in grids]
         lines.append((*axis, *chart_row(row, is_plan=y == level, mark=mark, crosses=crosses if y == rows - 1 else ())))
+    return [*lines, ((" " * (margin + 2) + step_labels(first, last, columns), "faint"),)]
+
+
+def step_labels(first: int, last: int, columns: int) -> str:
+    """Returns the steps at the left and the right end of an axis, and at its middle where there is room."""
     left, right, middle = f"{first:,}", f"{last:,}", f"{(first + last) // 2:,}" if columns > 60 else ""
     if len(left + middle + right) >= columns:
         left = middle = ""
     start = (columns - len(middle)) // 2 if middle else len(left)
-    steps = f"{left:<{start}}{middle}{right:>{columns - start - len(middle)}}"
-    return [*lines, ((f"{steps:>{margin + 2 + columns}}", "faint"),)]
+    return f"{left:<{start}}{middle}{right:>{columns - start - len(middle)}}"
 
 
 def chart_row(

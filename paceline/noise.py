@@ -21,6 +21,7 @@ SPIKE = 5  # points over which a median removes spikes
 STILL_CHANGE, STILL_ERROR = 0.004, 0.0016  # of the level: between thirds of a curve, and the standard error of that
 NEAR_ZERO = 0.04  # of the first points: a curve that low varies by factors
 MIN_LEVEL, STUCK_FALL = 6, 0.01  # points of a third; the share of the level, from the first points
+MIN_DIGITS, HALF = 20, 0.5  # units of the last digit that show a change of a twentieth; of the first points
 SAME_VALUES, MIN_PERIOD = 20, 6  # in a row; points of an epoch that is repeated
 EVEN_RISES, MAX_EVEN_RISES = 5, GROWTH_BLOCKS * MIN_BLOCK - 2  # in a row, of a curve too short for such blocks
 # times the usual time between two lines: an evaluation; beyond it the machine slept, or its clock was set
@@ -203,6 +204,12 @@ def constant_tail(values: Sequence[float]) -> int | None:
     while at and values[at - 1] == values[-1]:
         at -= 1
     return at if len(values) - at >= max(SAME_VALUES, len(values) // 20) else None
+
+
+def is_rounded(values: Sequence[float]) -> bool:
+    """Whether a curve has come down to so few units of its last digit that no small change of it shows."""
+    digit = min((after - before for before, after in pairwise(sorted({*values}))), default=0.0)
+    return 0 <= values[-1] < min(MIN_DIGITS * digit, HALF * max(values[:SPIKE]))
 
 
 def is_running_sum(values: Sequence[float]) -> bool:

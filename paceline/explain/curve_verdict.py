@@ -46,6 +46,7 @@ from paceline.noise import (
     grows,
     grows_evenly,
     is_level,
+    is_rounded,
     is_running_sum,
     is_stuck,
     is_too_high,
@@ -71,10 +72,9 @@ Z_RISE = 5.0  # standard errors
 LOSS_RISE, SLOWER, MIN_SLOW_S = 0.15, 0.3, 60.0  # shares of the level that are somebody's concern; for how long
 # of a loss that was never lower than in its first points; of its highest level; of its first value: below it has learned
 START_RISE, COMING_DOWN, LEARNED = 0.5, 0.5, 0.5
-FAR_BELOW = 1e7  # no likelihood of a batch
 NOT_NORMALIZED, FROM_START = "a loss of this size that does not fall", "from its first value on"
 BELOW_ZERO = "a cross entropy below 0: the labels are not between 0 and 1"
-NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer NaN
+FAR_BELOW, NAN_GRADIENTS = 1e7, 5  # no likelihood of a batch; in a row: fp16's loss scale causes fewer NaN
 REPEATED = "each epoch repeats the losses of the one before: no weight changes"
 LATEST_START = 0.1  # of the last step: a curve that begins later has lost its beginning
 MIN_GROWTH = 0.1  # of memory
@@ -254,7 +254,7 @@ def find_still(
     for series in losses:
         finite = thinned(series)
         values, steps = finite.values, finite.steps
-        if (at := constant_tail(values)) is not None and abs(values[-1]) > 0.01:
+        if (at := constant_tail(values)) is not None and abs(values[-1]) > 0.01 and not is_rounded(values):
             yield finding_at(STANDS_STILL, series, steps[at])
             continue
         if repeats_epochs(values):

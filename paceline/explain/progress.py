@@ -40,7 +40,7 @@ MAX_TITLE, MAX_MEASURES = 40, 32  # characters of the line above an evaluation; 
 MIN_FINITE, LABELLED_LINES, MAX_LABELS = 2, 200, 500
 SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are lost
 EPOCH = re.compile(
-    r"(?i)(?:^|[|\]] {0,3}| [-:] )\W*(?:(?:(?:train|begin|start)\w*|end of)\W+)?"
+    r"(?i)(?:^|[|\]] {0,3}| [-:] |, (?=\"epoch\": \d+[,}]))\W*(?:(?:(?:train|begin|start)\w*|end of)\W+)?"
     r"(?:epoch(?: n\w{1,5})?|ep\b)\W{,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
 )
 EPOCH_OF = re.compile(r"(?i)\bepochs?\W{,4}(?P<epoch>\d{1,6})\s*(?:/|of)\s*(?P<of>\d{1,6})\b")  # Epoch [6/10]
@@ -68,7 +68,8 @@ DONE_WORDS = (  # one is in every text that matches; the pattern alone takes a f
     "finish", "done", "complet", "runtime", "final", "reached", "passed", "training time", "own accord", "run_stop", "conclu",
     "bandwidth", "termin", "abgeschl", "beendet", "завершен", "закончен", "完", "结束", "終了", "완료", "종료", "end of training",
 )  # fmt: skip
-# rewards of preference pairs, whose loss is one as of any classifier
+# losses of a policy; rewards of preference pairs, whose loss is one as of any classifier
+POLICY_LOSS = re.compile(r"\b(?:td|bellman|q|actor|policy|pg)\d?[ _-]loss")
 PAIR_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 
 Point = TypeVar("Point")
@@ -129,10 +130,9 @@ class ProgressTracker:
         self.speeds: list[LossPoint] = []  # throughput
         self._loss_rank: int | None = None  # whose losses are stored: the first that reported one
         self._is_policy, self._has_rewards = False, False
-        self._is_dict = False  # the line is one of transformers' Trainer
-        self._is_filtered = False  # the losses are 0 in place of NaN
+        self._is_dict, self._is_filtered = False, False  # a line of transformers' Trainer; losses are 0 in place of NaN
         self._columns: tuple[str, ...] = ()  # of the table whose rows may follow
-        self._num_lines = 0
+        self._num_lines, self._num_other_losses = 0, 0  # of progress; with losses, that are no bar of Keras
         self._last_step: int | None = None
         self._last_epoch: tuple[int, int] | None = None  # with their number, where the line of the last step has both
         self._last_loss: float | None = None
@@ -151,7 +151,6 @@ class ProgressTracker:
         self._labels: Counter[str] = Counter()  # by the words before a value: how often it was finite on these
         self._lost: dict[str, list[ProgressLine]] = {}  # its values since, that are NaN
         self._is_evaluation = False  # the line before is the title of one
-        self._num_other_losses = 0  # on lines that are no bar of Keras
         self._in_epoch, self._epoch_batches = False, ""  # of Keras: an epoch is above, whose bar is not at its end
 
     def step_of(self, rank: int | None) -> int | None:
@@ -169,6 +168,7 @@ class ProgressTracker:
         if "reward" in lowered:
             self._has_rewards = True
             self._is_policy = self._is_policy or not has_word(lowered, PAIR_REWARDS)
+        self._is_policy = self._is_policy or ("loss" in lowered and POLICY_LOSS.search(lowered) is not None)
         self._columns = read_columns(text) or self._columns
         match = EPOCH.search(text) if "epoch" in lowered or lowered.startswith("ep") or " ep" in lowered else None
         if match is not None:
@@ -372,12 +372,12 @@ class ProgressTracker:
 def begins_again(first: LossPoint, last: LossPoint, point: LossPoint) -> bool:
     """Whether a loss is the first one of another training in the same log: at the first step again, and as high as at first.
 
-    Where epochs are reported, their steps may begin again: they tell it themselves.
+    Where epochs are reported, their steps may begin again: only the first point of all shows it, of a run with the same seed.
     """
-    if first.step is None or last.step is None or point.step is None:
+    if first.step is None or last.step is None or point.step is None or point.name != last.name:
         return False
-    if point.epoch is not None or point.name != last.name:
-        return False
+    if point.epoch is not None:
+        return point == first and point.step < last.step
     is_fresh = AS_AT_FIRST * first.value < point.value < first.value / AS_AT_FIRST and point.value > 2 * last.value
     return is_fresh and point.step <= first.step < last.step - MIN_MEAN
 

@@ -113,6 +113,7 @@ class SeriesTable:
         self.source, self.prefix, self._kind = source, prefix, kind
         self.has_runs = False  # in the names, before " - "
         self.end, self.num_rows, self.header = 0, 0, ""  # where the file's next record begins; rows and header of a CSV
+        self._has_epochs = False  # in place of steps, so that each return to the first is another run
         self._points: dict[tuple[str | None, str], list[tuple[int, float, float]]] = {}  # by part and name
 
     def kind_of(self, name: str) -> str | None:
@@ -132,7 +133,7 @@ class SeriesTable:
         for name in STEP_NAMES if step is None else ():
             value = number_of(record.get(name))
             if value is not None and math.isfinite(value):
-                step = int(value)
+                step, self._has_epochs = int(value), name == "epoch"
                 break
         step = number if step is None else step
         part = held_out_part(record)
@@ -148,7 +149,7 @@ class SeriesTable:
         for (part, name), points in filter(itemgetter(1), self._points.items()):
             is_of_part = part and len(parts) > 1 and "train" not in name.lower()
             name = self.prefix + (f"{part}/{name}" if is_of_part else name)
-            steps, values, times = map(list, zip(*in_order(points), strict=True))
+            steps, values, times = map(list, zip(*in_order(points, are_epochs=self._has_epochs), strict=True))
             series.append(MetricSeries(name, str(self.kind_of(name)), self.source, steps, values, times))
             points.clear()
         return series
@@ -209,12 +210,15 @@ def speed_of(loss: MetricSeries) -> MetricSeries:
     return MetricSeries("steps per second", THROUGHPUT, loss.source, steps, values, times)
 
 
-def in_order(points: Sequence[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
+def in_order(points: Sequence[tuple[int, float, float]], *, are_epochs: bool) -> list[tuple[int, float, float]]:
     """The points with ascending steps: one whose step was there before replaces that step and all after it.
 
     A step that returns to the first one several times counts within an epoch, or was never set: then the points are counted.
+    are_epochs: the steps are epochs, which return for another run.
     """
-    if sum(step <= points[0][0] for step, _, _ in points[1:]) > 1:
+    first, steps = points[0][0], [step for step, _, _ in points]
+    returns = (after <= first and (before <= first or not are_epochs) for before, after in pairwise(steps))
+    if sum(returns) > 1:
         return [(number, value, time) for number, (_, value, time) in enumerate(points, 1)]
     ordered: list[tuple[int, float, float]] = []
     for point in points:

@@ -779,6 +779,44 @@ def test_losses_that_recur_in_every_epoch_show_that_no_weight_changes():
     assert explain(["".join([*lines[:21], "Epoch 3, step 21, loss: 0.8\n"]).encode()]).cause == "healthy"
 
 
+def test_the_first_point_of_an_epoch_that_comes_again_begins_another_run_with_the_same_seed():
+    losses = [3.142, 3.173, 3.041, 2.97, 3.293, 3.291, 2.88, 2.874, 3.185, 3.055]
+
+    def runs(epochs):
+        lines = "epoch 00{epoch}: {step} / 999 loss={loss}, num_updates={step}\n"
+        points = [(epoch, 100 * n, loss) for epoch in epochs for n, loss in enumerate(losses, 1)]
+        return "".join(lines.format(epoch=epoch, step=step, loss=loss) for epoch, step, loss in points)
+
+    assert explain([runs([1, 1, 1]).encode()]).cause == "healthy"
+    assert explain([runs([1, 2, 3]).encode()]).cause == "loss-stands-still"
+
+
+def test_a_loss_that_has_come_down_to_a_few_units_of_its_last_digit_does_not_stand_still():
+    losses = [0.545 / (n + 1) for n in range(40)]
+    line = "EPOCH[{step}/100] loss{loss:.3f}-|Sample:9.03|\n"
+    assert explain(log_of(enumerate([*losses, *[0.011] * 60], 1), line)).cause == "healthy"
+    assert explain(log_of(enumerate([*losses, *[0.511] * 60], 1), line)).shows_failure
+    exact = line.replace("{loss:.3f}", "={loss:.9f}")
+    assert explain(log_of(enumerate([*losses, *[0.010912345] * 60], 1), exact)).cause == "loss-stands-still"
+
+
+def test_the_loss_of_a_policy_by_its_own_name_may_rise():
+    line = "step {step}\nTD Loss: {loss:.4f}\n"
+    losses = [0.1, 0.12, 0.08, 0.11, *(0.2 + 0.004 * n for n in range(30))]
+    assert explain(log_of(enumerate(losses), line)).cause == "healthy"
+    assert explain(log_of(enumerate(losses), line.replace("TD Loss", "Loss"))).cause == "loss-diverged"
+    assert explain(log_of(enumerate([*losses, *["nan"] * 9]), line.replace("loss:.4f", "loss"))).cause == "loss-nan"
+
+
+@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl"])
+def test_epochs_of_records_that_begin_again_are_another_run(tmp_path, name):
+    first = [{"train_loss": 0.9 - n / 100, "val_loss": 0.9, "epoch": n, "n_parameters": 55} for n in range(40)]
+    others = [{**record, "train_loss": 2.4 - n / 50} for _ in range(3) for n, record in enumerate(first[:30])]
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(record) + "\n" for record in [*first, *others]))
+    assert explain(path).cause == "healthy"
+
+
 def test_losses_of_zero_beside_an_evaluation_that_is_nan_are_nan():
     zeros = "{'loss': 0.0, 'learning_rate': 1e-07, 'epoch': 0.01}\n" * 6
     assert explain([zeros.encode()]).cause == "loss-stands-still"

@@ -318,8 +318,10 @@ class LogParser:
 
         The first line alone, which a program may repeat, begins one behind an exception only.
         """
+        bounds = self._run.bounds
         is_far = start == "first two" and number - self._last_begin[0] >= MIN_RUN
-        return is_far or (self._run.bounds.has_exception and self._is_later(time))
+        has_failed = bounds.has_exception or (start == "first two" and bounds.has_error)
+        return is_far or (has_failed and self._is_later(time))
 
     def _is_later(self, time: float | None) -> bool:
         """Whether the clock shows that a process began after those whose first lines came last."""

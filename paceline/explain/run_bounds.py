@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 
 from paceline.explain.explanation import Record
+from paceline.explain.forwarded import ERROR_LEVEL
 from paceline.explain.line_measures import StepLoss
 from paceline.explain.lines import DIGITS, LogLine
 from paceline.explain.progress import EPOCH, ProgressTracker
@@ -22,7 +23,7 @@ PROGRAM = (
     r"(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|mpiexec|bash|sh|uv run|poetry run|conda run)\b"
 )
 COMMAND = re.compile(  # as a shell prints it before it starts a program
-    rf"\+{{1,4}} +{PROGRAM}|(?:\S{{1,60}}@\S{{1,60}} ?)?\$ +{PROGRAM}|nohup: ignoring input"
+    rf"\+{{1,4}} +{PROGRAM}|(?:\(\S{{1,40}}\) )?(?:\S{{1,60}}@\S{{1,60}} ?)?\$ +{PROGRAM}|nohup: ignoring input"
 )
 LAUNCHER = re.compile(  # written at once, so that no buffer held it
     r"(?:\*+ ?)?Setting OMP_NUM_THREADS environment variable for each process|\[INFO\] \[runner\.py:\d+:main\] cmd = "
@@ -71,6 +72,7 @@ class RunBounds:
     is_closed: bool = False  # what has started the program reports that end, so that no buffer is left
     has_content: bool = False
     has_exception: bool = False
+    has_error: bool = False  # by the level of a line
     report_line: int = 0  # the last of a launcher, behind which it may have started the ranks again
     late_line: int = -1  # the last that a rank printed so late
     first_rank: int | None = None  # that the log's first line names
@@ -152,6 +154,7 @@ class RunBounds:
     def add_record(self, record: Record) -> None:
         self.has_content = True
         self.has_exception = self.has_exception or record.kind == "exception"
+        self.has_error = self.has_error or ERROR_LEVEL.search(record.text) is not None
         if record.kind in ("exit", "banner") or record.text.startswith(PARENT):
             self.report_line = max(self.report_line, record.line)
         is_closed = bool(CANCELLED_JOB.search(record.text) or SHELL_END.search(record.text)) or failed_at_import(record)

@@ -80,7 +80,7 @@ SHOWN_WITH_SOURCE = ("ZeroDivisionError: ", "IndexError: list index out of range
 STATEMENT_SHOWN = tuple(  # messages that need their statement below them, and what it contains then
     (re.compile(message), re.compile(statement))
     for message, statement in (
-        (r"FileNotFoundError: ", r"\bopen\((?:.*, *)?(?:mode *= *)?['\"][wax][bt+]{0,2}['\"]"),
+        (r"(?:FileNotFound|IsADirectory)Error: ", r"\bopen\((?:.*, *)?(?:mode *= *)?['\"][wax][bt+]{0,2}['\"]"),
         (  # a function that was passed to the package that calls it, by the name that it has there, and no wrapper's
             r"TypeError: (?P<function>(?!forward\b)[a-z]\w*)\(\) got an unexpected keyword argument '\w+'$",
             r"(?:\b|_)(?:func|fn|function|callback|reward|metrics?|collat\w*|hook|preprocess\w*|transform)\w{0,8}\((?!.*\*\*)",

@@ -34,6 +34,39 @@ def test_a_run_that_begins_behind_an_error_leaves_it_to_the_earlier_one():
     assert verdict(START + STEPS + OTHER_OUTPUT + handled).cause == "user-code-exception"
 
 
+def test_the_first_lines_of_a_log_that_come_again_behind_an_error_and_later_begin_another_run():
+    def run(minute, *lines):
+        begin = ("=" * 40, "Evaluation pipeline begins", "=" * 40)
+        return "".join(
+            f"2025-11-12 19:{minute}:37,{at:03} [INFO] root: {line}\n" for at, line in enumerate((*begin, *lines))
+        )
+
+    broken = (
+        run(33, *(f"table {n} has {n} columns" for n in range(8)))
+        + "2025-11-12 19:33:38,357 [ERROR] root: no feature list for this period\n"
+    )
+    missing = run(35, "reading") + "2025-11-12 19:35:39,357 [ERROR] root: the table has no rows\n"
+    works = run(41, *(f"frame {n} of 20: score {n / 40:.3f}" for n in range(1, 21)), "Results saved to results.json")
+    assert verdict(broken + works).cause == "healthy"
+    explanation = verdict(broken + works + missing.replace("19:35", "19:55"))
+    assert explanation.cause == "unknown" and "the table has no rows" in explanation.summary
+    assert verdict(works + broken.replace("19:33", "19:53")).cause == "unknown"
+    assert verdict(broken + works.replace("19:41", "19:33")).cause == "unknown"
+
+
+def test_the_stack_of_a_store_that_is_gone_at_the_end_is_no_failure():
+    stack = (
+        "Exception raised from recvBytes at /pytorch/torch/csrc/distributed/c10d/Utils.hpp:682 (most recent call first):\n"
+        "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x77d053cf4fdd in /lib/libc10.so)\n"
+    )
+    rows = "".join(f"  {n}.0 KB {n:>14} {n * 41.7:>16.2f} {41.7:>14} 0.0300\n" for n in range(1, 40))
+    assert verdict(stack + rows).cause == "healthy"
+    assert (
+        verdict(stack.replace("Exception raised from recvBytes at", "Exception in recvBytes of") + rows).cause
+        == "unknown"
+    )
+
+
 def test_the_first_line_alone_begins_a_run_behind_an_error_and_half_a_minute():
     def run(minute, lines, text="settings"):
         return f"2026-11-28 10:{minute:02}:00 - INFO - Start of the segmentation\n" + "".join(

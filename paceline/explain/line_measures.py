@@ -132,9 +132,9 @@ EVALUATION_TITLE = re.compile(  # or its last line before its averages
 )
 # of an evaluation, as torchvision's references and DETR print them
 ONE_OF_BATCHES = re.compile(r"\[ *(?P<at>\d+)/(?P<of>\d+)\] +eta: ")
-SCORES = r"(?:acc|accuracy|f1|top-?1|au(?:ro)?c|dice|m?iou)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
+SCORES = r"(?:acc|accuracy|f1|exact[_ ]match|bleu|top-?1|au(?:ro)?c|dice|m?iou)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
 SCORE = re.compile(rf"(?i)(?<![a-z]){SCORES}")  # higher is better
-HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT_WORD}[\] _/.-]*(?:\d+ +)?{SCORES}")
+HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT_WORD}(?: results?)?[\] _/.*-]*(?:\d+ +)?{SCORES}")
 SHORT_LOSS = re.compile(r"(?<![\w.])(?:avg_)?L=(?P<value>nan|\d+\.\d+(?:e[-+]?\d+)?)\b")  # beside a step
 # of Lightning's summary of a model, which may hold a loss
 MODULE_ROW = re.compile(r"\d+ +\| [A-Za-z_]\w* +\| [A-Z]\w+ +\| ")

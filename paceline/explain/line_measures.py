@@ -373,10 +373,11 @@ def read_row(text: str, columns: Sequence[str]) -> StepLoss | None:
     name = next((name for name, loss in training.items() if not math.isfinite(loss)), next(iter(training)))
     counters = sorted(filter(STEP_COLUMN.fullmatch, row), key=lambda name: name.lower().startswith("epoch"))
     counts = [parse_count(row[name].partition("/")[0]) for name in counters]
-    reward = float(row["reward"]) if NUMBER_CELL.fullmatch(row.get("reward", "")) else None
+    others = (row.get(name, "") for name in ("reward", "grad_norm"))
+    reward, norm = (float(cell) if NUMBER_CELL.fullmatch(cell) and "n" not in cell.lower() else None for cell in others)
     step = next((count for count in counts if count is not None), None)
     held_out = next((loss for other, loss in losses.items() if other not in training and math.isfinite(loss)), None)
-    return StepLoss(step, training[name], name=name, held_out=held_out, reward=reward)
+    return StepLoss(step, training[name], False, norm, name, held_out, reward)
 
 
 def parse_count(text: str) -> int | None:

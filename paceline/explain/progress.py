@@ -132,7 +132,7 @@ class ProgressTracker:
         self._is_dict = False  # the line is one of transformers' Trainer
         self._is_filtered = False  # the losses are 0 in place of NaN
         self._columns: tuple[str, ...] = ()  # of the table whose rows may follow
-        self._num_lines = 0
+        self._num_lines, self._num_other_losses = 0, 0  # of progress; with a loss, but no bar of Keras
         self._last_step: int | None = None
         self._last_epoch: tuple[int, int] | None = None  # with their number, where the line of the last step has both
         self._last_loss: float | None = None
@@ -144,6 +144,7 @@ class ProgressTracker:
         self._infinite: set[str] = set()  # measures of which one of those values is infinite, not NaN
         self.rewards: list[LossPoint] = []  # of a policy
         self.scores: list[LossPoint] = []  # accuracies of evaluations
+        self.gradients: list[LossPoint] = []  # their norms
         self._epoch, self._first_epoch = 0, sys.maxsize
         self._settings: Counter[str] = Counter()  # names of lines that look like settings
         self._header = ""  # the last line that reports an epoch alone
@@ -151,7 +152,6 @@ class ProgressTracker:
         self._labels: Counter[str] = Counter()  # by the words before a value: how often it was finite on these
         self._lost: dict[str, list[ProgressLine]] = {}  # its values since, that are NaN
         self._is_evaluation = False  # the line before is the title of one
-        self._num_other_losses = 0  # on lines that are no bar of Keras
         self._in_epoch, self._epoch_batches = False, ""  # of Keras: an epoch is above, whose bar is not at its end
 
     def step_of(self, rank: int | None) -> int | None:
@@ -237,7 +237,7 @@ class ProgressTracker:
         self._epoch = epoch
 
     def _clear_curves(self) -> None:
-        for points in (self._losses, self.held_out, self.rewards, self.scores, self.speeds):
+        for points in (self._losses, self.held_out, self.rewards, self.scores, self.gradients, self.speeds):
             points.clear()
         self._memory.clear()
 
@@ -259,10 +259,10 @@ class ProgressTracker:
             self._last_loss = progress.loss
             self._add_loss(rank, self._point(progress.step, progress.name, progress.loss))
             self._add_evaluation(text, progress.name, progress.loss)
-        if progress.reward is not None:
-            store(self.rewards, self._point(progress.step, "reward", progress.reward))
-        if progress.score is not None:
-            store(self.scores, self._point(progress.step, "score", progress.score))
+        named = (("reward", progress.reward), ("score", progress.score), ("grad_norm", progress.grad_norm))
+        for points, (name, value) in zip((self.rewards, self.scores, self.gradients), named, strict=True):
+            if value is not None:
+                store(points, self._point(progress.step, name, value))
         if progress.held_out is not None and rank == self._loss_rank:
             store(self.held_out, self._point(progress.step, "eval_loss", progress.held_out))
         for measure, value in (("loss", progress.loss), ("grad_norm", progress.grad_norm)):

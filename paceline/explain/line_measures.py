@@ -132,9 +132,9 @@ EVALUATION_TITLE = re.compile(  # or its last line before its averages
 )
 # of an evaluation, as torchvision's references and DETR print them
 ONE_OF_BATCHES = re.compile(r"\[ *(?P<at>\d+)/(?P<of>\d+)\] +eta: ")
-SCORES = r"(?:acc|accuracy|f1|top-?1|au(?:ro)?c|dice|m?iou)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
+SCORES = r"(?:acc|accuracy|f1|exact[_ ]match|bleu|top-?1|au(?:ro)?c|dice|m?iou)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
 SCORE = re.compile(rf"(?i)(?<![a-z]){SCORES}")  # higher is better
-HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT_WORD}[\] _/.-]*(?:\d+ +)?{SCORES}")
+HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT_WORD}(?: results?)?[\] _/.*-]*(?:\d+ +)?{SCORES}")
 SHORT_LOSS = re.compile(r"(?<![\w.])(?:avg_)?L=(?P<value>nan|\d+\.\d+(?:e[-+]?\d+)?)\b")  # beside a step
 # of Lightning's summary of a model, which may hold a loss
 MODULE_ROW = re.compile(r"\d+ +\| [A-Za-z_]\w* +\| [A-Z]\w+ +\| ")
@@ -373,10 +373,11 @@ def read_row(text: str, columns: Sequence[str]) -> StepLoss | None:
     name = next((name for name, loss in training.items() if not math.isfinite(loss)), next(iter(training)))
     counters = sorted(filter(STEP_COLUMN.fullmatch, row), key=lambda name: name.lower().startswith("epoch"))
     counts = [parse_count(row[name].partition("/")[0]) for name in counters]
-    reward = float(row["reward"]) if NUMBER_CELL.fullmatch(row.get("reward", "")) else None
+    others = (row.get(name, "") for name in ("reward", "grad_norm"))
+    reward, norm = (float(cell) if NUMBER_CELL.fullmatch(cell) and "n" not in cell.lower() else None for cell in others)
     step = next((count for count in counts if count is not None), None)
     held_out = next((loss for other, loss in losses.items() if other not in training and math.isfinite(loss)), None)
-    return StepLoss(step, training[name], name=name, held_out=held_out, reward=reward)
+    return StepLoss(step, training[name], False, norm, name, held_out, reward)
 
 
 def parse_count(text: str) -> int | None:

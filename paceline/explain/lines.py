@@ -93,6 +93,7 @@ TRACEBACKS = (
     *("error.stack_trace", "exception.stacktrace", "formatted"),
 )
 NESTED = ("error", "err", "exception", "exc_info", "jsonPayload", "record", "attributes", "extra", "fields", "data")
+COUNTS = ("steps", "batches", "num_batches")  # of an epoch
 RANKS = ("rank", "global_rank", "RANK")
 TIME_FIELDS = ("time", "timestamp", "@timestamp", "asctime", "ts")
 LEVELS = ("level", "levelname", "severity", "log.level", "lvl")
@@ -230,6 +231,12 @@ def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:
     is_output = "textPayload" in fields  # Google Cloud calls all that a container writes to stderr an error
     if lines and SHOWN_LEVEL.match(level) and not is_output and not EXCEPTION.match(message):
         lines[0] = f"{level.upper()}: {lines[0]}"
+    if (
+        lines
+        and "epoch" in lines[0].lower()
+        and (count := next((name for name in COUNTS if fields.get(name) == 0), ""))
+    ):
+        lines[0] += f" {count}: 0"
     yield from lines
     for name in TRACEBACKS:
         traceback = traceback_text(fields.get(name))

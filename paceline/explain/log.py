@@ -42,6 +42,7 @@ class Log:
     losses: tuple[LossPoint, ...] = ()  # of one rank, a part of them in a long log
     held_out: tuple[LossPoint, ...] = ()  # likewise, of evaluations
     scores: tuple[LossPoint, ...] = ()  # likewise, of evaluations: accuracies
+    gradients: tuple[LossPoint, ...] = ()  # their norms
     memory: tuple[LossPoint, ...] = ()  # in use
     rewards: tuple[LossPoint, ...] = ()  # of a policy
     speeds: tuple[LossPoint, ...] = ()  # likewise, throughput
@@ -139,6 +140,7 @@ class OpenRun:
             losses=self.progress.losses,
             held_out=tuple(self.progress.held_out),
             scores=tuple(self.progress.scores),
+            gradients=tuple(self.progress.gradients),
             memory=self.progress.memory,
             rewards=tuple(self.progress.rewards),
             speeds=tuple(self.progress.speeds),

@@ -54,12 +54,9 @@ from paceline.noise import MIN_POINTS, SPIKE, STUCK_FALL, is_level, is_stuck, me
 LOG_RISE = 1.0  # of a loss that was higher at first
 EXPLODED = 1e3  # times its first points, or 1
 PART_RISE = 9.0  # of one whose first steps are not in the log
-ZEROS, ZERO_REWARDS, SAME_REWARDS = 3, 10, 40  # on the lines of a log, if no others are there
-NO_REWARD, ONE_REWARD, MEAN_OF_ALL = (
-    "every reward is 0",
-    "every reward is the same",
-    "the mean of all steps is exactly 0",
-)
+ZEROS, ZERO_REWARDS, SAME_REWARDS, LOST_REWARDS = 3, 10, 40, 20  # on the lines of a log, if no others are there
+NO_REWARD, ONE_REWARD = "every reward is 0", "every reward is the same"
+LOST_REWARD, MEAN_OF_ALL = "the reward fell to 0 and stays there", "the mean of all steps is exactly 0"
 LOG_GROWTH, LOG_SLOWER = 0.2, 1.0  # of memory, of the time for a sample
 # points of a loss, and the share of its level that they span; such points that are no longer few; fewer that are the same
 MIN_FLAT, FLAT_RANGE, MIN_STILL = 5, 0.0015, 12
@@ -68,7 +65,16 @@ FEW_SAME, SAME_RANGE = 4, 1e-4
 MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
 MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations
 # how near to a half the accuracy is of a guess between two classes
-HALF, TWO_CLASSES = 0.05, "ln 2, as of a guess between 2 classes"
+HALF, CHANCE = 0.05, "ln {number}, as of a guess between {number} classes"
+# what lines report as exactly 0, not rounded to it, where the loss stands still
+EXACT_ZERO = re.compile(r"0(?:\.0|\.0{7,}|(?:\.0*)?e[-+]?0+)?")
+ZERO_REASONS = (
+    (
+        re.compile(r"(?i)(?<![a-z])(?:lr|learning[_ ]rate)\W{1,4}(?P<value>\d[\d.]*(?:e[-+]?\d+)?)"),
+        "the learning rate is 0",
+    ),
+    (re.compile(r"rewards/margins\W{1,4}(?P<value>[\d.]+)"), "the margins between chosen and rejected answers are 0"),
+)
 MIN_SCORES, NEAR_BEST = 3, 0.02  # points of evaluations, and the share by which the last may miss the best
 MIN_SAME_SCORES = 20  # evaluations
 TRAIN_RISE = 0.1  # of the loss of training, as a share
@@ -85,7 +91,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         return explanation
     points = {
         name: max((getattr(log, name) for log in logs), key=len, default=())
-        for name in ("losses", "held_out", "scores", "memory", "rewards", "speeds")
+        for name in ("losses", "held_out", "scores", "gradients", "memory", "rewards", "speeds")
     }
     reported = line_series(points["losses"])
     if any(LIGHTNING_BAR.search(text) for log in logs for _, text in log.last_lines):
@@ -114,6 +120,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *find_zeros([item for item in losses if item.name == MEAN_LOSS], 1, reason=MEAN_OF_ALL),
         *find_zeros(rewards, ZERO_REWARDS, reason=NO_REWARD),
         *find_one_reward(rewards),
+        *find_lost_reward(rewards),
         *find_growth(memories, LOG_GROWTH),
         *find_slowdown({THROUGHPUT: speeds}, LOG_SLOWER),
         *(() if ends_best else find_turns(losses, evaluations, scores)),
@@ -127,7 +134,25 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         if len(flat.values) < MIN_STILL:
             return unproven(explanation, flat)
         findings = [CurveFinding(STANDS_STILL, flat, 0)]
-    return add_findings(explanation, findings[:1])
+    findings = [with_reason(item, logs, points["gradients"]) for item in findings[:1]]
+    return add_findings(explanation, findings)
+
+
+def with_reason(finding: CurveFinding, logs: Sequence[Log], gradients: Sequence[LossPoint]) -> CurveFinding:
+    """The finding with what else the log shows of a loss that stands still."""
+    if finding.cause != STANDS_STILL or finding.reason or finding.series.kind != LOSS:
+        return finding
+    texts = [text for log in logs for _, text in log.last_lines]
+    for pattern, reason in ZERO_REASONS:
+        values = [match["value"] for text in texts if (match := pattern.search(text))]
+        if len(values) >= ZEROS and all(map(EXACT_ZERO.fullmatch, values)):
+            return replace(finding, reason=reason)
+    if len(gradients) >= ZERO_REWARDS and not any(point.value for point in gradients):
+        return replace(finding, reason="the gradient norm is 0")
+    level = median(list(filter(math.isfinite, finding.series.values)) or [0.0])
+    number = round(math.exp(min(level, 9.0)))
+    is_guess = 2 <= number <= MAX_CLASSES and abs(level - math.log(number)) < NEAR_CHANCE * math.log(number)
+    return replace(finding, reason=CHANCE.format(number=number)) if is_guess else finding
 
 
 def line_series(points: Sequence[LossPoint], *, kind: str | None = None) -> list[MetricSeries]:
@@ -211,6 +236,15 @@ def find_one_reward(rewards: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
             yield CurveFinding(STANDS_STILL, item, 0, ONE_REWARD)
 
 
+def find_lost_reward(rewards: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+    """Rewards that were all above 0 and are exactly 0 from some update to the end."""
+    for item in rewards:
+        first = max((at for at, value in enumerate(item.values, 1) if value), default=0)
+        is_long = first >= MIN_POINTS and len(item.values) - first >= LOST_REWARDS
+        if is_long and min(item.values[:first]) > 0:
+            yield CurveFinding(STANDS_STILL, item, first, LOST_REWARD)
+
+
 def find_chance(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
     """Losses that come down to what guessing between a few classes gives, and stay; few points count where evaluations agree."""
     for series in filter(is_whole, losses):
@@ -233,7 +267,7 @@ def find_chance(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]
         )
         if is_near or stays or has_few or is_exact:
             at = len(series.values) // 2 if is_near else 0
-            yield CurveFinding(STANDS_STILL, series, at, f"ln {number}, as of a guess between {number} classes")
+            yield CurveFinding(STANDS_STILL, series, at, CHANCE.format(number=number))
 
 
 def find_guesses(
@@ -244,7 +278,7 @@ def find_guesses(
     is_half = bool(ends) and all(min(abs(end - 0.5), abs(end / 100 - 0.5)) < HALF for end in ends)
     parts = [part for item in (*losses, *evaluations) for part in (item.values[:MIN_FEW], item.values[-MIN_FEW:])]
     if is_half and losses and evaluations and all(is_near_half(median(part)) for part in parts):
-        yield CurveFinding(STANDS_STILL, losses[0], 0, TWO_CLASSES)
+        yield CurveFinding(STANDS_STILL, losses[0], 0, CHANCE.format(number=2))
 
 
 def is_near_half(loss: float) -> bool:

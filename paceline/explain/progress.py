@@ -144,6 +144,7 @@ class ProgressTracker:
         self._infinite: set[str] = set()  # measures of which one of those values is infinite, not NaN
         self.rewards: list[LossPoint] = []  # of a policy
         self.scores: list[LossPoint] = []  # accuracies of evaluations
+        self.gradients: list[LossPoint] = []  # their norms
         self._epoch, self._first_epoch = 0, sys.maxsize
         self._settings: Counter[str] = Counter()  # names of lines that look like settings
         self._header = ""  # the last line that reports an epoch alone
@@ -237,7 +238,7 @@ class ProgressTracker:
         self._epoch = epoch
 
     def _clear_curves(self) -> None:
-        for points in (self._losses, self.held_out, self.rewards, self.scores, self.speeds):
+        for points in (self._losses, self.held_out, self.rewards, self.scores, self.gradients, self.speeds):
             points.clear()
         self._memory.clear()
 
@@ -259,10 +260,10 @@ class ProgressTracker:
             self._last_loss = progress.loss
             self._add_loss(rank, self._point(progress.step, progress.name, progress.loss))
             self._add_evaluation(text, progress.name, progress.loss)
-        if progress.reward is not None:
-            store(self.rewards, self._point(progress.step, "reward", progress.reward))
-        if progress.score is not None:
-            store(self.scores, self._point(progress.step, "score", progress.score))
+        named = (("reward", progress.reward), ("score", progress.score), ("grad_norm", progress.grad_norm))
+        for points, (name, value) in zip((self.rewards, self.scores, self.gradients), named, strict=True):
+            if value is not None:
+                store(points, self._point(progress.step, name, value))
         if progress.held_out is not None and rank == self._loss_rank:
             store(self.held_out, self._point(progress.step, "eval_loss", progress.held_out))
         for measure, value in (("loss", progress.loss), ("grad_norm", progress.grad_norm)):

@@ -7,6 +7,8 @@ They decide between healthy and unknown where a log shows no failure that is kno
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from paceline.explain.explanation import Evidence, Record, shorten
 from paceline.explain.frames import left_program_running
@@ -15,6 +17,7 @@ from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.lines import IGNORABLE, split_prefix
 from paceline.explain.log import PROMPT, Log
 from paceline.explain.matches import (
+    CONTINUED,
     EXIT_ZERO,
     MAX_ADVICE,
     NOT_FOUND,
@@ -22,6 +25,7 @@ from paceline.explain.matches import (
     STEPS_AFTER,
     WARNING_LINE,
     WENT_ON,
+    Event,
     matches_of_message,
 )
 from paceline.explain.run_bounds import failed_at_import, shape_of
@@ -131,6 +135,24 @@ ERROR_PREFIX = re.compile(
     r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|\[(?:error|fatal|critical)\]|(?:[Ff]atal|[Ee]rror)(?: error)?: )"
 )
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
+SKIPPED_STEP = re.compile(
+    r"(?i)\bskip(?:ped|ping) (?:train(?:ing)? )?(?:batch|step|iteration) #?(?P<number>\d{1,9}) ?[:(-] ?\S"
+)
+# the end of an epoch without any work in it, not one without batches that were left out
+IDLE_EPOCH = re.compile(
+    r"(?i)^(?!.*(?:skip|drop|fail|discard|remain|left|bad|val|eval|test)).*\bepoch\b.*(?:\b(?:0|no) (?:batches|steps)"
+    r"(?: (?:trained|processed|done|run))?|\b(?:num_)?(?:batches|steps)(?:: ?|=| )0)\W*$"
+)
+EPOCH_END = re.compile(r"(?i)\bepoch\b.*(?:\b(?:batches|steps)\b|\b(?:end|ended|done|finished|completed?)\b)")
+MIN_IDLE = 2  # epochs
+FAILED_SAVE = re.compile(
+    r"(?i)\b(?:could not|couldn't|can ?not|can't|failed to|unable to) (?:save|write)\b.{0,20}\b(?:checkpoint|model|weights)"
+    r"|\b(?:checkpoint|model|weights) (?:could not be|was not) (?:saved|written)"
+    r"|\b(?:sav|writ)ing .{0,20}(?:checkpoint|model) failed"
+)
+SAVED = re.compile(r"(?i)^(?!.*\b(?:not|never|no|0|fail\w*)\b).*\b(?:saved|wrote|written)\b")
+LOSS_ALONE = re.compile(r"[-+]?\d+\.\d{6,}(?:e[-+]\d+)?|tensor\([-+]?\d+\.\d+, .*grad_fn=.*\)")
+MIN_ZEROS = 5  # evaluations
 IDLE_TRAINING = re.compile(r"'train_runtime': '?0(?:\.\d+)?'?, .*'train_loss': '?0(?:\.0*)?'?[,}]")  # within a second
 MIN_LINES = 8  # of a log without progress: ordinary output to its end
 TRAINING_BEGINS = re.compile(
@@ -187,6 +209,25 @@ def errors_of_every_item(log: Log) -> list[Record]:
     at_end = (record for record in errors if record.line >= log.last_lines[0][0] and not is_harmless(record.text))
     last = {shape_of(record.text): record for record in at_end}
     return [record for shape, record in last.items() if counts[shape] >= often]
+
+
+def errors_of_all_steps(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
+    """The events for which every step was skipped: none of them was survived."""
+    skipped = {id(record) for log in logs for record in skipped_steps(log)}
+    survived = (event for event in events if id(event.record) in skipped)
+    return [replace(event, run_continued=False, score=event.score / CONTINUED) for event in survived]
+
+
+def skipped_steps(log: Log) -> list[Record]:
+    """The warnings that each step of a log without any measure was skipped: their numbers leave out none."""
+    lines = (record for record in log.records if record.kind == "line")
+    skipped = [(int(match["number"]), record) for record in lines if (match := SKIPPED_STEP.search(record.text))]
+    is_measured = log.losses or log.held_out or log.scores or log.rewards
+    if is_measured or len(skipped) < max(MIN_ITEMS, ITEMS_SHARE * min(log.progress.steps, MAX_REPEATS)):
+        return []
+    numbers = [number for number, _ in skipped]
+    gaps = sum(after not in (before, before + 1, numbers[0]) for before, after in pairwise(numbers))
+    return [record for _, record in skipped] if gaps <= 1 else []  # one where a long log was not parsed
 
 
 def announcing(log: Log) -> set[int]:
@@ -292,6 +333,34 @@ def errors_behind_progress(log: Log) -> list[Evidence]:
 def idle_trainings(log: Log) -> list[Evidence]:
     """The lines at the end in which transformers reports a training that took no step."""
     return [Evidence(number, shorten(text)) for number, text in log.last_lines if IDLE_TRAINING.search(text)]
+
+
+def describe_doubts(logs: Sequence[Log]) -> tuple[str, ...]:
+    """Notes on a healthy log: saves that fail up to its end, evaluations that score 0, one number again and again."""
+    notes = []
+    for log in logs:
+        failed = [record for record in log.records if FAILED_SAVE.search(record.text)]
+        last = failed[-1].line if failed else 0
+        if len(failed) > 1 and not any(line > last and SAVED.search(text) for line, text in log.last_lines):
+            text = shorten(failed[-1].text.splitlines()[0])
+            notes.append(f"{len(failed)} saves failed, the last one in line {last:,}: {text}")
+        if len(log.scores) >= MIN_ZEROS and not any(point.value for point in log.scores):
+            advice = "print a few predictions beside their labels, as the metric gets them"
+            notes.append(f"all {len(log.scores)} evaluations have a score of 0: {advice}")
+        texts = {split_prefix(text).text for _, text in log.last_lines}
+        if len(texts) == 1 and len(log.last_lines) >= MIN_LINES and LOSS_ALONE.fullmatch(min(texts)):
+            notes.append(f"the last lines are one number, {min(texts)}: if it is a loss, nothing is learned")
+    return tuple(dict.fromkeys(notes))
+
+
+def idle_epochs(logs: Sequence[Log]) -> tuple[Evidence, ...]:
+    """The ends of epochs at the ends of logs if each ran no batch, and if no log has a step or a measure other than 0."""
+    points = (point for log in logs for point in (*log.losses, *log.held_out, *log.scores, *log.rewards))
+    ends = [(number, text) for log in logs for number, text in log.last_lines if EPOCH_END.search(text)]
+    has_worked = any(log.progress.last_step for log in logs) or any(point.value for point in points)
+    if has_worked or len(ends) < MIN_IDLE or not all(IDLE_EPOCH.search(text) for _, text in ends):
+        return ()
+    return tuple(Evidence(number, shorten(text)) for number, text in ends)
 
 
 def is_ordinary(log: Log) -> bool:

@@ -48,10 +48,13 @@ from paceline.explain.sentences import (
 from paceline.explain.signs_of_trouble import (
     EARLY_STOP,
     LAST_CHECKED,
+    describe_doubts,
     ends_in,
     ends_well,
     errors_behind_progress,
+    errors_of_all_steps,
     errors_of_every_item,
+    idle_epochs,
     idle_trainings,
     is_ordinary,
     last_errors,
@@ -61,13 +64,13 @@ from paceline.explain.signs_of_trouble import (
 from paceline.explain.tracebacks import CUT_OFF, IGNORED_INTERRUPT
 from paceline.units import format_number_of
 
-HEALTHY, UNKNOWN, DIVERGED = "healthy", "unknown", "loss-nan"
+HEALTHY, UNKNOWN, DIVERGED, EMPTY = "healthy", "unknown", "loss-nan", "dataset-empty"
 MIN_SCORE = 0.2  # an event with a lower score is ignored
 ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
 MIN_LATE_STEP = 10  # of a single line of progress
-INIT_CONFIDENCE, OUTPUT_CONFIDENCE, UNNAMED_CONFIDENCE = 0.4, 0.5, 0.6
+INIT_CONFIDENCE, OUTPUT_CONFIDENCE, UNNAMED_CONFIDENCE, IDLE_CONFIDENCE = 0.4, 0.5, 0.6, 0.6
 MANY_STEPS, UNSURE = 10, 0.8  # steps behind an exception that nobody seems to have caught, and how sure that is
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_QUOTE = 200
@@ -76,6 +79,8 @@ CHECK_END = (
     "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
 )
 RAISE_STEPS = "raise max_steps or num_train_epochs above the checkpoint's, or start without resume_from_checkpoint"
+NO_STEPS = "nothing was trained: the training began at its end and took no step"
+NO_BATCHES = "nothing was trained: no epoch at the end of the log ran a batch"
 RERUN_CELLS = "run its cells to the end, save the notebook, and pass it: paceline explain NOTEBOOK"
 ONE_LOG = "COMMAND > run.log 2>&1, then paceline explain run.log"
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
@@ -109,6 +114,8 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         unexplained = [] if candidates else ended_programs(logs, events)
     if not (candidates or unexplained or progress.finished) and stays_at_start(progress):
         candidates = fatal  # a bar that stays at 0 does not show that anything was survived
+    if not candidates and not unexplained:
+        candidates = errors_of_all_steps(fatal, logs)
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
     if not candidates and progress.nan_line is not None:
@@ -128,7 +135,8 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
             unexplained = [*errors, *unexplained]
     if not candidates:
         quiet = explain_unknown(logs, unexplained, progress) if unexplained else explain_quiet(logs, progress, values)
-        return replace(quiet, notes=describe_survived(fatal, num_logs=len(logs))) if quiet.cause == HEALTHY else quiet
+        notes = (*describe_survived(fatal, num_logs=len(logs)), *describe_doubts(logs))
+        return replace(quiet, notes=notes) if quiet.cause == HEALTHY else quiet
     if exit_record := silent_exit(candidates, unexplained):
         errors = [record for record in unexplained if record.kind == "line"]
         return explain_unknown(logs, [*errors, exit_record], progress, consequences=candidates)
@@ -242,8 +250,11 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, ())
     has_losses = any(point.name != MEAN_LOSS for log in logs for point in (*log.losses, *log.held_out))
     if not (progress.last_step or has_losses) and (idle := [item for log in logs for item in idle_trainings(log)]):
-        summary, fix = "nothing was trained: the training began at its end and took no step", RAISE_STEPS
-        return Explanation(UNKNOWN, summary=summary, fix=fix, evidence=tuple(idle[:MAX_EVIDENCE]), progress=progress)
+        shown = tuple(idle[:MAX_EVIDENCE])
+        return Explanation(UNKNOWN, summary=NO_STEPS, fix=RAISE_STEPS, evidence=shown, progress=progress)
+    if epochs := idle_epochs(logs):
+        fix, shown = format_fix(load_catalogue().causes[EMPTY], (), values), epochs[:MAX_EVIDENCE]
+        return Explanation(EMPTY, (), IDLE_CONFIDENCE, summary=NO_BATCHES, fix=fix, evidence=shown, progress=progress)
     at_end = trouble_at_end(logs)
     if progress.finished:  # a summary of several programs names those that failed behind what they have printed
         at_end = [(n, text) for n, text in at_end if n > (progress.done_line or n) and FAILED.search(text)]

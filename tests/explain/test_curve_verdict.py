@@ -1157,3 +1157,45 @@ def test_four_losses_that_are_the_same_to_four_digits_prove_nothing():
     same = "".join(line.format(1 + 10 * n, loss) for n, loss in enumerate((2.402585, 2.40257, 2.402535, 2.402557)))
     assert explain([same.encode()]).cause == "unknown"
     assert explain([same.replace("2.402557", "2.40157").encode()]).cause == "healthy"
+
+
+def test_a_reward_that_falls_to_0_for_good_is_no_healthy_log():
+    def explain_rewards(values):
+        form = "{{'loss': {0:.3f}, 'grad_norm': 0.3, 'reward': {1}, 'kl': {0:.2f}}}\n"
+        return explain(["".join(form.format(n / 100, value) for n, value in enumerate(values)).encode()])
+
+    rising = [0.3 + n / 100 for n in range(40)]
+    lost = explain_rewards(rising + [0.0] * 28)
+    assert (lost.cause, lost.step) == ("loss-stands-still", 40) and "the reward fell to 0" in lost.summary
+    sparse = [float(n % 4 == 0) for n in range(40)]
+    for values in (rising + [0.0] * 12, rising + [0.0] * 28 + [0.2], sparse + [0.0] * 28, [-2.0] * 39 + [0.0] * 40):
+        assert explain_rewards(values).cause == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ("step {} loss {:.4f} lr=0.00e+00", "the learning rate is 0"),
+        ("{{'step': {}, 'loss': '{:.4f}', 'learning_rate': '0'}}", "the learning rate is 0"),
+        ("step {} loss {:.4f} lr=0.0000", None),  # rounded
+        ("step {} loss {:.4f} lr=0.0003", None),
+        ("step {} loss {:.4f} grad_norm 0.0000", "the gradient norm is 0"),
+        (
+            "{{'step': {}, 'loss': {:.4f}, 'rewards/margins': 0.0}}",
+            "the margins between chosen and rejected answers are 0",
+        ),
+    ],
+)
+def test_a_log_whose_loss_stands_still_says_what_else_is_0(form, reason):
+    still = explain(["".join(f"{form.format(n, 1.4142)}\n" for n in range(40)).encode()])
+    assert (still.cause, still.summary.partition("; ")[2] or None) == ("loss-stands-still", reason)
+    assert explain(["".join(f"{form.format(n, 3 / (n + 1))}\n" for n in range(40)).encode()]).cause == "healthy"
+
+
+def test_a_table_reports_the_norm_of_the_gradients_and_a_loss_near_that_of_guessing_is_named():
+    rows = "".join(f"{n},1.4142,0.000000,0.001\n" for n in range(40))
+    assert explain([f"step,loss,grad_norm,lr\n{rows}".encode()]).summary.endswith("; the gradient norm is 0")
+    ten = "".join(
+        f"Epoch: {n}\nLoss: 2.30{2 + n % 2} | Acc: 10.1%\nTest Loss: 2.302 | Test Acc: 10.0%\n" for n in range(30)
+    )
+    assert "ln 10, as of a guess between 10 classes" in explain([ten.encode()]).summary

@@ -140,3 +140,28 @@ def test_errors_of_the_c_library_are_read_in_english():
     assert english("mkdir: 无法创建目录“/data”：只读文件系统") == "mkdir: 无法创建目录“/data”: Read-only file system"
     assert english("ls : Le réseau n'est pas accessible") == "ls: Network is unreachable"
     assert english("bind: Die Adresse wird bereits verwendet") == "bind: Address already in use"
+
+
+FAILED_IN_WORDS = {  # of a program itself
+    "cuda-oom": (
+        "训练失败:显存不足,请减小批大小", "GPUメモリが不足しています", "GPU 메모리 부족", "недостаточно памяти GPU",
+        "mémoire du GPU insuffisante", "GPU-Speicher reicht nicht", "memoria de la GPU insuficiente",
+    ),
+    "host-oom-killed": (
+        "内存不足", "メモリ不足です", "메모리가 부족합니다", "Недостаточно памяти", "mémoire insuffisante",
+        "nicht genügend Speicher", "memoria insuficiente",
+    ),
+    "dataset-missing": (
+        "找不到训练数据 data/train.jsonl", "学習データが見つかりません: data/train.jsonl", "데이터 파일을 찾을 수 없습니다: a.json",
+        "файл данных не найден: a.json", "fichier de données introuvable : a.json", "Trainingsdaten nicht gefunden: a.json",
+        "no se encontró el archivo de datos a.json",
+    ),
+    "unknown": ("GPU 数量不足", "число эпох не задано"),
+}  # fmt: skip
+
+
+def test_what_a_program_says_of_memory_and_data_in_another_language_is_read_in_its_errors_alone():
+    for cause, messages in FAILED_IN_WORDS.items():
+        for message in messages:
+            assert explain([f"{STEPS}ERROR {message}\n".encode()]).cause == cause, message
+            assert explain([f"{STEPS}INFO {message}\n{STEPS}".encode()]).cause == "healthy", message

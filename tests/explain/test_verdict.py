@@ -1840,3 +1840,64 @@ def test_a_training_of_transformers_that_took_no_step_is_not_healthy():
     )
     explanation = verdict(log)
     assert (explanation.cause, explanation.summary.partition(":")[0]) == ("unknown", "nothing was trained")
+
+
+def test_epochs_that_all_ran_no_batch_are_an_empty_dataset_but_none_where_batches_were_left_out():
+    def log(line, end="Training complete!"):
+        return "".join(f"{line.format(n)}\n" for n in range(1, 5)) + f"{end}\n"
+
+    logged = '{{"epoch": {}, "steps": %d, "event": "epoch end"}}'
+    for line in (logged % 0, "Epoch {}/4 - avg loss: 0.0000 - 0 batches", "INFO epoch {} done, 0 batches trained"):
+        explanation = verdict(log(line))
+        assert (explanation.cause, explanation.confidence) == ("dataset-empty", 0.6)
+        assert explanation.summary.startswith("nothing was trained")
+    others = ("0 batches skipped", "dropped 0 batches", "validation: 0 batches", "10 batches", "0 batches too long")
+    trained = "Epoch {}/4 - avg loss: 0.7312 - 0 batches"
+    for line in (logged % 7, trained, *(f"INFO epoch {{}} done, {other}" for other in others)):
+        assert verdict(log(line)).cause == "healthy", line
+    ranks = "step 4/40 loss 2.1\nstep 8/40 loss 1.9\n"
+    assert verdict(ranks + log("epoch {} done, 0 batches")).cause == "healthy"
+    assert verdict(log("epoch {} done, 0 batches", "epoch 5 done, 40 batches\nTraining complete!")).cause == "healthy"
+
+
+def test_errors_for_which_every_step_was_skipped_were_not_survived():
+    def log(numbers, error="mat1 and mat2 shapes cannot be multiplied (32x16 and 32x4)"):
+        lines = "".join(f"2026-11-30 06:02:35,451 WARNING skipping batch {n}: {error}\n" for n in numbers)
+        return f"{lines}INFO epoch 1 done\nTraining finished\n"
+
+    assert verdict(log([*range(16), *range(16)])).cause == "shape-mismatch"
+    oom = "CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert verdict(log(range(20), oom)).cause == "cuda-oom"
+    for healthy in (
+        log([3, 17, 19, 44, 60, 61, 75, 80, 93, 101, 130, 144]),  # the others printed nothing
+        log(range(16)) + "val loss 0.31\n",
+        log(range(16), "already trained before the checkpoint"),
+        log(range(4)),
+    ):
+        assert verdict(healthy).cause == "healthy"
+
+
+def test_a_healthy_log_has_notes_on_saves_that_failed_and_on_evaluations_that_score_0():
+    def notes(*lines):
+        explanation = verdict(
+            "".join(f"epoch {n} loss {2 / (n + 1):.4f}\n{lines[n % len(lines)]}\n" for n in range(10))
+        )
+        assert explanation.cause == "healthy"
+        return explanation.notes
+
+    failed = "WARNING could not save checkpoint: Parent directory /nonexistent/ckpt does not exist."
+    assert notes(failed) == (f"10 saves failed, the last one in line 20: {failed}",)
+    assert notes(failed, "checkpoint saved to out/last.pt") == ()
+    score = "***** Eval results ***** exact_match = {0} f1 = {0}"
+    assert "all 10 evaluations have a score of 0" in notes(score.format(0.0))[0]
+    assert "all 10 evaluations have a score of 0" in notes("{'eval_loss': 1.2, 'eval_f1': 0.0}")[0]
+    assert notes(score.format(0.0), score.format(0.31)) == notes(score.format(0.0), *["saved"] * 9) == ()
+
+
+def test_a_loss_alone_on_each_line_that_never_changes_has_a_note():
+    doubt = "if it is a loss, nothing is learned"
+    still = verdict("1.4044086933135986\n" * 40)
+    assert (still.cause, doubt in str(still.notes)) == ("healthy", True)
+    assert doubt in str(verdict("tensor(1.4044, grad_fn=<NllLossBackward0>)\n" * 40).notes)
+    for lines in ("0\n" * 40, "1.0\n" * 40, "".join(f"{1.4 + n / 7:.9f}\n" for n in range(40))):
+        assert doubt not in str(verdict(lines).notes)

@@ -52,6 +52,7 @@ from paceline.explain.signs_of_trouble import (
     ends_well,
     errors_behind_progress,
     errors_of_every_item,
+    final_result,
     idle_trainings,
     is_ordinary,
     last_errors,
@@ -276,8 +277,11 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     if trouble := [Evidence(n, shorten(text)) for n, text in trouble_anywhere(logs)]:
         return explain_silence(logs, progress, trouble)
     if any(map(is_ordinary, logs)):
+        result = final_result(logs)
         summary = f"no failure found in {count_lines(logs):,} lines, but they report no step and no end"
-        fix = "" if any(log.is_notebook for log in logs) else CHECK_END
+        if result:
+            summary = f"{summary.removesuffix(' and no end')}; the last line is: {shorten(result)[:MAX_QUOTE]}"
+        fix = "" if result or any(log.is_notebook for log in logs) else CHECK_END
         return Explanation(HEALTHY, confidence=OUTPUT_CONFIDENCE, summary=summary, fix=fix, progress=progress)
     return explain_silence(logs, progress, ())
 

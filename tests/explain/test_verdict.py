@@ -230,6 +230,10 @@ def test_ordinary_output_to_the_end_is_healthy_with_low_confidence():
     explanation = verdict("".join(f"saved shard {n}\n" for n in range(9)))
     assert (explanation.cause, explanation.confidence) == ("healthy", 0.5)
     assert explanation.summary == "no failure found in 9 lines, but they report no step and no end"
+    rows = "".join(f"{2**n:4} {512 * n:6}  0.{n}3  39{n}.0\n" for n in range(9))
+    explanation = verdict(rows + "results written to bench.csv\n")
+    assert explanation.summary.endswith("they report no step; the last line is: results written to bench.csv")
+    assert explanation.fix == ""
 
 
 def test_a_log_that_ends_where_training_begins_is_no_healthy_log():

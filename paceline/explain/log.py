@@ -26,6 +26,10 @@ DIGITS = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
 UNNAMED, MIN_UNNAMED = "a value without a name", 5
 TRIAL = re.compile(r"\bTrial \d+ (?:finished|pruned)\b")  # of a study of Optuna
 FAILED_TRIAL = re.compile(r"\bTrial \d+ failed with parameters\b")
+RESUMED = re.compile(  # from a checkpoint of a step
+    r"(?i).{0,60}?\b(?:load(?:ed|ing)|resum(?:ed|ing)|restor(?:ed|ing))\b.{0,120}?"
+    r"\b(?:step|iter(?:ation)?|epoch|checkpoint|ckpt)[ _=:-]{0,2}(?P<step>\d{1,12})\b"
+)
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -118,6 +122,13 @@ class OpenRun:
     def add_record(self, record: Record) -> None:
         (self.first if len(self.first) < FIRST_RECORDS else self.last).append(record)
         self.bounds.add_record(record)
+
+    def is_resumed(self, text: str) -> bool:
+        """Whether a line behind the end of a job loads a checkpoint that the run itself had reached: another job goes on."""
+        first, end, match = self.progress.first_step, self.bounds.end, RESUMED.match(text)
+        if match is None or first is None or end is None or end.step is None or self.bounds.is_shared:
+            return False
+        return self.bounds.is_closed and first < int(match["step"]) <= end.step
 
     def close(self, behind: int | None = None) -> Log:
         """The run as a log; behind: the number of the first line that is not a part of it, if there is one."""

@@ -4,7 +4,7 @@ import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -30,6 +30,10 @@ RESUMED = re.compile(  # from a checkpoint of a step
     r"(?i).{0,60}?\b(?:load(?:ed|ing)|resum(?:ed|ing)|restor(?:ed|ing))\b.{0,120}?"
     r"\b(?:step|iter(?:ation)?|epoch|checkpoint|ckpt)[ _=:-]{0,2}(?P<step>\d{1,12})\b"
 )
+# lines around a text that the model has written, which may quote any error
+SAMPLE = r"(?:the )?(?:generated )?(?:sample|generation|completion)s?\b"
+SAMPLE_BEGINS, SAMPLE_ENDS = (re.compile(rf"(?i)[-=*#~]{{2,}} ?{words}{SAMPLE}") for words in ("", "end (?:of )?"))
+MAX_SAMPLE_LINES = 60
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -132,7 +136,11 @@ class OpenRun:
 
     def close(self, behind: int | None = None) -> Log:
         """The run as a log; behind: the number of the first line that is not a part of it, if there is one."""
+        records = [record for record in (*self.first, *self.last) if behind is None or record.line < behind]
         tail = tuple(item for item in self.tail if behind is None or item[0] < behind)
+        texts = sorted([*((record.line, record.text) for record in records), *tail])
+        sampled = sampled_lines(texts) if len(self.ranks) < 2 else set()  # another rank may fail meanwhile
+        tail = tuple(item for item in tail if item[0] not in sampled)
         progress = self.progress.progress(tail[-1][0] if tail else None)
         has_measures = self.progress.held_out or self.progress.scores or self.progress.rewards
         if progress.nan_line is None and progress.last_loss is None and not has_measures:
@@ -141,7 +149,7 @@ class OpenRun:
         if tail and PROMPT.search(tail[-1][1]):
             progress = replace(progress, finished=False, done_line=None)
         return Log(
-            records=tuple(record for record in (*self.first, *self.last) if behind is None or record.line < behind),
+            records=tuple(record for record in records if record.line not in sampled),
             progress=progress,
             last_progress=tuple(self.progress.lines),
             last_lines=tail,
@@ -160,6 +168,19 @@ class OpenRun:
             has_end=self.bounds.end is not None,
             last_ignored=self.last_ignored,
         )
+
+
+def sampled_lines(texts: Iterable[tuple[int, str]]) -> set[int]:
+    """The lines of texts that the model has written, between a line that announces one and the line that ends it."""
+    lines, begin = set[int](), -MAX_SAMPLE_LINES
+    for number, text in texts:
+        _, is_message, last = text.rpartition("\n")  # an exception's message goes on to the line that ends the text
+        if SAMPLE_BEGINS.match(text):
+            begin = number
+        elif SAMPLE_ENDS.match(last) and number - begin < MAX_SAMPLE_LINES:
+            lines.update(range(begin + 1, number + len(is_message)))
+            begin = begin if is_message else -MAX_SAMPLE_LINES
+    return lines
 
 
 def find_unnamed_nan(lines: Sequence[tuple[int, str]]) -> int | None:

@@ -1844,3 +1844,18 @@ def test_a_training_of_transformers_that_took_no_step_is_not_healthy():
     )
     explanation = verdict(log)
     assert (explanation.cause, explanation.summary.partition(":")[0]) == ("unknown", "nothing was trained")
+
+
+@pytest.mark.parametrize("text, cause", [
+    ("def f(x):\n    raise ValueError('x')\nSegmentation fault (core dumped)\n", "sigsegv"),
+    ("Q: My training stops with\n" + raised(None, OOM) + "A: use less\n", "cuda-oom"),
+    ("Killed\n", "host-oom-killed"),
+])  # fmt: skip
+def test_what_a_sample_of_the_model_quotes_is_no_failure(text, cause):
+    begin, end = "--- sample at step 9 ---\n", "--- end of sample ---\n"
+    assert verdict(STEPS + begin + text + end).cause == "healthy"
+    assert verdict(STEPS + begin + text + end + "training finished\n").cause == "healthy"
+    assert verdict(STEPS + begin + text).cause == cause  # it failed while it sampled
+    assert verdict(STEPS + begin + "Once upon a time\n" + end + text).cause == cause
+    assert verdict(STEPS + text + begin + "Once upon a time\n" + end).cause == cause
+    assert verdict(STEPS + begin + "Once upon a time\n" + end + text + end).cause == cause

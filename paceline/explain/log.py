@@ -34,6 +34,10 @@ RESUMED = re.compile(  # from a checkpoint of a step
 SAMPLE = r"(?:the )?(?:generated )?(?:sample|generation|completion)s?\b"
 SAMPLE_BEGINS, SAMPLE_ENDS = (re.compile(rf"(?i)[-=*#~]{{2,}} ?{words}{SAMPLE}") for words in ("", "end (?:of )?"))
 MAX_SAMPLE_LINES = 60
+# of a curriculum, behind whose harder tasks or longer texts the loss begins higher; losses of a stage, and the fall that shows
+# that it learns
+STAGE = re.compile(r"(?i)\b(?:stage|phase)[ _=:]{1,3}(?P<stage>\d{1,3})\b")
+MIN_STAGE, STAGE_FALL, STAGE_END = 10, 0.8, 3
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -122,6 +126,16 @@ class OpenRun:
         self.ranks: set[int] = set() if rank is None else {rank}
         self.tail: deque[tuple[int, str]] = deque(maxlen=LAST_LINES)
         self.bounds = RunBounds()
+        self.stage: int | None = None
+        self.stage_step: int | None = None  # where the last of several stages began
+
+    def add_progress(self, text: str) -> None:
+        """Notes the text of a line of progress, which the tracker has read."""
+        self.bounds.add_progress(text)
+        if match := STAGE.search(text):
+            before, self.stage = self.stage, int(match["stage"])
+            if before is not None and self.stage > before:
+                self.stage_step = self.progress.step_of(None)
 
     def add_record(self, record: Record) -> None:
         (self.first if len(self.first) < FIRST_RECORDS else self.last).append(record)
@@ -155,7 +169,7 @@ class OpenRun:
             last_lines=tail,
             last_steps=self.progress.steps_by_rank,
             ranks=frozenset(self.ranks),
-            losses=self.progress.losses,
+            losses=losses_of_stage(self.progress.losses, self.stage_step),
             held_out=tuple(self.progress.held_out),
             scores=tuple(self.progress.scores),
             memory=self.progress.memory,
@@ -168,6 +182,15 @@ class OpenRun:
             has_end=self.bounds.end is not None,
             last_ignored=self.last_ignored,
         )
+
+
+def losses_of_stage(losses: tuple[LossPoint, ...], first_step: int | None) -> tuple[LossPoint, ...]:
+    """The losses from the step on where the last stage of a curriculum began, if they fall in it; else all of them."""
+    values = [point for point in losses if first_step is not None and first_step <= (point.step or 0)]
+    if len(values) < MIN_STAGE:
+        return losses
+    highest = max(point.value for point in values[-STAGE_END:])
+    return tuple(values) if highest < STAGE_FALL * values[0].value else losses
 
 
 def sampled_lines(texts: Iterable[tuple[int, str]]) -> set[int]:

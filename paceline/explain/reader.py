@@ -263,7 +263,7 @@ class LogParser:
             if (first_line := bounds.start_of_next(number, line.text, progress, self._run.progress)) is not None:
                 self._begin_run(first_line)
         if self._run.progress.add(number, line, bar) and not self._tracebacks.is_open:  # an open error may be the end
-            self._run.bounds.add_progress(line.text)
+            self._run.add_progress(line.text)
 
     def _parse(self, number: int, raw: bytes) -> None:
         self._read_waiting()

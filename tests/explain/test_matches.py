@@ -251,3 +251,13 @@ def test_a_helper_that_a_script_ends_behind_its_training_is_no_end_of_the_traini
     assert verdict(STEPS + ended).cause == "preempted-sigterm"
     program = ended.replace("tensorboard", "python train.py --tensorboard")
     assert verdict(STEPS + "Training finished. Saved best.ckpt\n" + program).cause == "preempted-sigterm"
+
+
+def test_the_file_that_does_not_exist_is_the_one_named_right_before_these_words():
+    needed = (
+        "must be a file or a directory containing 'train.json' and 'val.json' files, but 'data.json' does not exist."
+    )
+    assert (
+        verdict(raised(None, f"FileNotFoundError: The `json_path` {needed}")).summary
+        == "the training data data.json does not exist"
+    )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from paceline.explain.explanation import Record
 from paceline.explain.log import Log
-from paceline.explain.run_bounds import ended_program
+from paceline.explain.run_bounds import ended_program, shape_of
 
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\]")
 # a file that is not the user's
@@ -133,6 +133,11 @@ LOGGING = re.compile(
     r"\blogging[/\\]__init__\.py\", line \d+, in emit$|\bsocketserver\.py\", line \d+, in _?(?:handle|process)_request_\w+$"
 )
 LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
+REPEATED = re.compile(  # right behind an exception: what the program does in place of what failed
+    r"(?i)^.{0,40}?\b(?:(?:re)?trying (?:again )?with|falling back to|skipping (?:this |the )?(?:batch|step|sample|file|shard))\b"
+)
+LEFT_OUT = re.compile(r"(?i)^\W*(?:ERROR|WARN(?:ING)?)\b.*\b(?:skipp|ignor)(?:ed|ing)\b")  # logged right above it
+STEPS_BEHIND, ITEMS_BEHIND, ITEMS_ABOVE = 3, 2, 3  # that show that it did; lines above, of which one is of such an item
 
 
 def is_own(record: Record) -> bool:
@@ -210,6 +215,26 @@ def left_program_running(record: Record, log: Log) -> bool:
     is_later = done_line is not None and record.line > done_line
     is_logged = LOGGING.search(record.frames[0]) or LOGGED.match(record.text)
     return bool(is_logged) or (is_later and is_thread)
+
+
+def is_caught(record: Record, log: Log) -> bool:
+    """Whether the program says of an exception that it repeats or leaves out what failed, and the work goes on behind it."""
+    if log.is_of_trial(record):
+        return True
+    if not record.frames:
+        return False
+    following = log.records_between(record.line + 1, record.line + 3 * len(record.frames) + OUTCOME_LINES)
+    notices = [*record.text.split("\n")[1:], *(other.text for other in following[:1])]
+    if any(map(REPEATED.match, notices)) and len(log.steps_after(record)) >= STEPS_BEHIND:
+        return log.has_one_process
+    above = log.records_between(record.line - 1 - ITEMS_ABOVE, record.line - 1)
+    report = above.pop() if above and above[-1].line == record.line - 1 else None
+    if report is None or report.time is None or not LEFT_OUT.match(report.text):
+        return False
+    shapes = {shape_of(other.text) for other in above}
+    behind = log.records_between(record.line + 1, log.last_line)
+    times = [other.time for other in behind if other.time is not None and shape_of(other.text) in shapes]
+    return sum(time >= report.time for time in times) >= ITEMS_BEHIND and log.has_one_process
 
 
 def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:

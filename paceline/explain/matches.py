@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER
 from paceline.explain.explanation import Record
-from paceline.explain.frames import PACKAGE, is_check, is_outcome, is_own, left_program_running, match_frames
+from paceline.explain.frames import PACKAGE, is_caught, is_check, is_outcome, is_own, left_program_running, match_frames
 from paceline.explain.lines import IGNORABLE
 from paceline.explain.log import LAST_LINES, Log
-from paceline.explain.run_bounds import BUFFERED_LINES, ended_program, failed_at_import, shape_of
+from paceline.explain.run_bounds import BEHIND_END, BUFFERED_LINES, ended_program, failed_at_import, shape_of
 from paceline.explain.tracebacks import as_raised, shown_exception
 
 MIN_STEPS = 2  # progress lines that show that a run goes on
@@ -57,7 +57,6 @@ NOT_FOUND = re.compile(  # said by a script or a shell
     r"(?:^|: )(?:line )?\d+: [\w./-]+: (?:command )?not found|^(?:ba)?sh: [\w./-]+: command not found"
     r"|^(?:mkdir|ln|cp|mv|rm|chmod|chown|touch): cannot |\.sh: line \d+: syntax error"  # by others of its commands
 )
-TYPED = re.compile(r"(?:-?(?:ba)?sh: )?[\w./-]+: command not found|zsh: command not found: \S+$")  # at a prompt
 # a way back through NCCL's functions, also when its sockets are closed at the end
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
@@ -264,7 +263,7 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     near = log.records_between(record.line + 1, record.line + WENT_ON - 1) if record.kind == "signal" else []
     if any(DIED.search(other.text) for other in near):
         return False
-    if record.line in continuation.done or log.is_of_trial(record):
+    if record.line in continuation.done or is_caught(record, log):
         return True
     # another program wrote what follows the end of one that had done nothing
     did_nothing = USAGE.search(record.text) is not None or failed_at_import(record)
@@ -275,7 +274,7 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return any(other.kind != "banner" for other in behind)  # of another program
     if is_far and (log.is_serving or is_warned_of(record, log)):
         return True
-    if TYPED.match(record.text) and log.progress.done_line and log.progress.done_line < record.line:
+    if BEHIND_END.match(record.text) and log.progress.done_line and log.progress.done_line < record.line:
         return True
     if NOT_FOUND.search(record.text):
         return is_far or any(CODE_ERROR.match(other.text) for other in behind)
@@ -345,7 +344,7 @@ def as_ended(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
         replace(event, run_continued=False, score=event.score / CONTINUED)
         for event in events
         for log in [logs[event.place[0]]]
-        if event.run_continued and is_near_end(event.record, log)
+        if event.run_continued and is_near_end(event.record, log) and not is_caught(event.record, log)
         if ended_program(event.record) or is_forwarded(event.record, log)
     ]
 
@@ -372,7 +371,7 @@ def ended_programs(logs: Sequence[Log], events: Sequence[Event]) -> list[Record]
         for log in logs
         for record in log.records
         if id(record) not in explained and is_failure(record) and ended_program(record) and is_near_end(record, log)
-        if not left_program_running(record, log)
+        if not (left_program_running(record, log) or is_caught(record, log))
     ]
 
 

@@ -32,8 +32,8 @@ from paceline.explain.line_measures import (
 from paceline.explain.lines import MAX_RANKS, LogLine, has_word
 from paceline.noise import ABRUPT
 
-MAX_PROGRESS_LINES = 64  # stored; what came before them has not ended the run
-MAX_LOSSES = 2000  # stored; with more every second one is dropped
+# stored: what came before these lines has not ended the run, and with more losses every second one is dropped
+MAX_PROGRESS_LINES, MAX_LOSSES = 64, 2000
 MAX_SPEEDS, SPEED_EVERY = 500, 20  # of which each line has one, and later every so many
 MAX_TITLE, MAX_MEASURES = 40, 32  # characters of the line above an evaluation; of memory, by name and rank
 # values of any measure that was finite before it became NaN; lines on which measures are looked for before one is
@@ -48,6 +48,7 @@ EPOCH_OF = re.compile(r"(?i)\bepochs?\W{,4}(?P<epoch>\d{1,6})\s*(?:/|of)\s*(?P<o
 MIN_MEAN, AS_AT_FIRST = 10, 0.8
 KERAS_BAR = re.compile(r"\s*(?P<at>\d+)/(?P<of>\d+) (?:\[[=>.]{10,}\]|[━╸]{10,})")
 KERAS_EPOCH = re.compile(r"\s*Epoch \d+/\d+\s*")
+UNEVEN = 1.25  # times the share of the epochs that steps over all of them may be ahead or behind
 MIN_LOSSES, MIN_EPOCHS = 3, 3  # that show a training above a bar of Keras; of one behind which another begins
 DONE = re.compile(
     r"(?:train|tun)ing (?:is |was |has been )?(?:successfully )?(?:completed?|finished|done)"
@@ -83,9 +84,6 @@ class LossPoint(NamedTuple):
     name: str
     value: float
     epoch: int | None = None
-
-
-UNEVEN = 1.25  # times the share of the epochs that steps over all of them may be ahead or behind
 
 
 class EpochSteps:

@@ -263,7 +263,7 @@ class LogParser:
             if (first_line := bounds.start_of_next(number, line.text, progress, self._run.progress)) is not None:
                 self._begin_run(first_line)
         if self._run.progress.add(number, line, bar) and not self._tracebacks.is_open:  # an open error may be the end
-            self._run.bounds.add_progress(line.text)
+            self._run.add_progress(line.text)
 
     def _parse(self, number: int, raw: bytes) -> None:
         self._read_waiting()
@@ -287,9 +287,8 @@ class LogParser:
         if start and self._run.bounds.is_late_rank(number, line) and not self._is_later(line.time):
             start = None
         is_first = start in ("two", "first two")
-        if self._run.bounds.starts_run(number, line.text, is_first=is_first) or (
-            start in ("first", "first two") and self._is_apart(number, line.time, start)
-        ):
+        is_next = self._run.bounds.starts_run(number, line.text, is_first=is_first) or self._run.is_resumed(line.text)
+        if is_next or (start in ("first", "first two") and self._is_apart(number, line.time, start)):
             self._begin_run(number)
             self._run.is_restart = start is not None
             self._run.is_later = self._run.is_restart and self._is_later(line.time)

@@ -51,6 +51,10 @@ SHELL_END = re.compile(  # of a program, as what has started it reports
     r"|^Port \d+ is in use by another program|^FatalError: `"  # Flask; a signal, as Paddle's C++ reports it
     r"|^\S+\.py: error: "  # argparse, before the program did anything
 )
+BEHIND_END = re.compile(  # of a program: what was typed at a prompt, the end of a helper that a script had started beside it
+    r"(?:-?(?:ba)?sh: )?[\w./-]+: command not found|zsh: command not found: \S+$"
+    r"|(?:\S+: line \d+: +\d+ +|\[\d+\][-+]? +)Terminated +(?:nohup +)?(?:\S*/)?(?:tensorboard|nvidia-smi|gpustat|tail|sleep)\b"
+)
 
 
 def ended_program(record: Record) -> bool:

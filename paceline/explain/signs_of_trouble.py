@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from paceline.explain.explanation import Evidence, Record, shorten
-from paceline.explain.frames import left_program_running
+from paceline.explain.frames import is_caught, left_program_running
 from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.lines import IGNORABLE, split_prefix
@@ -60,7 +60,7 @@ RESULT = re.compile(  # of work that ended
     rf"|{PREPARED}(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$|\{{\"(?:summary|results?|metrics)\": ?[\[{{][\"\d{{]"
     # datasets' bar, llama-bench
     r"|saving the dataset \(\d+/\d+ shards\): 100%|build: [0-9a-f]{7,10} \(\d+\)$"
-    r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?saved\b)"
+    r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?(?:saved|written to)\b)"
 )
 SCORE = re.compile(  # of an evaluation, not a limit or a weight among settings
     r"(?i)(?!.*(?:Namespace\(|\b(?:\w+_)?(?:target|min|max|limit|thres\w*|weights?|lambda|conf|mixed|stop\w*)(?:_\w+)?\b"
@@ -233,8 +233,10 @@ def skipped_steps(log: Log) -> list[Record]:
 def announcing(log: Log) -> set[int]:
     """The lines right above exceptions that ended no program, as the log goes on."""
     last_line = log.last_line
-    records = (record for record in log.records if record.line + WENT_ON < last_line)
-    return {record.line - 1 for record in records if left_program_running(record, log)}
+    far = (record for record in log.records if record.line + WENT_ON < last_line)
+    survived = [record for record in far if left_program_running(record, log)]
+    caught = [record for record in log.records if record.kind == "exception" and is_caught(record, log)]
+    return {record.line - 1 for record in (*survived, *caught)}
 
 
 def ends_in(pattern: re.Pattern[str], log: Log) -> bool:
@@ -279,6 +281,7 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
         if record.line not in above
         if record.line > last_line - WENT_ON or not (passed is None or shape_of(record.text) in passed)
         if is_trouble(record.text) and not (left_program_running(record, log) or failed_at_import(record))
+        if not is_caught(record, log)
         if not (NOT_FOUND.search(record.text) and record.line + WENT_ON < last_line)
         if not (NOT_SET_UP.search(record.text) and record.line + MAX_ADVICE < last_line)
     ]
@@ -320,6 +323,15 @@ def is_result(text: str, log: Log) -> bool:
 def ends_well(log: Log) -> bool:
     """Whether the end tells that work is done or requests are answered, or cells of a notebook worked after those that failed."""
     return bool(log.note) or any(is_result(text, log) for text in last_texts(log)) or log.is_serving
+
+
+def final_result(logs: Sequence[Log]) -> str:
+    """The last line of a log, where it tells that the work is done and no line near the end is like it."""
+    if len(logs) != 1 or logs[0].is_serving or not logs[0].last_lines:
+        return ""
+    *others, last = (split_prefix(text).text for _, text in logs[0].last_lines)
+    is_repeated = shape_of(last) in map(shape_of, others)
+    return last if is_result(last, logs[0]) and not is_repeated else ""
 
 
 def errors_behind_progress(log: Log) -> list[Evidence]:

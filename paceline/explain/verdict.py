@@ -54,6 +54,7 @@ from paceline.explain.signs_of_trouble import (
     errors_behind_progress,
     errors_of_all_steps,
     errors_of_every_item,
+    final_result,
     idle_epochs,
     idle_trainings,
     is_ordinary,
@@ -69,11 +70,10 @@ MIN_SCORE = 0.2  # an event with a lower score is ignored
 ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
-MIN_LATE_STEP = 10  # of a single line of progress
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE, UNNAMED_CONFIDENCE, IDLE_CONFIDENCE = 0.4, 0.5, 0.6, 0.6
-MANY_STEPS, UNSURE = 10, 0.8  # steps behind an exception that nobody seems to have caught, and how sure that is
-MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
-MAX_QUOTE = 200
+# of a single line of progress; steps behind an exception that nobody seems to have caught, and how sure that is
+MIN_LATE_STEP, MANY_STEPS, UNSURE = 10, 10, 0.8
+MAX_EVIDENCE, MAX_CONSEQUENCES, MAX_QUOTE = 6, 8, 200
 FIRST_KINDS = {"exception": 0, "line": 1}  # of the records of a failure: what it says itself before how it ended
 CHECK_END = (
     "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
@@ -84,10 +84,8 @@ NO_BATCHES = "nothing was trained: no epoch at the end of the log ran a batch"
 RERUN_CELLS = "run its cells to the end, save the notebook, and pass it: paceline explain NOTEBOOK"
 ONE_LOG = "COMMAND > run.log 2>&1, then paceline explain run.log"
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
-
-METRICS = re.compile(  # a record of numbers
-    r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}'
-)
+# a record of numbers
+METRICS = re.compile(r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}')
 FAILED = re.compile(r"\bFAILED\b")
 
 
@@ -287,8 +285,11 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     if trouble := [Evidence(n, shorten(text)) for n, text in trouble_anywhere(logs)]:
         return explain_silence(logs, progress, trouble)
     if any(map(is_ordinary, logs)):
+        result = final_result(logs)
         summary = f"no failure found in {count_lines(logs):,} lines, but they report no step and no end"
-        fix = "" if any(log.is_notebook for log in logs) else CHECK_END
+        if result:
+            summary = f"{summary.removesuffix(' and no end')}; the last line is: {shorten(result)[:MAX_QUOTE]}"
+        fix = "" if result or any(log.is_notebook for log in logs) else CHECK_END
         return Explanation(HEALTHY, confidence=OUTPUT_CONFIDENCE, summary=summary, fix=fix, progress=progress)
     return explain_silence(logs, progress, ())
 

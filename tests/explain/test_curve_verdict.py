@@ -1066,6 +1066,26 @@ def test_epochs_that_a_line_starts_begin_a_new_curve():
     assert explain([log.encode()]).cause == "healthy"
 
 
+def test_a_loss_that_begins_higher_in_each_stage_of_a_curriculum_and_falls_there_does_not_diverge():
+    def stage(number, losses):
+        lines = (f"step {30 * number + at} stage {number} loss {loss:.3f}\n" for at, loss in enumerate(losses))
+        return f"=== curriculum stage {number} ===\n" + "".join(lines)
+
+    def fall(first, last):
+        return [last + (first - last) * 0.8**at + (0.02, -0.03, 0.01)[at % 3] for at in range(30)]
+
+    before = stage(0, fall(2.4, 1.2)) + stage(1, fall(3.9, 2.4))
+    assert explain([(before + stage(2, fall(5.2, 3.6))).encode()]).cause == "healthy"
+    for losses in (
+        [5.2 + at % 3 / 50 for at in range(30)],
+        fall(5.2, 8.0),
+        [*fall(5.2, 3.6)[:15], *fall(3.6, 6.5)[:15]],
+    ):
+        assert explain([(before + stage(2, losses)).encode()]).cause == "loss-diverged"
+    in_stage = stage(0, [*fall(2.4, 1.2), *fall(1.2, 3.6), *fall(3.6, 3.5)])  # none begins there
+    assert explain([in_stage.encode()]).cause == "loss-diverged"
+
+
 def test_code_that_returns_losses_is_no_head_of_a_table():
     assert read_columns("    val_loss, val_bpb") == ("val_loss", "val_bpb")
     assert read_columns("    return val_loss, val_bpb") == ()

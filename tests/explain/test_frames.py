@@ -1,7 +1,7 @@
-"""Frames: whose code is wrong, and that the folder for an output is missing."""
+"""Frames: whose code is wrong, that the folder for an output is missing, and what a program caught."""
 
 import pytest
-from log_samples import raised
+from log_samples import OOM, raised
 
 from paceline.explain.run_folder import explain
 
@@ -225,3 +225,40 @@ def test_a_ctrl_c_that_python_ignored_is_one_only_where_nothing_follows():
     assert verdict(log.replace("Exception ignored", "Training complete.\nException ignored")).cause == "healthy"
     assert verdict(log.replace("Exception ignored", "Killed\nException ignored")).cause == "host-oom-killed"
     assert explain([log.encode(), log[: log.index("Exception")].encode()]).cause == "healthy"
+
+
+EPOCHS = "".join(f"epoch {epoch}: loss {1 / (2 + epoch):.4f}\n" for epoch in range(6))
+RETRY = "OOM: retrying with batch size 128\n"
+
+
+def test_an_exception_is_caught_where_the_program_says_what_it_does_instead_and_does_it():
+    caught = traceback(OOM, ("train.py", "step")) + RETRY
+    assert verdict(caught + EPOCHS + "done, final batch size 128\n").cause == "healthy"
+    assert verdict(caught + EPOCHS).cause == "healthy"
+    assert verdict(caught).cause == "cuda-oom"
+    assert verdict(caught + EPOCHS.splitlines()[0]).cause == "cuda-oom"
+    assert verdict(caught + caught.removesuffix(RETRY) + EPOCHS).cause == "cuda-oom"  # from a buffer
+    assert verdict(caught + EPOCHS + traceback(OOM, ("train.py", "step"))).cause == "cuda-oom"
+    assert verdict(caught.replace(RETRY, "OOM: use a smaller batch size\n") + EPOCHS).cause == "cuda-oom"
+    assert verdict("[rank0]: loading\n" + caught + EPOCHS).cause == "cuda-oom"  # another rank's steps
+
+
+def test_an_exception_is_caught_where_a_logger_says_that_the_item_is_left_out_and_the_next_ones_follow():
+    def logged(second, text):
+        return f"2026-11-30 06:45:{second:02},036 {text}\n"
+
+    def shards(first, last):
+        return "".join(logged(at, f"INFO: shard {at:05}/00012: 10000 docs read") for at in range(first, last))
+
+    error = "json.decoder.JSONDecodeError: Unterminated string starting at: line 1 column 10 (char 9)"
+    bad = logged(5, "ERROR: bad line 88 in shard 00005, skipped") + traceback(
+        error, ("/usr/lib/json/decoder.py", "loads")
+    )
+    end = logged(40, "INFO: errors: 1; wrote 12 shards to data/tok/") + logged(41, "INFO: Done in 33.1s")
+    explanation = verdict(shards(0, 5) + bad + shards(6, 12) + end)
+    assert (explanation.cause, explanation.fix) == ("healthy", "")
+    assert explanation.summary.endswith("lines, but they report no step; the last line is: INFO: Done in 33.1s")
+    assert verdict(shards(0, 12) + bad + end).cause == "user-code-exception"  # no other shard follows
+    failed = bad.replace("bad line 88 in shard 00005, skipped", "tokenization failed in shard 00005")
+    assert verdict(shards(0, 5) + failed + shards(6, 12) + end).cause == "user-code-exception"
+    assert verdict(shards(0, 5) + bad.replace("skipped", "evaluation skipped") + end).cause == "user-code-exception"

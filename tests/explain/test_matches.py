@@ -229,9 +229,35 @@ ValueError: hidden size too small
 def test_a_failed_trial_of_a_study_that_goes_on_is_no_failure():
     assert verdict(TRIAL.format(0) + FAILED_TRIAL + TRIAL.format(2)).cause == "healthy"
     assert verdict(TRIAL.format(0) + FAILED_TRIAL).cause == "user-code-exception"
+    in_script = FAILED_TRIAL.replace("in _run_trial", "in <module>")  # a study's loop of its own
+    invalid = in_script.replace("ValueError: hidden size too small", "ValueError: Invalid learning rate: -1")
+    for failed in (in_script, invalid, in_script.replace("ValueError: hidden size too small", OOM)):
+        assert verdict(TRIAL.format(0) + failed + TRIAL.format(2)).cause == "healthy"
+        assert verdict(TRIAL.format(0) + failed).shows_failure
+        error = failed.partition("\n")[2]  # of the program, which no trial has
+        assert verdict(TRIAL.format(0) + failed + TRIAL.format(2) + error).shows_failure
+        assert verdict(TRIAL.format(0) + failed + error).shows_failure
 
 
 def test_the_exit_status_of_the_command_timeout_is_a_failure():
     log = STEPS + "train.py finished with rc={0}\n"
     assert verdict(log.format(124)).cause == "preempted-sigterm"
     assert verdict(log.format(0)).cause == "healthy"
+
+
+def test_a_helper_that_a_script_ends_behind_its_training_is_no_end_of_the_training():
+    ended = "run.sh: line 1: 21467 Terminated              tensorboard --logdir runs\n"
+    assert verdict(STEPS + "Training finished. Saved best.ckpt\n" + ended).cause == "healthy"
+    assert verdict(STEPS + ended).cause == "preempted-sigterm"
+    program = ended.replace("tensorboard", "python train.py --tensorboard")
+    assert verdict(STEPS + "Training finished. Saved best.ckpt\n" + program).cause == "preempted-sigterm"
+
+
+def test_the_file_that_does_not_exist_is_the_one_named_right_before_these_words():
+    needed = (
+        "must be a file or a directory containing 'train.json' and 'val.json' files, but 'data.json' does not exist."
+    )
+    assert (
+        verdict(raised(None, f"FileNotFoundError: The `json_path` {needed}")).summary
+        == "the training data data.json does not exist"
+    )

@@ -481,3 +481,22 @@ def test_ranks_that_fail_behind_their_first_lines_are_of_one_run(line):
     assert verdict(first + second).notes == ()
     at = line.count("\n") + 1
     assert verdict(first + first).notes == (f"1 earlier run in this file failed: user-code-exception (line {at})",)
+
+
+def test_a_job_that_resumes_a_cancelled_one_is_a_run_of_its_own():
+    def steps(first, last):
+        return "".join(f"step {step}/100 loss {3 / (1 + step / 20):.3f}\n" for step in range(first, last, 2))
+
+    cancelled = steps(0, 50) + CANCELLED.format(4711).replace(" ***", " DUE TO PREEMPTION ***")
+    resumed = "Loaded checkpoint at step 40\n"
+    explanation = verdict(cancelled + resumed + steps(40, 100) + "Training complete\n")
+    assert (explanation.cause, explanation.progress.first_step) == ("healthy", 40)
+    assert explanation.notes == ("1 earlier run in this file failed: slurm-cancelled (line 26)",)
+    assert verdict(cancelled + resumed).cause == "slurm-cancelled"
+    assert verdict(cancelled + resumed + steps(40, 60) + CANCELLED.format(4712)).cause == "slurm-cancelled"
+    assert verdict(cancelled + resumed + steps(40, 60) + uncaught(OOM)).cause == "cuda-oom"
+    # what the tasks of the same job still had in their buffers
+    assert verdict(cancelled + steps(40, 60)).cause == "slurm-cancelled"
+    resumed_first = resumed + steps(40, 80) + CANCELLED.format(4711)
+    assert verdict(resumed_first + resumed + steps(42, 70)).cause == "slurm-cancelled"
+    assert verdict(cancelled.replace("step", "[rank0]: step") + resumed + steps(40, 60)).cause == "slurm-cancelled"

@@ -230,6 +230,10 @@ def test_ordinary_output_to_the_end_is_healthy_with_low_confidence():
     explanation = verdict("".join(f"saved shard {n}\n" for n in range(9)))
     assert (explanation.cause, explanation.confidence) == ("healthy", 0.5)
     assert explanation.summary == "no failure found in 9 lines, but they report no step and no end"
+    rows = "".join(f"{2**n:4} {512 * n:6}  0.{n}3  39{n}.0\n" for n in range(9))
+    explanation = verdict(rows + "results written to bench.csv\n")
+    assert explanation.summary.endswith("they report no step; the last line is: results written to bench.csv")
+    assert explanation.fix == ""
 
 
 def test_a_log_that_ends_where_training_begins_is_no_healthy_log():
@@ -1901,3 +1905,18 @@ def test_a_loss_alone_on_each_line_that_never_changes_has_a_note():
     assert doubt in str(verdict("tensor(1.4044, grad_fn=<NllLossBackward0>)\n" * 40).notes)
     for lines in ("0\n" * 40, "1.0\n" * 40, "".join(f"{1.4 + n / 7:.9f}\n" for n in range(40))):
         assert doubt not in str(verdict(lines).notes)
+
+
+@pytest.mark.parametrize("text, cause", [
+    ("def f(x):\n    raise ValueError('x')\nSegmentation fault (core dumped)\n", "sigsegv"),
+    ("Q: My training stops with\n" + raised(None, OOM) + "A: use less\n", "cuda-oom"),
+    ("Killed\n", "host-oom-killed"),
+])  # fmt: skip
+def test_what_a_sample_of_the_model_quotes_is_no_failure(text, cause):
+    begin, end = "--- sample at step 9 ---\n", "--- end of sample ---\n"
+    assert verdict(STEPS + begin + text + end).cause == "healthy"
+    assert verdict(STEPS + begin + text + end + "training finished\n").cause == "healthy"
+    assert verdict(STEPS + begin + text).cause == cause  # it failed while it sampled
+    assert verdict(STEPS + begin + "Once upon a time\n" + end + text).cause == cause
+    assert verdict(STEPS + text + begin + "Once upon a time\n" + end).cause == cause
+    assert verdict(STEPS + begin + "Once upon a time\n" + end + text + end).cause == cause

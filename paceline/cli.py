@@ -227,7 +227,7 @@ def evaluate(args: run_options.EvalOptions) -> None:
     from paceline.launch.run_text import run_data
     from paceline.train.evaluate import evaluate_run, format_evaluation
 
-    result = evaluate_run(folder, args, dataset=run_data(folder, other=args.data))
+    result = evaluate_run(folder, args, dataset=run_data(folder, other=args.data, text_field=args.text_field))
     print(json.dumps(result) if args.json else format_evaluation(result))
 
 
@@ -275,14 +275,14 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
     if args.out is None:
         raise UsageError("tokenizer train needs --out FILE", fix="add --out tokenizer.json")
     check_new_file(args.out, force=args.force)
-    tokenizer = train_new_tokenizer(args.data, vocab_size=args.vocab_size)
+    tokenizer = train_new_tokenizer(args.data, text_field=args.text_field, vocab_size=args.vocab_size)
     tokenizer.save(args.out)
-    tokenizer.name = str(args.out)
     if args.json:
         facts = tokenizer_info(tokenizer, sample=SAMPLE_TEXT) | {"requested_vocab_size": args.vocab_size}
         print_facts(facts, as_json=True)
         return
-    train = shlex.join(["paceline", "train", f"--data={args.data}", f"--tokenizer={args.out}"])
+    field = [f"--text-field={args.text_field}"] if args.text_field else []
+    train = shlex.join(["paceline", "train", f"--data={args.data}", *field, f"--tokenizer={args.out}"])
     print(f"wrote   {args.out}: vocabulary {tokenizer.vocab_size:,}\nnext    {train}")
 
 

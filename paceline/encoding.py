@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.errors import FileFix
+from paceline.errors import FileFix, UnreadableFile
 
 SAMPLE_BYTES = 64 << 10
 MIN_SHARE = 0.8  # of the characters beyond ASCII that must be frequent ones
@@ -33,6 +33,17 @@ TITLES = {  # by the name that Python and iconv have for it
     "utf-16be": "UTF-16",
     "utf-32": "UTF-32",
 }
+
+
+def check_utf8(path: str, part: bytes, *, offset: int) -> None:
+    """Raises UnreadableFile for a part of a file, at `offset`, that is not UTF-8, or has a block of zeros."""
+    problem = zeros_in_text(path, part, offset=offset)
+    try:
+        part.decode()
+    except UnicodeDecodeError as error:
+        problem = problem or not_utf8(path, part, error, offset=offset)
+    if problem := problem or (utf16_as_utf8(path, part) if offset == 0 else None):
+        raise UnreadableFile(problem[0], fix=problem[1].for_file(path), file_fix=problem[1])
 
 
 def not_utf8(path: str | Path, content: bytes, error: UnicodeDecodeError, *, offset: int = 0) -> tuple[str, FileFix]:

@@ -68,15 +68,17 @@ class FileFix:
     command: str  # has "$f", and "$f.new" for a file beside it
     note: str = ""  # what follows the command
     guard: str = ""  # succeeds for a file that has not this fault
+    before: str = field(default="", compare=False)  # another fix, for all files, and `, or `
 
     def for_file(self, path: str | Path) -> str:
         """Returns the fix for one file."""
-        return re.sub(r'"\$f([.\w]*)"', lambda match: shlex.quote(f"{path}{match[1]}"), self.command) + self.note
+        command = re.sub(r'"\$f([.\w]*)"', lambda match: shlex.quote(f"{path}{match[1]}"), self.command)
+        return self.before + command + self.note
 
     def for_files(self, patterns: str) -> str:
         """Returns the fix for all files that match the shell's patterns."""
         command = f"{self.guard} || {{ {self.command}; }}" if self.guard else self.command
-        return f"for f in {patterns}; do {command}; done{self.note}"
+        return f"{self.before}for f in {patterns}; do {command}; done{self.note}"
 
 
 class UsageError(PacelineError):

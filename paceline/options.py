@@ -373,6 +373,7 @@ class TokenizerTrainOptions(JsonOption):
     out: Path | None = option(None, "the tokenizer.json to write (required)", value="FILE")
     force: bool = option(False, "write over a file that exists")
     data: str = option("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG]", value="SOURCE")
+    text_field: str | None = option(None, "as for `train`", value="NAME")
     vocab_size: int = option(32_768, "tokens of the tokenizer", low=257, high=2**31 - 1)
 
 

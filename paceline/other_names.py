@@ -45,6 +45,7 @@ NAMES = {
     "name": "run model_tag",
     "runs_dir": "out_dir output_dir checkpoint_dir",
     "data": "dataset",
+    "text_field": "dataset_text_field text_column text_key",
     "nproc": "nproc_per_node num_gpus n_gpus num_processes",
 }
 KEY_OF = {other: key for key, names in NAMES.items() for other in names.split()}

@@ -146,6 +146,7 @@ class EvalOptions(DeviceOptions):
     """
 
     data: str | None = option(None, "builtin, a file or folder, or hf:NAME; auto: the held-out text", value="SOURCE")
+    text_field: str | None = option(None, "of the text of --data, as for `train`", value="NAME")
     tokens: int | None = option(
         None, "evaluate at most this many in whole rows, but at least one row; auto: all", low=1, high=10**15
     )

@@ -2,7 +2,7 @@
 The text of a run: a source string becomes files, files become documents, and some documents are held out.
 
     builtin             the running Python's own standard library sources, without its tests (PSF licence)
-    PATH                one file, or a folder with everything under it but runs: .txt .md .py .jsonl .parquet .txt.gz .jsonl.gz
+    PATH                one file, or a folder with everything under it but runs, of the types in FORMATS
     hf:NAME[:CONFIG]    the `train` split of a dataset in Hugging Face `datasets` format; NAME may be a local folder
 
 A document is one text file, or in a .txt file what is between two marks <|endoftext|>; or the text in one line of jsonl or
@@ -12,6 +12,7 @@ one row of a table. A long one is cut at line ends into parts, each a document o
 import errno
 import math
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -19,6 +20,7 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.data.readers import JSON_LINES, Document, ReadNotes, SourceFile, is_saved_dataset, read_documents
@@ -34,6 +36,8 @@ FORMATS = {
     ".txt.gz": "text",
     ".jsonl": "jsonl",
     ".jsonl.gz": "jsonl",
+    ".ndjson": "jsonl",
+    ".ndjson.gz": "jsonl",
     ".parquet": "parquet",
 }
 PRINT_CSV = (
@@ -52,6 +56,7 @@ CONVERT = {  # commands that make a file that can be read
 }
 PACKED = (".zst", ".xz", ".bz2", ".zip")
 CONVERTED = {".zip": "{0}.d"} | dict.fromkeys((".csv", ".tsv", ".json"), "{0}.jsonl")  # the others lose their suffix
+HELD_OUT_NAMES = re.compile(r"(?i)(.*[-_.])?(val|valid|validation|test|dev|eval)([-_.]?\d.*|[-_.]raw)?")
 NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 RUN_FILES = ({".lock", "config.toml"}, {".lock", "preparing.json"})  # of a run folder, or of one that is being prepared
 
@@ -65,11 +70,19 @@ HUB_BYTES = 64 << 20  # assumed for a dataset of the hub: its size is not known 
 SCAN_AFTER_ERROR_BYTES = 256 << 20  # read at most to count the other broken files
 
 
-def list_files(source: str, *, print_note: bool = False) -> list[SourceFile]:
+def list_files(source: str, *, text_field: str | None = None, print_note: bool = False) -> list[SourceFile]:
     """Returns the files of a source in a fixed order without opening any, since it runs at every start.
 
-    print_note: says on stderr which files of other types are left out. Raises PacelineError for a source without text.
+    text_field: the config's, of files that have fields. print_note: says on stderr which files of other types are left out, and
+    which are called validation text. Raises PacelineError for a source without text.
     """
+    files = _files_of(source, print_note=print_note)
+    if text_field is None:
+        return files
+    return [file if file.format == "text" else replace(file, text_field=text_field) for file in files]
+
+
+def _files_of(source: str, *, print_note: bool) -> list[SourceFile]:
     if source == "builtin":
         return _builtin_files()
     if source.startswith("hf:"):
@@ -164,7 +177,7 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
         if notes.empty_rows:
             rows = format_number_of(notes.empty_rows.total(), "row")
             without_text = f"; the text of {rows} is null or empty, first in {next(iter(notes.empty_rows))}"
-            fix = "write the text into the field `text`, or remove that field where another one holds it"
+            fix = "--text-field NAME, where another field holds the text"
         raise PacelineError(
             f"{name} is too small: {num_bytes:,} bytes of text in {format_number_of(len(digests), 'distinct document')}"
             f", and one must be held out{without_text}",
@@ -248,6 +261,8 @@ def _folder_files(folder: Path, *, print_note: bool) -> list[SourceFile]:
         command = _conversion([f"{root}/{name}" for name in others if name.lower().endswith(PACKED)])
         effect = f"; {command}" if command else ""
         print(f"note    {folder}: left out {left_out} of other types: {shown}{effect}", file=sys.stderr)
+    if with_text and print_note:
+        _print_held_out_names(folder, [file.path.removeprefix(root).lstrip("/") for file in with_text])
     if with_text:
         return with_text
     if files:
@@ -266,6 +281,21 @@ def _folder_files(folder: Path, *, print_note: bool) -> list[SourceFile]:
         if is_saved_dataset(folder):
             fix = f"--data hf:{shlex.quote(str(folder))}, as it was written by save_to_disk"
     raise PacelineError(what, fix=fix)
+
+
+def _print_held_out_names(folder: Path, names: list[str]) -> None:
+    """Says on stderr which files are called validation or test text; in a folder of sources those are tests."""
+    stems = {name: name.lower().removesuffix(".gz").rpartition(".") for name in names}
+    called = [
+        name
+        for name, (stem, _, suffix) in stems.items()
+        if suffix != "py" and any(map(HELD_OUT_NAMES.fullmatch, stem.split("/")))
+    ]
+    if called:
+        effect = (
+            "trained on like the others, as a share of all documents is held out; to keep them apart, move them out"
+        )
+        print(f"note    {folder}: {format_list(called, limit=3)}: {effect}", file=sys.stderr)
 
 
 def _walk(root: str, broken: list[PacelineError]) -> Iterator[str]:

@@ -78,6 +78,7 @@ def print_notes(source: str, meta: dict[str, Any]) -> None:
 def prepare(
     source: str,
     *,
+    text_field: str | None = None,
     tokenizer: Path | None,
     vocab_size: int,
     cache_dir: Path,
@@ -90,7 +91,7 @@ def prepare(
     several processes that call this at once, one makes it and the others wait. Raises PacelineError for a source that
     cannot be read, is too small, or changes meanwhile.
     """
-    files = list_files(source, print_note=True)
+    files = list_files(source, text_field=text_field, print_note=True)
     tokenizer_json = None if tokenizer is None else read_tokenizer_file(tokenizer, otherwise=WITHOUT_TOKENIZER)
     tokenizer_hash = None if tokenizer_json is None else hashlib.sha256(tokenizer_json).hexdigest()
     path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
@@ -112,7 +113,7 @@ def prepare(
             shard_tokens=SHARD_TOKENS,
             progress=progress,
         )
-        files_now = list_files(source)
+        files_now = list_files(source, text_field=text_field)
         if path != dataset_path(files_now, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir):
             raise PacelineError(
                 f"the files of {source} changed while they were read",
@@ -169,8 +170,8 @@ def prepared_meta(config: Config) -> dict[str, Any] | None:
     """Returns the meta.json of this config's text; None where it is not prepared on this host."""
     with suppress(PacelineError):
         content = None if config.tokenizer is None else read_tokenizer_file(Path(config.tokenizer))
-        digest, files = None if content is None else hashlib.sha256(content).hexdigest(), list_files(config.data)
-        cache = cache_dir(config)
+        digest, cache = None if content is None else hashlib.sha256(content).hexdigest(), cache_dir(config)
+        files = list_files(config.data, text_field=config.text_field)
         path = dataset_path(files, tokenizer_hash=digest, vocab_size=config.vocab_size, cache_dir=cache)
         return open_dataset(path).meta
     return None
@@ -239,7 +240,8 @@ def _open_lock(making: Path) -> IO[str]:
 
 def make_fingerprint(files: list[SourceFile], settings: dict[str, Any]) -> str:
     """Returns 16 hex digits that change when the prepared folder would; it opens no file."""
-    listed = [[file.path, file.config, file.stamp] for file in files]
+    fields = ([file.text_field] if file.text_field else [] for file in files)
+    listed = [[file.path, file.config, file.stamp, *field] for file, field in zip(files, fields, strict=True)]
     content = json.dumps([FORMAT_VERSION, settings, listed], ensure_ascii=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 

@@ -15,12 +15,12 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from paceline.encoding import not_utf8, utf16_as_utf8, zeros_in_text
+from paceline.encoding import check_utf8
 from paceline.errors import FileFix, PacelineError, UnreadableFile
 from paceline.hub import PACKAGES, check_hub, missing_packages
 
@@ -59,6 +59,7 @@ class SourceFile:
     num_bytes: int
     stamp: str  # changes when the content may have changed: size and mtime_ns
     config: str = ""  # of a dataset from the hub
+    text_field: str | None = None  # of its records; None: TEXT_FIELD, or the one that is found
 
 
 @dataclass(frozen=True)
@@ -143,17 +144,6 @@ def _read_text(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Parts:
                     notes.marked.add(file.path)
 
 
-def check_utf8(path: str, part: bytes, *, offset: int) -> None:
-    """Raises UnreadableFile for a part of a file, at `offset`, that is not UTF-8, or has a block of zeros."""
-    problem = zeros_in_text(path, part, offset=offset)
-    try:
-        part.decode()
-    except UnicodeDecodeError as error:
-        problem = problem or not_utf8(path, part, error, offset=offset)
-    if problem := problem or (utf16_as_utf8(path, part) if offset == 0 else None):
-        raise UnreadableFile(problem[0], fix=problem[1].for_file(path), file_fix=problem[1])
-
-
 def _read_jsonl(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Parts:
     name, end = None, 0
     with _opened(file) as (stream, raw):
@@ -180,7 +170,7 @@ def _read_jsonl(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Parts:
                 yield b"", min(1.0, raw.tell() / file.num_bytes)
                 continue
             notes.text_fields.add(name)
-            if name != TEXT_FIELD and isinstance(record.get(TEXT_FIELD), str):
+            if name not in (TEXT_FIELD, file.text_field) and isinstance(record.get(TEXT_FIELD), str):
                 renames = _text_fix(file, f".{TEXT_FIELD} //= {_jq_path(name)}")
                 problem = f"{where} has the field {TEXT_FIELD!r}, and the lines before it have their text in {name!r}"
                 raise UnreadableFile(problem, fix=renames.for_file(file.path), file_fix=renames)
@@ -290,45 +280,56 @@ def _opened(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 def _field_of_record(file: SourceFile, where: str, record: dict[str, Any]) -> str | None:
     """Returns the field of the text; None where only a record after this one can show it, as this one has nulls and no strings."""
-    if TEXT_FIELD in record and record[TEXT_FIELD] is None:
-        return TEXT_FIELD
+    name = file.text_field or TEXT_FIELD
+    if name in record and record[name] is None:
+        return name
     is_string = {key: isinstance(value, str) for key, value in record.items()}
-    if not any(is_string.values()) and None in record.values() and not any(map(_message_path, record.values())):
+    is_open = file.text_field is None and not any(is_string.values()) and None in record.values()
+    if is_open and not any(map(_message_path, record.values())):
         return None
     return _text_field(file, where, is_string, lambda: record)
 
 
 def _text_field(file: SourceFile, where: str, is_string: dict[str, bool], first_row: Callable[[], Any]) -> str:
-    """Returns `text`, or the only field of strings where its name is one of TEXT_NAMES; raises UnreadableFile."""
-    strings = [name for name, yes in is_string.items() if yes]
-    if not is_string.get(TEXT_FIELD, True):
-        raise UnreadableFile(
-            f"{where}: its field {TEXT_FIELD!r} holds no strings",
-            fix=f"write the text as strings there, or rename the field that holds it to {TEXT_FIELD!r}",
-        )
-    if TEXT_FIELD in strings:
-        return TEXT_FIELD
-    if len(strings) == 1 and TEXT_NAMES.fullmatch(strings[0]):
+    """Returns the field that was named, else `text`, or the only field of strings where its name is one of TEXT_NAMES.
+
+    Raises UnreadableFile.
+    """
+    target, strings = file.text_field or TEXT_FIELD, [name for name, yes in is_string.items() if yes]
+    if target in strings:
+        return target
+    if not file.text_field and target not in is_string and len(strings) == 1 and TEXT_NAMES.fullmatch(strings[0]):
         return strings[0]
     raise _missing_text(file, where, is_string, first_row())
 
 
 def _missing_text(file: SourceFile, where: str, is_string: dict[str, bool], row: dict[str, Any]) -> UnreadableFile:
     """Returns the error of records whose text is in no field of its own, with the command that gives them one."""
-    strings = [name for name, yes in is_string.items() if yes]
+    target, strings = file.text_field or TEXT_FIELD, [name for name, yes in is_string.items() if yes]
+    chat = [f"{_jq_path(name)}[]?{path}" for name, value in row.items() if (path := _message_path(value))]
+    fields = ", ".join(is_string) or "none"
+    if not chat and (file.text_field or target in is_string):
+        problem = ": its field {!r} holds no strings" if target in is_string else " has no field {!r}"
+        return UnreadableFile(
+            f"{where}{problem.format(target)}; it has {fields}",
+            fix="--text-field NAME, where another field holds the text, or write it there as strings",
+        )
     others = f"{len(strings)} other fields are strings" if len(strings) != 1 else f"{strings[0]!r} may be no text"
-    message = f"{where} has no field {TEXT_FIELD!r} of strings, and {others}; it has {', '.join(is_string) or 'none'}"
-    fields = [name for name in is_string if name in strings or (strings and row.get(name) is None)]
-    paths = [_jq_path(name) for name in fields if not NO_TEXT.search(name)]
+    message = f"{where} has no field {TEXT_FIELD!r} of strings, and {others}; it has {fields}"
+    named = [name for name in is_string if name in strings or (strings and row.get(name) is None)]
+    paths = [_jq_path(name) for name in named if not NO_TEXT.search(name)]
     inner = [item for name, value in row.items() for item in _inner_strings(value, _jq_path(name))]
     paths += [path for name, path in inner if TEXT_NAMES.fullmatch(name)]
     paths = paths or [path for _, path in inner]
-    if chat := [f"{_jq_path(name)}[]?{path}" for name, value in row.items() if (path := _message_path(value))]:
-        message = f"{where} is of a chat set: each conversation has to become one string; it has {', '.join(is_string)}"
+    if chat:
+        message = f"{where} is of a chat set: each conversation has to become one string; it has {fields}"
     if not (chat or paths):
         return UnreadableFile(message, fix=f"write the text of each record as a string into a field {TEXT_FIELD!r}")
     values = f'[{", ".join(chat or paths)} | strings | select(. != "")]'
     fix = _text_fix(file, f'{{{TEXT_FIELD}: ({values} | join("\\n\\n"))}}')
+    if not chat and (likely := [name for name in strings if not NO_TEXT.search(name)]):
+        best = max(likely, key=lambda name: (bool(TEXT_NAMES.fullmatch(name)), len(row.get(name) or "")))
+        fix = replace(fix, before=f"--text-field {shlex.quote(best)}, or ")
     return UnreadableFile(message, fix=fix.for_file(file.path), file_fix=fix)
 
 
@@ -360,7 +361,7 @@ def _text_fix(file: SourceFile, jq_filter: str) -> FileFix:
         split = "" if (folder / "state.json").exists() else '["train"]'
         code = shlex.quote(f'import datasets; datasets.{function}({name}){split}.to_json("rows.jsonl")')
         return FileFix(f"{python} {code} && {jq} rows.jsonl > text.jsonl", ", then --data text.jsonl")
-    if file.path.lower().endswith(".jsonl"):
+    if file.path.lower().endswith((".jsonl", ".ndjson")):
         return FileFix(f'{jq} "$f" > "$f.new" && mv "$f" "$f.orig" && mv "$f.new" "$f"')
     rows = f"{python} {shlex.quote(PRINT_ROWS)}" if file.format == "parquet" else "zcat"
     return FileFix(f'{rows} "$f" | {jq} > "$f.jsonl" && mv "$f" "$f.orig"', KEEPS_ORIG)

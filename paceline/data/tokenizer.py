@@ -95,6 +95,7 @@ class Tokenizer:
             fix = "--out FILE in a place you can write"
             raise PacelineError(f"{path} cannot be written: {error.strerror}", fix=fix) from error
         write_output(path, self.json_bytes.decode())
+        self.name = str(path)
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, without a separator; raises PacelineError for text that is not UTF-8."""

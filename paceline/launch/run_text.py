@@ -54,11 +54,11 @@ from paceline.units import format_list, format_number_of
 
 # `resume` takes no other value of these
 FIXED_KEYS = (
-    "name", "seed", "tokenizer", "vocab_size", "depth", "n_embd", "head_dim", "n_kv_head", "sequence_len",
+    "name", "seed", "text_field", "tokenizer", "vocab_size", "depth", "n_embd", "head_dim", "n_kv_head", "sequence_len",
     "total_batch_size", "optimizer", "packing", "init_from",
 )  # fmt: skip
 # they decide the rows of a step, and the first weights; the same text may be at another place
-ROW_KEYS = ("data", "tokenizer", "packing", "seed", "init_from")
+ROW_KEYS = ("data", "text_field", "tokenizer", "packing", "seed", "init_from")
 
 
 def check_text(config: Config) -> None:
@@ -223,6 +223,7 @@ def prepare_data(
 
         dataset = prepare(
             config.data,
+            text_field=config.text_field,
             tokenizer=Path(config.tokenizer) if config.tokenizer else None,
             vocab_size=config.vocab_size,
             cache_dir=cache_dir(config),
@@ -230,7 +231,8 @@ def prepare_data(
             progress=progress,
         )
     actual = dataset.meta["vocab_size"]
-    print_field_note(config.data, dataset.meta.get("text_fields", ()))
+    if config.text_field is None:
+        print_field_note(config.data, dataset.meta.get("text_fields", ()))
     print_vocab_note(actual, dataset.meta.get("requested_vocab_size"))
     print_vocab_size_note(config, actual, set_keys=set_keys)
     if dataset.meta.get("lossless") is False:
@@ -241,12 +243,13 @@ def prepare_data(
     return dataset
 
 
-def train_new_tokenizer(source: str, *, vocab_size: int) -> Tokenizer:
+def train_new_tokenizer(source: str, *, text_field: str | None, vocab_size: int) -> Tokenizer:
     """Returns a tokenizer of this text, trained with a progress bar."""
     with show_progress() as progress:
-        files = list_files(source, print_note=True)
+        files = list_files(source, text_field=text_field, print_note=True)
         tokenizer = train_tokenizer_on(files, vocab_size=vocab_size, progress=progress, notes=(notes := ReadNotes()))
-    print_field_note(source, notes.text_fields)
+    if text_field is None:
+        print_field_note(source, notes.text_fields)
     print_vocab_note(tokenizer.vocab_size, vocab_size)
     return tokenizer
 
@@ -334,12 +337,12 @@ def record_data(run: RunDir, dataset: TokenDataset, config: Config) -> None:
     write_atomic(run.dataset_json, json.dumps(record) + "\n")
 
 
-def run_data(run: RunDir, *, other: str | None) -> TokenDataset:
-    """Returns the run's own text, or another one tokenized by the run's tokenizer."""
+def run_data(run: RunDir, *, other: str | None, text_field: str | None) -> TokenDataset:
+    """Returns the run's own text, or another one tokenized by the run's tokenizer. text_field: of the other one."""
     config, _ = load_config(run.config_toml, {})
     if other is None:
         return reopen_data(run, config)
-    return prepare_data(replace(config, data=other, tokenizer=str(run_tokenizer(run))))
+    return prepare_data(replace(config, data=other, text_field=text_field, tokenizer=str(run_tokenizer(run))))
 
 
 def file_hashes(dataset: TokenDataset) -> dict[str, str]:

@@ -57,7 +57,7 @@ COLUMNS = ("rows", "batch", "memory", "of card", "fits", "checkpointing", "step"
 VERDICTS = {"fits": "yes", "does not fit": "no", "undecidable": "perhaps", None: "n/a"}
 NO_ROWS = "--follow-rows needs --sweep device_batch_size"
 SizesOf = Callable[[Config], tuple[int, int]]  # rows of one epoch of the text, 0 if not known, and its vocabulary
-TEXT_KEYS = ("data", "tokenizer", "vocab_size", "sequence_len", "packing")  # on which they depend
+TEXT_KEYS = ("data", "text_field", "tokenizer", "vocab_size", "sequence_len", "packing")  # on which they depend
 NO_CUDA = "Torch not compiled with CUDA enabled"  # PyTorch's own words
 
 

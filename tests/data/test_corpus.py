@@ -21,8 +21,8 @@ def texts(source, part_bytes=256 << 10):
     return [document.text for document, _ in read_corpus(list_files(str(source)), part_bytes=part_bytes)]
 
 
-def held_out(source):
-    files = list_files(str(source))
+def held_out(source, **options):
+    files = list_files(str(source), **options)
     part_bytes = part_bytes_of(files)
     below = held_out_below(files, part_bytes=part_bytes)
     return {document.text for document, _ in read_corpus(files, part_bytes=part_bytes) if document.digest < below}
@@ -175,7 +175,8 @@ def test_a_corpus_whose_rows_have_no_text_is_refused_with_their_number(tmp_path)
     with pytest.raises(PacelineError) as error:
         held_out(path)
     assert error.value.message.endswith(f"; the text of 2 rows is null or empty, first in {path}")
-    assert error.value.fix.startswith("write the text into the field `text`")
+    assert error.value.fix == "--text-field NAME, where another field holds the text"
+    assert held_out(path, text_field="content")
 
 
 def test_a_missing_path_is_named(tmp_path, monkeypatch):

@@ -14,13 +14,14 @@ from paceline.data.readers import cut_at_line_ends, read_documents
 from paceline.errors import PacelineError
 
 
-def texts(source, part_bytes=256 << 10):
-    return [d.text for file in list_files(str(source)) for d in read_documents(file, part_bytes=part_bytes)]
+def texts(source, part_bytes=256 << 10, **options):
+    files = list_files(str(source), **options)
+    return [document.text for file in files for document in read_documents(file, part_bytes=part_bytes)]
 
 
-def refused(source):
+def refused(source, **options):
     with pytest.raises(PacelineError) as error:
-        texts(source)
+        texts(source, **options)
     assert error.value.fix
     return error.value
 
@@ -170,10 +171,69 @@ def test_records_without_text_come_with_the_command_that_makes_text_of_all_files
     with pytest.raises(PacelineError) as error:
         list(read_corpus(list_files(str(tmp_path)), part_bytes=4096))
     assert ("is of a chat set" in error.value.message) == (record in ("sharegpt", "chat"))
-    command = error.value.fix.removesuffix(", which writes FILE.jsonl and keeps FILE.orig")
+    option, _, command = error.value.fix.removesuffix(", which writes FILE.jsonl and keeps FILE.orig").rpartition(
+        ", or "
+    )
+    options = {"instructions": "--text-field instruction", "unknown name": "--text-field haiku"}
+    assert option == options.get(record, "")
     subprocess.run(command, shell=True, check=True)
     assert texts(tmp_path) == ["one\n\ntwo"] * 4
     assert len(list(tmp_path.glob("*.orig"))) == 2
+
+
+STORIES = [{"id": "a7", "title": "one", "story": "two", "text": "three"}, {"id": "a8", "title": "", "story": None}]
+
+
+@pytest.mark.parametrize("name", ["title", "story"])
+def test_the_field_that_is_named_is_read_from_every_kind_of_file_that_has_fields(pyarrow, datasets, tmp_path, name):
+    lines, rows = jsonl(*STORIES), pyarrow.Table.from_pylist(STORIES)
+    for path in (tmp_path / "a.jsonl", tmp_path / "b.NDJSON"):
+        write(path, lines)
+    for path in (tmp_path / "c.jsonl.gz", tmp_path / "d.ndjson.gz"):
+        write(path, gzip.compress(lines.encode()))
+    pyarrow.parquet.write_table(rows, tmp_path / "e.parquet")
+    write(tmp_path / "f.txt", "plain")
+    datasets.Dataset(rows).save_to_disk(tmp_path.with_name("saved"))
+    text = STORIES[0][name]
+    assert texts(tmp_path, text_field=name) == [text] * 5 + ["plain"]
+    assert texts(f"hf:{tmp_path.with_name('saved')}", text_field=name) == [text]
+
+
+@pytest.mark.parametrize("first", [{"id": "a7", "n": 1}, {"id": None, "n": None}])
+def test_a_file_and_a_row_without_the_field_that_is_named_are_refused_with_the_fields_that_are_there(
+    pyarrow, tmp_path, first
+):
+    path = write(tmp_path / "a.jsonl", jsonl(first))
+    assert refused(path, text_field="story").message == f"{path}:1 has no field 'story'; it has id, n"
+    path = write(tmp_path / "b.jsonl", jsonl({"story": "one"}, first))
+    assert "b.jsonl:2 has no field 'story'" in (message := refused(path, text_field="story").message)
+    assert message.endswith("; it has id, n")
+    table = tmp_path / "c.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([first]), table)
+    assert refused(table, text_field="story").message == f"{table} has no field 'story'; it has id, n"
+    assert refused(path, text_field="id").message.endswith(":1 has no field 'id'; it has story")
+
+
+def test_a_field_that_is_named_and_holds_no_text_is_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", jsonl({"n": 1, "story": "one"}))
+    assert refused(path, text_field="n").message == f"{path}:1: its field 'n' holds no strings; it has n, story"
+    path = write(tmp_path / "b.jsonl", jsonl(RECORDS["chat"]))
+    for name in ("messages", "story"):
+        error = refused(path, text_field=name)
+        assert "is of a chat set" in error.message and error.fix.startswith("jq ")
+
+
+@pytest.mark.parametrize(
+    ("record", "option"),
+    [
+        ({"content": "", "id": "a7", "url": "u"}, "--text-field content"),
+        ({"id": "a7", "haiku": "a longer text", "title": "one"}, "--text-field haiku"),
+        ({"ha iku": "one"}, "--text-field 'ha iku'"),
+    ],
+)
+def test_several_fields_of_strings_are_refused_with_the_option_that_names_one_of_them(tmp_path, record, option):
+    path = write(tmp_path / "a.jsonl", jsonl(record))
+    assert refused(path).fix.startswith(f"{option}, or jq ")
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,11 @@ PROBES = (
 
 FOLDER_PROBES = ("storage", "text")  # of a machine that starts a run and takes no part in it
 DEFAULTS: Json = {
-    **dict.fromkeys(
-        ("run_dir", "data", "tokenizer", "cache_dir", "port", "vocab_size", "torch_path", "cached_torch", "probes")
-    ),
+    **dict.fromkeys((
+        "run_dir", "data", "text_field", "tokenizer", "vocab_size", "cache_dir", "port", "torch_path", "cached_torch", "probes",
+    )),
     "measure_disk": True,
-}
+}  # fmt: skip
 
 
 AUTO = "auto"  # the cache of this host, or the file in it

@@ -229,8 +229,8 @@ def read_back(fd: int, num_bytes: int) -> float | None:
 
 
 def probe_text(request: Json) -> Json:
-    """Returns the facts of the text and the tokenizer. Request: data (None: no text), tokenizer, vocab_size, cache_dir."""
-    data, tokenizer = request.get("data"), request.get("tokenizer")
+    """Returns the facts of the text and the tokenizer. Request: the config's keys of the text; data may be None."""
+    data, text_field, tokenizer = map(request.get, ("data", "text_field", "tokenizer"))
     if data is None and tokenizer is None:
         return {"text": None}
     facts: dict[str, Any] = dict.fromkeys(("exists", "bytes", "prepared", "num_tokens", "error")) | {"data": data}
@@ -240,7 +240,7 @@ def probe_text(request: Json) -> Json:
     vocab_size = tokenizer_facts["vocab_size"] if tokenizer_facts else request.get("vocab_size")
     if data is not None and request.get("cache_dir"):
         can_exist = facts["exists"] is not False and (tokenizer is None or tokenizer_hash is not None)
-        find = partial(find_prepared, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size)
+        find = partial(find_prepared, text_field=text_field, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size)
         facts |= find(data, cache_dir=Path(request["cache_dir"])) if can_exist else {"prepared": False}
     if data is not None and data.startswith(HUB) and local_path(data) is None and not facts["prepared"]:
         facts["hub"] = probe_hub(data)
@@ -361,7 +361,9 @@ def probe_tokenizer(path: Path) -> tuple[dict[str, Any], str | None]:
     return facts, hashlib.sha256(content).hexdigest()
 
 
-def find_prepared(source: str, *, tokenizer_hash: str | None, vocab_size: int | None, cache_dir: Path) -> Json:
+def find_prepared(
+    source: str, *, text_field: str | None, tokenizer_hash: str | None, vocab_size: int | None, cache_dir: Path
+) -> Json:
     """Returns whether a run would find this text prepared and whole, its folder there, its vocabulary, and the tokens it trains on.
 
     None where its files are too many to list in time.
@@ -370,7 +372,7 @@ def find_prepared(source: str, *, tokenizer_hash: str | None, vocab_size: int | 
 
     def find() -> None:
         try:
-            files = list_files(source)
+            files = list_files(source, text_field=text_field)
             path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
             meta = open_dataset(path).meta
             facts: Json = {"num_tokens": meta["splits"]["train"]["num_tokens"], "folder": path.name}

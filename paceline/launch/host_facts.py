@@ -292,7 +292,8 @@ def start_check(
     def intent(plan: Plan) -> Intent:
         keys = frozenset(options.keys)
         training = training_intent(config, plan, command=command, set_keys=keys, run_path=run.path)
-        return replace(training, trackers=trackers, saved_checkpoints=len(step_folders(run.checkpoints)))
+        saved = step_folders(run.checkpoints) if command == "resume" else ()
+        return replace(training, trackers=trackers, saved_checkpoints=len(saved))
 
     if not options.check and not entries:
         yield StartCheck(None, entries, intent, is_on=False)

@@ -77,7 +77,10 @@ def test_a_resume_after_a_killed_supervisor_starts_before_its_attempt_has_begun(
 
 
 def test_an_attempt_has_its_number_of_ranks():
-    events = [{"event": "attempt", "attempt": 1, "time": START, "world_size": 2}, {"event": "attempt", "attempt": 2, "time": START}]
+    events = [
+        {"event": "attempt", "attempt": 1, "time": START, "world_size": 2},
+        {"event": "attempt", "attempt": 2, "time": START},
+    ]
     assert [attempt.world_size for attempt in attempt_views(events)] == [2, None]
 
 

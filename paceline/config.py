@@ -6,6 +6,7 @@ A file overrides the defaults and flags override the file (config_file.py). What
 """
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -262,7 +263,7 @@ def format_flags(change: Change) -> str:
     """Returns the flags that set these keys: `--device-batch-size 8 --activation-checkpointing`."""
     texts = {None: " auto", True: "", False: " false"}
     return " ".join(
-        f"--{key.replace('_', '-')}{texts[value] if value is None or isinstance(value, bool) else f' {value}'}"
+        f"--{key.replace('_', '-')}{texts[value] if value is None or isinstance(value, bool) else f' {shlex.quote(str(value))}'}"
         for key, value in change.items()
     )
 

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -433,6 +434,43 @@ def test_time_that_is_left_is_offered_to_the_same_depth(capsys):
     longer = json.loads(plan(capsys, *TWO, "--time", "12h", "--tokens-per-param", tokens_per_param, "--json"))
     assert longer["advice"]["depth"] == int(depth)
     assert 11 < longer["cost"]["run"]["hours"]["expected"] <= 12
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["balanced"],
+        ["tiny", "--n-embd", "auto", "--optimizer", "adamw"],
+        [
+            "--data",
+            "my books",
+            "--sequence-len",
+            "1024",
+            "--activation-checkpointing",
+            "mlp",
+            "--tokens-per-param",
+            "8",
+        ],
+    ],
+    ids=" ".join,
+)
+def test_the_command_below_the_advice_trains_what_is_planned(capsys, words):
+    limit = ["--budget", "10", "--price", "1/gpu-hour"]
+    [command] = re.findall("^next    paceline train (.*)$", plan(capsys, *words, *TWO, *limit), re.MULTILINE)
+    advised = json.loads(plan(capsys, *words, *TWO, *limit, "--json"))
+    assert advised.pop("advice")["depth"] == advised["model"]["n_layer"]
+    assert json.loads(plan(capsys, *shlex.split(command), *TWO, *limit[2:], "--json")) == advised
+
+
+def test_what_is_left_of_a_budget_is_money(capsys):
+    text = plan(capsys, *TWO, "--time", "100h", "--budget", "10", "--price", "1/gpu-hour")
+    left, spent = re.search(
+        r"^ +([\d.]+) of 10 remain, as .* trains depth 16 for ([\d.]+) in 4h", text, re.MULTILINE
+    ).groups()
+    assert 1 < float(left) < 3
+    assert 9 < float(spent) <= 10
+    assert " 54m12s remain, as " in plan(capsys, *TWO, "--time", "5h", "--budget", "100", "--price", "1/gpu-hour")
 
 
 @pytest.mark.parametrize(

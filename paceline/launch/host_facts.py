@@ -34,6 +34,7 @@ from paceline.errors import PacelineError
 from paceline.launch.connect import open_module
 from paceline.launch.hosts import HostEntry, hosts_of, is_this_host, parse_ports
 from paceline.launch.ssh import ANSWER_S, ModuleProcess
+from paceline.model.manifest import step_folders
 from paceline.options import ResumeOptions, TrainOptions
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import Plan
@@ -291,7 +292,8 @@ def start_check(
     def intent(plan: Plan) -> Intent:
         keys = frozenset(options.keys)
         training = training_intent(config, plan, command=command, set_keys=keys, run_path=run.path)
-        return replace(training, trackers=trackers)
+        saved = step_folders(run.checkpoints) if command == "resume" else ()
+        return replace(training, trackers=trackers, saved_checkpoints=len(saved))
 
     if not options.check and not entries:
         yield StartCheck(None, entries, intent, is_on=False)

@@ -9,12 +9,14 @@ that is far from the planned one is a finding with its likely cause.
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from paceline.config import Config, ModelConfig, format_flags
+from paceline.config import LENGTH_KEYS, Config, ModelConfig, format_flags
+from paceline.config_file import find_config, load_config
 from paceline.errors import Change, Finding, PlanError, UsageError
 from paceline.options import PlanOptions
 from paceline.plan.estimate import Range
@@ -174,10 +176,13 @@ def advise(
     raise PlanError(f"{limit} is too little for a model of any depth", fix=f"{enough(shortest)} allows the smallest")
 
 
-def longer_run(advice: Advice, run_of_depth: Callable[..., Advice], config: Config, *, time_s: float) -> str:
+def longer_run(
+    advice: Advice, run_of_depth: Callable[..., Advice], config: Config, *, time_s: float, budget: float | None
+) -> str:
     """Returns a line with what uses the time that the advice leaves; empty where it leaves little, or nothing does.
 
-    Where memory ends first, it has the flags with which a deeper model fits; else the tokens_per_param.
+    Where memory ends first, it has the flags with which a deeper model fits; else the tokens_per_param. budget: the money that
+    time_s costs; None where the time is the limit.
     """
     used = advice.seconds.expected / time_s
     if used > LITTLE_LEFT:
@@ -189,7 +194,8 @@ def longer_run(advice: Advice, run_of_depth: Callable[..., Advice], config: Conf
             return run if run.seconds.expected <= time_s else None
         return None
 
-    remain = f"        {format_duration(time_s - advice.seconds.expected)} remain, as"
+    left = f"{budget * (1 - used):,.2f} of {budget:g}" if budget else format_duration(time_s - advice.seconds.expected)
+    remain = f"        {left} remain, as"
     memory_ends = "does not fit" in advice.deeper
     deeper = advice.depth + 1
     if memory_ends and (
@@ -200,11 +206,21 @@ def longer_run(advice: Advice, run_of_depth: Callable[..., Advice], config: Conf
     if not (longer := fits(advice.depth, tokens_per_param=more)):
         return ""
     why = "memory ends first" if memory_ends else "depths come in steps of width"
-    trains = f"trains depth {advice.depth} for {format_duration(longer.seconds.expected)}"
+    cost = f"{budget * longer.seconds.expected / time_s:,.2f} in " if budget else ""
+    trains = f"trains depth {advice.depth} for {cost}{format_duration(longer.seconds.expected)}"
     return f"{remain} {why}: --tokens-per-param {more:g} {trains}"
 
 
-def format_advice(advice: Advice, *, limit: str, more: str) -> str:
+def train_command(config: Config, file: str | None) -> str:
+    """Returns the command that trains this config: the flags in which it differs from the file, without one from balanced."""
+    file = file or "balanced"  # without CONFIG, `train` begins with tiny, and every key of tiny would be a flag
+    usual, _ = load_config(find_config(file), {})
+    change = {key: value for key, value in asdict(config).items() if key == "depth" or value != getattr(usual, key)}
+    change = {key: value for key, value in change.items() if key not in LENGTH_KEYS or value is not None}
+    return f"paceline train {shlex.quote(file)} {format_flags(change)}"
+
+
+def format_advice(advice: Advice, *, limit: str, more: str, command: str) -> str:
     """Returns the lines about the depth for a time or a budget. limit: either in the user's words. more: longer_run."""
     bpb = advice.val_bpb
     return (
@@ -212,6 +228,7 @@ def format_advice(advice: Advice, *, limit: str, more: str) -> str:
         f" {limit} allows; {advice.deeper}\n"
         f"        val_bpb {f'{bpb.low:.3f} to {bpb.high:.3f}' if bpb else 'n/a: not measured on this text'}"
         + (f"\n{more}" if more else "")
+        + f"\nnext    {command}"
     )
 
 
@@ -245,6 +262,23 @@ def limits_of(options: PlanOptions, price: Price | None, setup: StepSetup) -> di
 def limit_text(options: PlanOptions) -> str:
     limits = [options.time, f"a budget of {options.budget:g}" if options.budget else None]
     return " and ".join(limit for limit in limits if limit)
+
+
+def flags_of_time(seconds: float, *, options: PlanOptions, limits: dict[str, float]) -> str:
+    """Returns the flags that allow a run of so many seconds, where those of the options do not. limits: of limits_of."""
+    flags = []
+    if seconds > limits.get("time", math.inf):
+        unit = 1 if seconds < 60 else 60
+        flags.append(f"--time {format_duration(unit * math.ceil(seconds / unit))}")
+    if options.budget is not None and seconds > limits["budget"]:
+        flags.append(f"--budget {math.ceil(100 * options.budget * seconds / limits['budget']) / 100:g}")
+    return " ".join(flags)
+
+
+def format_spent(seconds: float, *, options: PlanOptions, limits: dict[str, float]) -> str:
+    """takes 6h53m; of a budget: costs 13.77 and takes 6h53m"""
+    costs = options.budget and f"costs {options.budget * seconds / limits['budget']:,.2f} and "
+    return f"{costs or ''}takes {format_duration(seconds)}"
 
 
 def time_of_budget(budget: float, *, price: Price, num_gpus: int, watts: float | None) -> float:

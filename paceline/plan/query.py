@@ -5,7 +5,6 @@
 """
 
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -26,11 +25,14 @@ from paceline.plan.advice import (
     Price,
     advise,
     expected_bpb,
+    flags_of_time,
     format_advice,
+    format_spent,
     limit_text,
     limits_of,
     longer_run,
     parse_price,
+    train_command,
 )
 from paceline.plan.forecast import Forecast, forecast, format_exact, format_forecast, format_kwh, format_seconds
 from paceline.plan.gpu_table import COUNTED
@@ -116,8 +118,11 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], sizes_o
     exact = exact_facts(result.plan) if options.exact else None
     if options.json:
         return json.dumps(forecast_json(result, exact=exact, advice=advice), indent=1)
-    blocks = [format_advice(advice, limit=limit_text(options), more=more)] if advice else []
-    return "\n\n".join([*blocks, format_forecast(result), *([format_exact(exact)] if exact else [])])
+    blocks = [format_forecast(result), *([format_exact(exact)] if exact else [])]
+    if advice:
+        command = train_command(config, options.config)
+        blocks.insert(0, format_advice(advice, limit=limit_text(options), more=more, command=command))
+    return "\n\n".join(blocks)
 
 
 def planned_machine(options: PlanOptions, gpu: str | None, hosts: Machine | int) -> Machine:
@@ -247,21 +252,15 @@ def advise_depth(
     limits = limits_of(options, price, forecast_of(with_values(config, depth=1, time=None)).setup)
     time_s = min(limits.values())
 
-    def enough(seconds: float) -> str:
-        flags = []
-        if seconds > limits.get("time", math.inf):
-            unit = 1 if seconds < 60 else 60
-            flags.append(f"--time {format_duration(unit * math.ceil(seconds / unit))}")
-        if options.budget is not None and seconds > limits["budget"]:
-            flags.append(f"--budget {math.ceil(100 * options.budget * seconds / limits['budget']) / 100:g}")
-        return " ".join(flags)
-
-    def spent(seconds: float) -> str:
-        costs = options.budget and f"costs {options.budget * seconds / limits['budget']:,.2f} and "
-        return f"{costs or ''}takes {format_duration(seconds)}"
-
-    advice = advise(run_of_depth, time_s=time_s, limit=limit_text(options), enough=enough, spent=spent)
-    return advice, longer_run(advice, run_of_depth, config, time_s=time_s)
+    advice = advise(
+        run_of_depth,
+        time_s=time_s,
+        limit=limit_text(options),
+        enough=partial(flags_of_time, options=options, limits=limits),
+        spent=partial(format_spent, options=options, limits=limits),
+    )
+    budget = options.budget if limits.get("budget") == time_s else None
+    return advice, longer_run(advice, run_of_depth, config, time_s=time_s, budget=budget)
 
 
 def sweep(

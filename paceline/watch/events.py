@@ -239,7 +239,7 @@ def attempt_views(events: Sequence[JsonRecord]) -> list[AttemptView]:
     for event in events:
         number, kind = event.get("attempt", 0), str(event.get("event"))
         if kind == "attempt":
-            attempts[number] = {"time": event["time"]}
+            attempts[number] = {"time": event["time"], "world_size": event.get("world_size")}
         elif kind in ("launch", "script") and attempts and "state" not in attempts[max(attempts)]:
             attempts[max(attempts)].setdefault("cause", SUPERVISOR_LOST)  # the verdict comes when all hosts are ready
         elif kind == "damaged" and attempts:  # of the attempt that resumes from another checkpoint

@@ -49,7 +49,7 @@ from paceline.watch.snapshot import (
     Series,
     Snapshot,
 )
-from paceline.watch.trend import fell_to_zero, is_falling, rise_of, slowdown, turns_up
+from paceline.watch.trend import fell_to_zero, is_falling, rise_of, slowdown, step_times, turns_up
 
 STATE_SIGNS = {  # and the name of a style
     "queued": ("◌", "blue"),
@@ -193,11 +193,11 @@ def troubles(snapshot: Snapshot) -> Iterator[str]:
                 yield f"{name} was throttled for {format_percent(max(shares.values()))} of the time ({reasons}{heat})"
             if errors := gpu_errors(gpu):
                 yield f"{name} had errors: {errors}"
-    times = [value for value in snapshot.series.get("step_ms", Series()).values if math.isfinite(value)]
+    times = step_times(snapshot)
     planned = (snapshot.plan or {}).get("step_ms")
     if times and planned and (over := statistics.median(times) / planned) > SLOWER_THAN_PLANNED:
         yield f"a step took {format_percent(over - 1)} longer than planned"
-    elif slower := slowdown(times):
+    elif snapshot.state != "finished" and (slower := slowdown(times)):
         yield f"a step took {format_ms(slower[0])} at the end and {format_ms(slower[1])} at its best"
     if (spent := snapshot.goodput) and spent.busy_s and (lost := spent.seconds["lost"] / spent.busy_s) >= MIN_SHARE:
         yield f"{format_percent(lost)} of the time was lost work"
@@ -276,7 +276,7 @@ def speed_warnings(snapshot: Snapshot) -> Iterator[str]:
     planned = (snapshot.plan or {}).get("step_ms")
     if planned and snapshot.step_ms and snapshot.step_ms > SLOWER_THAN_PLANNED * planned:
         yield f"a step takes {format_percent(snapshot.step_ms / planned - 1)} longer than planned"
-    elif slower := slowdown(snapshot.series.get("step_ms", Series()).values):
+    elif slower := slowdown(step_times(snapshot)):
         yield f"a step takes {format_ms(slower[0])} now and took {format_ms(slower[1])} at its best"
 
 

@@ -8,10 +8,12 @@ half of those lines is clearly higher than the newer one, the curve was falling,
 
 import statistics
 from collections.abc import Iterator, Sequence
-from math import isfinite, sqrt
+from itertools import pairwise
+from math import inf, isfinite, sqrt
 
 from paceline.explain.curve_verdict import turn_of
 from paceline.noise import ABRUPT, CLIP, clip, level_of, standard_errors_below
+from paceline.units import unix_time
 from paceline.watch.measures import format_figure
 from paceline.watch.snapshot import Series, Snapshot
 
@@ -81,6 +83,15 @@ def slowdown(times: Sequence[float]) -> tuple[float, float] | None:
         return None
     present, best = statistics.median(times[-PACE_LINES:]), statistics.quantiles(times, n=4)[0]
     return (present, best) if present > SLOWER * best else None
+
+
+def step_times(snapshot: Snapshot) -> list[float]:
+    """Returns the finite times of the logged steps since the number of ranks last changed, in milliseconds."""
+    series, since = snapshot.series.get("step_ms", Series()), 0.0
+    for before, attempt in pairwise(snapshot.attempts):
+        since = unix_time(attempt.time) if attempt.world_size != before.world_size else since
+    times = series.times or [inf] * len(series.values)
+    return [value for value, time in zip(series.values, times, strict=True) if time >= since and isfinite(value)]
 
 
 def fell_to_zero(snapshot: Snapshot) -> bool:

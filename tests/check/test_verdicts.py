@@ -401,6 +401,10 @@ HEALTHY: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | 
      {**CUDA, "compile": False, "config": {"depth": 4, "window_pattern": "L"}}, None),
     ("disk-full", "cpu_box", {"storage.run_dir.free_bytes": 3 * GIB},
      {**DISK, "config": {"keep_last": 2, "save_every": 0}}, None),
+    ("disk-full", "cpu_box", {"storage.run_dir.free_bytes": 3 * GIB}, {**DISK, "saved_checkpoints": 3}, None),
+    ("disk-full", "cpu_box", {"storage.run_dir.free_bytes": 3 * GIB}, {**DISK, "saved_checkpoints": 9}, None),
+    ("disk-full", "cpu_box", {"storage.run_dir.free_bytes": 3 * GIB},
+     {**DISK, "saved_checkpoints": 1, "config": {"keep_last": 3}}, ("stop", "--keep-last 1")),
     ("folder-unwritable", "cpu_box", FULL, {"command": "run"}, None),
     ("shm-small", "workstation", {"host.shm.writable": False, "host.shm.free_bytes": 0}, CUDA,
      ("stop", "mount -o remount,size=8G /dev/shm")),
@@ -456,6 +460,16 @@ def test_a_fix_does_no_harm_and_a_healthy_variant_has_no_finding(case):
     id, host, changes, intent, expected = case
     findings = findings_of(id, [changed(HOSTS[host], changes)], intent)
     assert [(finding.severity, finding.fix) for finding in findings] == ([expected] if expected else [])
+
+
+def test_checkpoints_that_are_there_need_no_more_room():
+    hosts = [changed(HOSTS["cpu_box"], {"storage.run_dir.free_bytes": 3 * GIB})]
+    for saved, needs in (
+        (0, "4 checkpoints of 2.0 GiB need 8.0 GiB"),
+        (2, "2 more checkpoints of 2.0 GiB need 4.0 GiB"),
+    ):
+        [finding] = findings_of("disk-full", hosts, {**DISK, "saved_checkpoints": saved})
+        assert finding.what.endswith(f" has 3.0 GiB free, {needs}")
 
 
 @pytest.mark.parametrize("id, changes, severity, fix", [

@@ -18,6 +18,7 @@ from paceline.launch import host_facts
 from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts, ranks_of
 from paceline.launch.ssh import code_archive
 from paceline.options import TrainOptions
+from paceline.plan.machine import Machine
 from paceline.plan.planner import make_plan
 from paceline.rundir import RunDir
 
@@ -138,6 +139,17 @@ def test_a_driver_that_is_not_in_the_list_is_asked_for_its_folders_alone_and_its
         with pytest.raises(PacelineError, match="this run would fail: folder-unwritable"):
             check.judge(plan)
     assert f"{socket.gethostname()}: the run folder {run.path}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command, saved", [("train", 0), ("resume", 3)])
+def test_a_resume_is_checked_for_the_checkpoints_that_are_still_to_come(tmp_path, command, saved):
+    config, run = Config(depth=2), RunDir(tmp_path / "run")
+    for step in (2, 4, 6):
+        (run.checkpoints / f"step_{step:06d}").mkdir(parents=True)
+    machine = Machine(gpus=(), cpu_cores=2, cpu_bf16=False, memory_bytes=1 << 33)
+    plan = make_plan(config, machine, vocab_size=512, num_rows=0)
+    with host_facts.start_check(config, run, TrainOptions(check=False), command=command, trackers=()) as check:
+        assert check.intent(plan).saved_checkpoints == saved
 
 
 def test_a_host_that_does_not_answer_refuses_a_run_while_its_text_is_prepared(tmp_path, monkeypatch, capsys):

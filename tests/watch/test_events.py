@@ -76,6 +76,14 @@ def test_a_resume_after_a_killed_supervisor_starts_before_its_attempt_has_begun(
         assert attempt_outcome(snapshot, snapshot.attempts[0]) == outcome
 
 
+def test_an_attempt_has_its_number_of_ranks():
+    events = [
+        {"event": "attempt", "attempt": 1, "time": START, "world_size": 2},
+        {"event": "attempt", "attempt": 2, "time": START},
+    ]
+    assert [attempt.world_size for attempt in attempt_views(events)] == [2, None]
+
+
 def test_a_save_without_room_counts_until_a_checkpoint_or_the_next_attempt():
     text = (
         "checkpoint not saved at step 30: 2.0 MiB needed on bob, whose disk is full; it is saved as soon as there is room"

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 from snapshots import (
@@ -182,6 +183,31 @@ def pace(value):
 )  # fmt: skip
 def test_each_warning_names_its_number(changed, text):
     assert summarize(replace(training(), **changed), now=NOW) == Summary("warning", text)
+
+
+@pytest.mark.parametrize(
+    ("state", "ranks", "text"),
+    [
+        ("training", [2, 2], "A step takes 500 ms now and took 300 ms at its best."),
+        ("training", [2, 1, 1], "All well: the loss is falling, 2 GPUs are busy 97 % of the time, no rank is slow."),
+        (
+            "stopped",
+            [2, 2],
+            "Stopped on request; it can be resumed; a step took 500 ms at the end and 300 ms at its best.",
+        ),
+        ("stopped", [2, 1, 1], "Stopped on request; it can be resumed."),
+        ("finished", [2, 2], "All steps are done."),
+    ],
+)
+def test_the_times_of_steps_are_compared_with_those_of_as_many_ranks(state, ranks, text):
+    times = curve(lambda step: 300.0 if step < 700 else 500.0, now=NOW)
+    begins = [0.0, *(time for step, time in zip(times.steps, times.times, strict=True) if step in (700, 900))]
+    begins = [datetime.fromtimestamp(time, UTC).isoformat() for time in begins[: len(ranks)]]
+    attempts = [AttemptView(1, time, "interrupted", world_size=size) for time, size in zip(begins, ranks, strict=True)]
+    series = {**training().series, "step_ms": times}
+    snapshot = replace(training(), state=state, hosts=[] if state != "training" else training().hosts, plan=None)
+    result = summarize(replace(snapshot, series=series, attempts=attempts), now=NOW)
+    assert result is not None and result.text == text
 
 
 def test_a_start_that_hangs_is_a_warning():

@@ -38,6 +38,7 @@ class Intent:
     need_host_bytes: int | None = None  # at least, of all processes on a host
     checkpoint_bytes: int | None = None
     num_checkpoints: int | None = None  # at one time
+    saved_checkpoints: int = 0  # of them, those that the run folder has already
     shard_bytes: int | None = None  # of the prepared text; about, where it is not prepared yet
     text_folder: str | None = None  # its name in the cache of the host where it is prepared
     port: int | None = None  # None: the kernel chooses one

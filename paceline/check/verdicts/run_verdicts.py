@@ -174,17 +174,25 @@ def disk_full(host: Host) -> Cases:
         return
     free, one = place["free_bytes"], intent.checkpoint_bytes or 0
     limit = intent.num_checkpoints or 1
-    number = checkpoints_at_once(intent, limit)
+    number = checkpoints_to_come(intent, limit)
     what, fix = f"{place['path']} has {format_bytes(free)} free", "--runs-dir ~/runs"
     if is_without_space(place) and place.get("writable") is False:
         yield Case(what, fix)
     elif free < one * number:
         if (at_home := host.at("storage.cache.free_bytes")) is not None and at_home < one * number:
             fix = "df -h"  # the home folder, where the cache is, has no more room
-        least = checkpoints_at_once(intent, limit - (intent.config.get("keep_last") or 1) + 1)  # with keep_last 1
+        least = checkpoints_to_come(intent, limit - (intent.config.get("keep_last") or 1) + 1)  # with keep_last 1
         if free >= one * least:
             fix = "--keep-last 1"
-        yield Case(f"{what}, {number} checkpoints of {format_bytes(one)} need {format_bytes(one * number)}", fix)
+        more = "more " if intent.saved_checkpoints else ""
+        count = format_number_of(number, f"{more}checkpoint")
+        need = "needs" if number == 1 else "need"
+        yield Case(f"{what}, {count} of {format_bytes(one)} {need} {format_bytes(one * number)}", fix)
+
+
+def checkpoints_to_come(intent: Intent, limit: int) -> int:
+    """Returns how many checkpoints there will be besides those that are there: at least the one that is being written."""
+    return max(1, checkpoints_at_once(intent, limit) - intent.saved_checkpoints)
 
 
 def checkpoints_at_once(intent: Intent, limit: int) -> int:

@@ -64,11 +64,11 @@ $(VENV)/core: $(VENV)/torch pyproject.toml
 	$(PIP) --no-build-isolation -e .
 	touch $@
 
-# uv takes a fourth of pip's time; pip knows more ways to name an index
+# uv takes a fourth of pip's time; pip reads more settings, such as another index
 $(VENV)/dev: EXTRAS := .[dev,datasets,peers,trackers,clusters,gpu-proof]
 $(VENV)/dev: $(VENV)/torch pyproject.toml
-	$(PIP) uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --no-build-isolation -e '$(EXTRAS)' || \
+	$(PIP) uv && \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --no-build-isolation -e '$(EXTRAS)' || \
 		$(PIP) --no-build-isolation -e '$(EXTRAS)'
 	touch $(VENV)/core $@
 

@@ -72,6 +72,7 @@ $(VENV)/dev: $(VENV)/torch pyproject.toml
 		$(PIP) --no-build-isolation -e '$(EXTRAS)'
 	touch $(VENV)/core $@
 
+# beside the other packages, which it may meet half installed: without it the tests only take longer
 $(VENV)/compiled: $(VENV)/torch
 	-$(BIN)/python -c 'import torch._inductor.compile_fx, torch.distributed.fsdp'
 	touch $@

@@ -1,5 +1,4 @@
-# Every target sets up .venv by itself, and again when pyproject.toml or constraints.txt changed. A new pip takes half as long as the one that
-# Python 3.11 brings.
+# Every target sets up .venv by itself, and again when pyproject.toml or constraints.txt changed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 # Set in some containers; without compiled files every process of the tests compiles all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train quick compiled test newest soak lint bench clean
+.PHONY: train quick compiled test newest soak lint style types bench clean
 
 train: $(VENV)/core
 	$(BIN)/paceline train
@@ -17,8 +16,8 @@ train: $(VENV)/core
 quick: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not dist and not slow and not soak'
 
-# each module compiled once: three processes that start together would compile all of them three times
-compiled: $(VENV)/dev
+# each module compiled once: processes that start together would all compile it
+compiled: $(VENV)/compiled $(VENV)/dev
 	$(BIN)/python -m pytest --collect-only > /dev/null
 
 # of four processes one or two wait for a deadline, a process or a browser, so that two cores are busy
@@ -32,10 +31,14 @@ soak: $(VENV)/dev
 	PYTHONPATH=tests $(BIN)/python -m soak.loop $(or $(ARGS),--write docs/reliability.md)
 	PYTHONPATH=tests $(BIN)/python -m soak.hosts $(or $(HOSTS),--write docs/reliability.md)
 
-lint: $(VENV)/dev
+lint: types style
+
+types: $(VENV)/dev
+	$(BIN)/mypy
+
+style: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/python dev/measure_code.py --lint
 
 # the tests with the newest torch of the index, whose CUDA libraries are gigabytes, in an environment of its own
@@ -61,9 +64,18 @@ $(VENV)/core: $(VENV)/torch pyproject.toml
 	$(PIP) --no-build-isolation -e .
 	touch $@
 
+# uv takes a fourth of pip's time; pip reads more settings, such as another index
+$(VENV)/dev: EXTRAS := .[dev,datasets,peers,trackers,clusters,gpu-proof]
 $(VENV)/dev: $(VENV)/torch pyproject.toml
-	$(PIP) --no-build-isolation -e '.[dev,datasets,peers,trackers,clusters,gpu-proof]'
+	$(PIP) uv && \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --no-build-isolation -e '$(EXTRAS)' || \
+		$(PIP) --no-build-isolation -e '$(EXTRAS)'
 	touch $(VENV)/core $@
+
+# beside the other packages, which it may meet half installed: without it the tests only take longer
+$(VENV)/compiled: $(VENV)/torch
+	-$(BIN)/python -c 'import torch._inductor.compile_fx, torch.distributed.fsdp'
+	touch $@
 
 clean:
 	rm -rf $(VENV) .venv-newest build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from paceline.cli import COMMANDS, run_command
 
@@ -25,6 +26,11 @@ _python_argcomplete
 """,
     "fish": "source $argv[1]; complete -C $argv[2]",
 }
+
+
+def soaked(line: str, expected: list[str]) -> ParameterSet:
+    """A line of a kind that another one has too."""
+    return pytest.param(line, expected, marks=pytest.mark.soak)
 
 
 def needs(shell: str) -> None:
@@ -82,33 +88,33 @@ def offered(line: str, *, shell: str, folder: Path, capsys) -> list[str]:
     [
         ("paceline res", ["resume"]),
         ("paceline run", ["run", "runs"]),
-        ("paceline torch re", ["recipe"]),
+        soaked("paceline torch re", ["recipe"]),
         ("paceline torch recipe --dr", ["--driver"]),
         ("paceline train --device", ["--device", "--device-batch-size"]),
-        ("paceline train --device c", ["cpu", "cuda"]),
+        soaked("paceline train --device c", ["cpu", "cuda"]),
         ("paceline train --device=cu", ["cuda"]),
-        ("paceline train --no-ch", ["--no-check"]),
+        soaked("paceline train --no-ch", ["--no-check"]),
         ("paceline train --no-check --dep", ["--depth"]),
         ("paceline train t", ["tiny", "train.py"]),
-        ("paceline resume bo", ["books"]),
-        ("paceline explain tr", ["train.py"]),
+        soaked("paceline resume bo", ["books"]),
+        soaked("paceline explain tr", ["train.py"]),
         ("paceline explain ", ["bin/", "books", "code", "other/", "runs/", "train.py"]),
-        ("paceline profile bo", ["books"]),
+        soaked("paceline profile bo", ["books"]),
         ("paceline profile --runs-dir other e", ["elsewhere"]),
-        ("paceline profile t", ["tiny", "train.py"]),
+        soaked("paceline profile t", ["tiny", "train.py"]),
         ("paceline sample books --step ", ["40", "500", "best"]),
-        ("paceline eval runs/books --step 5", ["500"]),
+        soaked("paceline eval runs/books --step 5", ["500"]),
         ("paceline eval code --step ", ["best"]),
         ("paceline runs show ", ["books", "code"]),
         ("paceline runs --sort lo", ["loss"]),
         ("paceline runs --tag ", ["baseline", "wide"]),
-        ("paceline watch --runs-dir other ", ["elsewhere"]),
+        soaked("paceline watch --runs-dir other ", ["elsewhere"]),
         ("paceline track books --to ", ["tensorboard", "trackio", "wandb"]),
         ("paceline train --track wandb,tr", ["wandb,trackio"]),
-        ("paceline completion ", ["bash", "fish", "zsh"]),
+        soaked("paceline completion ", ["bash", "fish", "zsh"]),
         ("paceline plan --gpu H10", ["H100\\ NVL", "H100\\ PCIe", "H100\\ SXM"]),
         ("paceline plan --compare L4,H20", ["L4,H200\\ NVL", "L4,H200\\ SXM"]),
-        ("paceline run --nproc 2 -- tr", ["train.py"]),
+        soaked("paceline run --nproc 2 -- tr", ["train.py"]),
         ("paceline run -- train.py --no-ch", []),
     ],
 )
@@ -123,12 +129,12 @@ def test_bash_completes(line, expected, folder, capsys):
         ("paceline tok", ["tokenizer"]),
         ("paceline torch recipe --dr", ["--driver"]),
         ("paceline resume bo", ["books"]),
-        ("paceline completion ", ["bash", "fish", "zsh"]),
-        ("paceline train --sequence-len ", []),
+        soaked("paceline completion ", ["bash", "fish", "zsh"]),
+        soaked("paceline train --sequence-len ", []),
         ("paceline plan --price ", []),
         ("paceline train --data tr", ["train.py"]),
-        ("paceline track books --to t", ["tensorboard", "trackio"]),
-        ("paceline run -- tr", ["train.py"]),
+        soaked("paceline track books --to t", ["tensorboard", "trackio"]),
+        soaked("paceline run -- tr", ["train.py"]),
     ],
 )
 def test_zsh_and_fish_complete(shell, line, expected, folder, capsys):

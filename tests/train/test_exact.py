@@ -189,7 +189,11 @@ def short_name(setup: MemorySetup) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "setup",
-    grid(1, seed=1, most_ops=10) + sharded_grid(1, seed=3, most_ops=8) + ddp_grid(1, seed=4, most_ops=8),
+    [
+        *grid(1, seed=1, most_ops=10),
+        *sharded_grid(1, seed=3, most_ops=8),
+        *(pytest.param(setup, marks=pytest.mark.soak) for setup in ddp_grid(1, seed=4, most_ops=8)),
+    ],
     ids=short_name,
 )
 def test_the_closed_form_is_the_trace_within_three_per_cent(setup: MemorySetup):

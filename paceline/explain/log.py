@@ -38,6 +38,12 @@ MAX_SAMPLE_LINES = 60
 # that it learns
 STAGE = re.compile(r"(?i)\b(?:stage|phase)[ _=:]{1,3}(?P<stage>\d{1,3})\b")
 MIN_STAGE, STAGE_FALL, STAGE_END = 10, 0.8, 3
+MIN_TRAINED = 10  # steps of a training that is short and whole
+LAST_OF = re.compile(r"(?<![\d/])(?P<last>\d{1,6})/(?P=last)(?![\d/])")
+SAVED = re.compile(r"(?i)\bsaved\b(?!.*\b(?:not|fail\w*|error)\b)")
+STARTER = re.compile(
+    r"\b(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|mpiexec): "
+)  # of the training itself
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -111,6 +117,18 @@ class Log:
             for line, rank, step in self.last_progress
             if record.line < line < before and (record.rank is None or rank in (None, record.rank))
         }
+
+    def has_trained_behind(self, record: Record) -> bool:
+        """Whether a whole training follows what a shell did not find: N or more lines to step or epoch N/N, and a save."""
+        last = [
+            match
+            for line, text in self.last_lines
+            if line == self.last_progress_line
+            if (match := LAST_OF.search(text))
+        ]
+        is_whole = bool(last) and MIN_TRAINED <= int(last[0]["last"]) <= len(self.steps_after(record))
+        is_saved = any(SAVED.search(text) for line, text in self.last_lines if line > self.last_progress_line)
+        return is_whole and is_saved and bool(self.losses) and not STARTER.search(record.text)
 
 
 class OpenRun:

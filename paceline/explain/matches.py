@@ -277,7 +277,7 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     if BEHIND_END.match(record.text) and log.progress.done_line and log.progress.done_line < record.line:
         return True
     if NOT_FOUND.search(record.text):
-        return is_far or any(CODE_ERROR.match(other.text) for other in behind)
+        return is_far or log.has_trained_behind(record) or any(CODE_ERROR.match(other.text) for other in behind)
     if is_of_item(record) and shape_of(record.text) in continuation.repeated:
         return True
     stop = continuation.stop if ended_program(record) else math.inf

@@ -212,6 +212,14 @@ def test_the_class_to_allow_stands_in_its_list():
     assert "from numpy._core.multiarray import scalar; torch.serialization.add_safe_globals([scalar])" in fix
 
 
+@pytest.mark.parametrize(
+    "path", ["./data/train.jsonl", "/data/train.json.gz", "data/train.binidx", "data/train.jsonl\\r"]
+)
+def test_the_path_of_missing_data_is_named_whole(path):
+    explanation = explain_text(raised(0, f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'"))
+    assert explanation.summary.startswith(f"the training data {path} does not exist")
+
+
 @pytest.mark.parametrize("wait", ["1800s", "1800000ms"])
 def test_a_timeout_is_shown_in_the_same_units_whatever_the_log_uses(wait):
     error = f"The client socket has timed out after {wait} while trying to connect to (node-0, 29500)."

@@ -683,6 +683,22 @@ def test_a_script_that_goes_on_without_a_program_has_not_failed_for_it():
     assert verdict(missing + STEPS * 6 + raised(None, OOM)).cause == "cuda-oom"
 
 
+def test_a_short_training_that_is_whole_and_saved_has_not_failed_for_a_program_that_a_script_misses():
+    missing, saved = "run.sh: line 2: nvidia-smi: command not found\n", "saved to out/final.pt\n"
+    steps = [f"[{step:2d}/30] loss={4 - step / 9:.4f}\n" for step in range(1, 31)]
+    whole = missing + "".join(steps) + saved
+    assert verdict(whole).cause == "healthy"
+    twins = [
+        missing + "".join(steps[:12]) + saved,
+        missing + "".join(steps),
+        missing + "".join(steps[12:]) + saved,
+        whole + "run.sh: line 9: upload: command not found\n",
+        whole.replace("nvidia-smi", "torchrun"),
+        missing + "".join(steps[:3]).replace("/30", "/3") + saved,
+    ]
+    assert [verdict(text).cause for text in twins] == ["system-tool-missing"] * len(twins)
+
+
 @pytest.mark.parametrize(
     "line", ["sh: 1: nvcc: not found", "bash: module: command not found", "run.sh: line 3: bc: command not found"]
 )

@@ -134,6 +134,9 @@ NO_TROUBLE = re.compile(
 ERROR_PREFIX = re.compile(
     r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|\[(?:error|fatal|critical)\]|(?:[Ff]atal|[Ee]rror)(?: error)?: )"
 )
+MARKED_ERROR = re.compile(
+    r"\W*[❌✗✘] ?\w*error\b", re.IGNORECASE
+)  # may name its epoch, and is no line of progress then
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
 SKIPPED_STEP = re.compile(
     r"(?i)\bskip(?:ped|ping) (?:train(?:ing)? )?(?:batch|step|iteration) #?(?P<number>\d{1,9}) ?[:(-] ?\S"
@@ -178,7 +181,7 @@ def last_errors(log: Log, *, has_failed: bool) -> list[Record]:
     """
     if ends_in(SUCCESS, log) or ends_in(SUMMARY, log) or log.is_serving:
         return []
-    last_line, above = log.last_progress_line, announcing(log)
+    last_line, above = log.last_progress_line - 1, announcing(log)  # an error may name its step or loss itself
     if ends_well(log):
         last_line = max(last_line, log.last_lines[-1][0] - WENT_ON)
     lines = (record for record in log.records if record.kind == "line" and record.line not in above)
@@ -262,7 +265,8 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         trouble += [
             (number, text)
             for number, text in lines
-            if last_good < number <= min([number, *threads]) and is_trouble(text, at_end=True)
+            if number > last_good or (number > max(results, default=0) and MARKED_ERROR.match(text))
+            if number <= min([number, *threads]) and is_trouble(text, at_end=True)
             if not (was_shut_down and ENDED.search(text))
         ]
     return trouble

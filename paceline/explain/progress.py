@@ -365,7 +365,9 @@ class ProgressTracker:
             if values and (measure == "loss" or is_lost):
                 number, _, step = values[0]
                 label = "eval_loss" if measure == "loss" and self._is_nan_held_out and not norms else measure
-                return replace(reached, nan_line=number, nan_step=step, nan_measure=label)
+                return replace(
+                    reached, nan_line=number, nan_step=step, nan_measure=label, is_all_nan=measure not in self._finite
+                )
         return reached
 
 

@@ -356,7 +356,7 @@ class ProgressTracker:
                 number, _, step = places[0]
                 return replace(reached, nan_line=number, nan_step=step, nan_measure=label)
         norms = self._non_finite.get("grad_norm", [])
-        # a loss scaler skips some such steps, most infinite; behind a loss of 0, with all so, or where the log stops at NaN, none counts
+        # a loss scaler skips some such steps, most infinite; none counts after a loss of 0, if all are so, or the log stops there
         never_finite = len(norms) > 1 and "grad_norm" not in self._finite
         stops_there = silent_end and bool(norms) and "grad_norm" not in self._infinite
         is_lost = len(norms) == SKIPPED_STEPS or reached.last_loss == 0 or never_finite or stops_there

@@ -71,6 +71,7 @@ class LogProgress:
     nan_line: int | None = None  # from this line on every value of nan_measure is NaN or infinite
     nan_step: int | None = None
     nan_measure: str = "loss"
+    is_all_nan: bool = False  # no loss was finite
     done_line: int | None = None  # reports that the work is done
     finished: bool = False  # the log reports that the work is done
     silent_end: bool = False  # the last line is a progress line

@@ -347,15 +347,15 @@ class ProgressTracker:
         silent_end = bool(self.lines) and self.lines[-1][0] == last_line and not finished
         reached = LogProgress(
             steps=self._num_lines, first_step=self.first_step, last_step=self._last_step, last_epoch=self._last_epoch,
-            last_loss=self._last_loss, done_line=self._done_line, finished=finished, silent_end=silent_end,
+            last_loss=self._last_loss, is_all_nan="loss" not in self._finite, done_line=self._done_line,
+            finished=finished, silent_end=silent_end,
         )  # fmt: skip
         for label, places in self._lost.items():
             if len(places) >= SKIPPED_STEPS and "loss" not in self._non_finite:
                 number, _, step = places[0]
                 return replace(reached, nan_line=number, nan_step=step, nan_measure=label)
         norms = self._non_finite.get("grad_norm", [])
-        # a loss scaler skips some steps with such a gradient norm, most of them infinite; behind a loss of 0, with all of them
-        # so, or where the log stops at NaN, no step counts
+        # a loss scaler skips some such steps, most infinite; none counts after a loss of 0, if all are so, or the log stops there
         never_finite = len(norms) > 1 and "grad_norm" not in self._finite
         stops_there = silent_end and bool(norms) and "grad_norm" not in self._infinite
         is_lost = len(norms) == SKIPPED_STEPS or reached.last_loss == 0 or never_finite or stops_there

@@ -239,7 +239,8 @@ def nan_records(progress: LogProgress) -> list[Record]:
     if progress.nan_line is None:
         return []
     value = progress.last_loss if progress.nan_measure.endswith("loss") else "NaN or infinite"
-    return [Record("line", f"{progress.nan_measure} {value} from here to the end", progress.nan_line)]
+    start = "the first one" if progress.is_all_nan and progress.nan_measure == "loss" else "here"
+    return [Record("line", f"{progress.nan_measure} {value} from {start} to the end", progress.nan_line)]
 
 
 def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[str, str]) -> Explanation:

@@ -175,6 +175,12 @@ def test_a_loss_that_is_nan_in_evaluations_alone_has_a_fix_for_the_evaluation():
     assert "only the loss" not in explained("step 10 loss 2.0\nstep 20 loss 1.9\n" + "val_loss nan\n" * 6).summary
 
 
+@pytest.mark.parametrize(("first", "is_of_inputs"), [("nan", True), ("2.1", False)])
+def test_losses_that_are_nan_from_the_first_one_on_are_sought_in_the_inputs(first, is_of_inputs):
+    fix = explained(f"step 1 loss {first}\nstep 2 loss nan\nstep 3 loss nan\n").fix
+    assert fix.startswith("look at the inputs") == is_of_inputs
+
+
 def test_what_samples_from_a_training_that_diverged_has_the_fix_of_the_training():
     error = "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0\n"
     assert "generation" in explained("step 1 loss 2.1\nstep 2 loss 2.0\n", error).fix

@@ -260,12 +260,9 @@ def data(args: options.DataOptions) -> None:
         with show_progress() as progress:
             verify(dataset, progress=progress)
         print(f"verify  {len(dataset.meta['files'])} files: every hash agrees", file=sys.stderr)
-    if args.json or isinstance(args, options.DataInfoOptions):
-        facts = data_info(dataset)
-        table = facts if args.json else {**facts.pop("splits"), **facts, "files": len(facts["files"])}
-        print_facts(table, as_json=args.json)
-    else:
-        print(format_prepared(dataset, config, file=args.config, keys=args.keys))
+    keys = None if isinstance(args, options.DataInfoOptions) else args.keys
+    text = format_prepared(dataset, config, file=args.config, keys=keys) if not args.json else ""
+    print(json.dumps(data_info(dataset), ensure_ascii=False) if args.json else text)
 
 
 def tokenizer_train(args: options.TokenizerTrainOptions) -> None:

@@ -16,6 +16,7 @@ from paceline.errors import PacelineError, UsageError, nearest
 OTHER_COMMANDS = {  # of nanochat and other trainers -> ours
     "chat": "sample",
     "generate": "sample",
+    "compare": "runs show A B",
     "list": "runs",
     "ls": "runs",
     "finetune": "train --init-from RUN --data OTHER",

@@ -139,6 +139,7 @@ def test_an_option_has_the_same_meaning_in_every_form(args):
     [
         (["trian"], "paceline train"),
         (["chat"], "paceline sample"),
+        (["compare", "a", "b"], "paceline runs show A B"),
         (["sft"], "paceline train --init-from RUN --data OTHER"),
         (["tokeniser", "train"], "paceline tokenizer train"),
         (["torch", "chekc"], "paceline torch check"),

@@ -351,10 +351,10 @@ def data_info(dataset: TokenDataset) -> dict[str, Any]:
     }
 
 
-def format_prepared(dataset: TokenDataset, config: Config, *, file: str | None, keys: Mapping[str, Any]) -> str:
+def format_prepared(dataset: TokenDataset, config: Config, *, file: str | None, keys: Mapping[str, Any] | None) -> str:
     """Returns what `paceline data prepare` prints: the shards, their text, the time, and the command that uses them.
 
-    file, keys: of the command. Rows that are packed are made here.
+    file, keys: of the command. keys None: of `data info`, with how the shards were made. Rows that are packed are made here.
     """
     rows = dataset.split("train", config.packing)
     packed = f"{rows.num_rows(config.sequence_len):,} of {config.sequence_len:,} tokens to train on"
@@ -367,20 +367,23 @@ def format_prepared(dataset: TokenDataset, config: Config, *, file: str | None, 
         format_number_of(facts["num_documents"], "document"),
     )
     seconds = (facts.get("train_tokenizer_s") or 0.0) + facts["tokenize_s"]
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in keys.items()]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (keys or {}).items()]
+    took = f"{seconds:.1f}s" if seconds < 60 else format_duration(seconds)
+    held_out = f"{format_number_of(facts['splits']['val']['num_documents'], 'document')} held out"
     lines = {
         "text": f"{config.data}: {files}, {documents}, {format_bytes(facts['num_bytes'])}",
         "tokens": f"{facts['num_tokens']:,}: {train:,} to train on, {val:,} held out; vocabulary {facts['vocab_size']:,}",
         "rows": packed,
         "size": f"{facts['bytes_per_token']:.2f} bytes per token, {format_bytes(facts['disk_bytes'])} on disk",
-        "time": "none: it was there already"
-        if dataset.reused
-        else f"{seconds:.1f}s"
-        if seconds < 60
-        else format_duration(seconds),
+        "time": "none: it was there already" if dataset.reused else took,
         "shards": str(dataset.path),
         "next": shlex.join(["paceline", "train", *([file] if file else []), *flags]),
+        "share": f"{held_out}, {format_percent(facts['held_out_share'], digits=1)} of the text",
+        "ids": f"{facts['dtype']}, of tokenizer {facts['tokenizer_hash'][:12]}",
+        "made": f"{facts['created']} in {took}",
     }
+    for name in ("time", "next") if keys is None else ("share", "ids", "made"):
+        del lines[name]
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 
 

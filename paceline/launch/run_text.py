@@ -23,6 +23,7 @@ from paceline.data.prepare import (
     META,
     TokenDataset,
     data_info,
+    dataset_path,
     open_dataset,
     prepare,
     print_vocab_size_note,
@@ -278,7 +279,9 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
         run_tokenizer(run)  # refuses another one
     if (path / META).is_file():
         if not is_elsewhere:
-            return open_dataset(path)
+            dataset = open_dataset(path)
+            print_change_note(run, config.data, dataset.meta, cache_dir=cache_dir(config))
+            return dataset
         content = content_hash(open_dataset(path))
     if config.tokenizer is None:
         config = replace(config, vocab_size=vocab_size or config.vocab_size)
@@ -311,6 +314,20 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
             else f"restore {path if is_same_text else 'the text'}, or start a new run",
         )
     return dataset
+
+
+def print_change_note(run: RunDir, source: str, meta: Mapping[str, Any], *, cache_dir: Path) -> None:
+    """Prints that the files of the run's text are not those that its shards, whose meta.json is `meta`, were made of."""
+    if source.startswith("hf:") or "requested_vocab_size" not in meta:  # an earlier version did not record it
+        return
+    vocab_size = meta["requested_vocab_size"]
+    tokenizer_hash = meta["tokenizer_hash"] if vocab_size is None else None
+    with suppress(PacelineError):  # the text may be gone
+        files = list_files(source)
+        path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
+        if path.name != meta["fingerprint"]:
+            what = "has changed since it was prepared (sizes or times of its files)"
+            print(f"note    {source} {what}: {run.name} keeps the text that it began with", file=sys.stderr)
 
 
 def content_hash(dataset: TokenDataset) -> str:

@@ -480,6 +480,28 @@ def test_the_text_of_a_run_may_be_at_another_place_but_not_another_text(job_on, 
         reopen_data(run, config, is_elsewhere=True)
 
 
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_text_that_has_changed_since_its_run_began_is_reported(job_on, tmp_path, capsys, is_own):
+    run, text = job_on(lambda: TWO).run, tmp_path / "t.txt"
+    text.write_text("a few words\n" * 1000)
+    config = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+    if is_own:
+        config = replace(config, tokenizer=str(tmp_path / "t.json"))
+        train_tokenizer(iter(["words"]), vocab_size=260).save(tmp_path / "t.json")
+    record_data(run, dataset := prepare_data(config), config)
+    config = replace(config, vocab_size=dataset.meta["vocab_size"])  # as config.toml has it
+    capsys.readouterr()
+    assert reopen_data(run, config).path == dataset.path
+    assert capsys.readouterr().err == ""
+    text.write_text("other words\n" * 999)
+    assert reopen_data(run, config).path == dataset.path
+    what = "has changed since it was prepared (sizes or times of its files): run keeps the text that it began with"
+    assert capsys.readouterr().err == f"note    {text} {what}\n"
+    text.unlink()
+    reopen_data(run, config)
+    assert capsys.readouterr().err == ""
+
+
 def test_text_that_another_version_read_otherwise_is_refused_where_its_shards_are_gone(job_on, tmp_path, monkeypatch):
     run, text = job_on(lambda: TWO).run, tmp_path / "t.txt"
     text.write_text("".join(f"tale {number}\n<|endoftext|>\n" for number in range(1000)))

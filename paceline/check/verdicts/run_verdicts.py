@@ -150,11 +150,16 @@ def folder_unwritable(host: Host) -> Cases:
             yield Case(what, other_cache(host), "warn", ("storage.cache",))
             continue
         if key == "run_dir" and host.intent.command == "resume":
-            copy = f"~/runs/{shlex.quote(Path(place['path']).name)}"
-            fix = f"mkdir -p ~/runs && cp -r {shlex.quote(place['path'])} {copy} && paceline resume {copy}"
+            fix = resume_of_copy(place["path"])
         elif is_home_unwritable(host):
             fix = f"{usual_fix.partition('~')[0]}DIR in a place you can write"
         yield Case(what, fix, "warn" if harmless else "stop", (f"storage.{key}",))
+
+
+def resume_of_copy(run_path: str) -> str:
+    """Returns the command that continues a run in the home folder: another --runs-dir would not have it."""
+    copy = f"~/runs/{shlex.quote(Path(run_path).name)}"
+    return f"mkdir -p ~/runs && cp -r {shlex.quote(run_path)} {copy} && paceline resume {copy}"
 
 
 def is_home_unwritable(host: Host) -> bool:
@@ -175,11 +180,13 @@ def disk_full(host: Host) -> Cases:
     free, one = place["free_bytes"], intent.checkpoint_bytes or 0
     limit = intent.num_checkpoints or 1
     number = checkpoints_to_come(intent, limit)
-    what, fix = f"{place['path']} has {format_bytes(free)} free", "--runs-dir ~/runs"
+    what = f"{place['path']} has {format_bytes(free)} free"
+    fix = resume_of_copy(place["path"]) if intent.command == "resume" else "--runs-dir ~/runs"
     if is_without_space(place) and place.get("writable") is False:
         yield Case(what, fix)
     elif free < one * number:
-        if (at_home := host.at("storage.cache.free_bytes")) is not None and at_home < one * number:
+        needed_at_home = one * (number + intent.saved_checkpoints)
+        if (at_home := host.at("storage.cache.free_bytes")) is not None and at_home < needed_at_home:
             fix = "df -h"  # the home folder, where the cache is, has no more room
         least = checkpoints_to_come(intent, limit - (intent.config.get("keep_last") or 1) + 1)  # with keep_last 1
         if free >= one * least:

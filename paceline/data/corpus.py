@@ -57,7 +57,7 @@ CONVERT = {  # commands that make a file that can be read
 PACKED = (".zst", ".xz", ".bz2", ".zip")
 CONVERTED = {".zip": "{0}.d"} | dict.fromkeys((".csv", ".tsv", ".json"), "{0}.jsonl")  # the others lose their suffix
 HELD_OUT_NAMES = re.compile(  # of files and folders, but not of sources, where those are tests
-    r"(?i)(?!.*\.py$)(.*[-_./])?(val|valid|validation|test|dev|eval)([-_.]?\d[^/]*|[-_.]raw)?(/.*|\.\w+(\.gz)?)"
+    r"(?i)(?!.*\.py$)(.*[-_./])?(val|valid|validation|test)([-_.]?\d[^/]*|[-_.]raw)?(/.*|\.\w+(\.gz)?)"
 )
 NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 RUN_FILES = ({".lock", "config.toml"}, {".lock", "preparing.json"})  # of a run folder, or of one that is being prepared

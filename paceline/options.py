@@ -349,7 +349,8 @@ class AccelerateOptions(JsonOption):
 class DataOptions(JsonOption, ConfigOptions):
     """Turn text into token shards, as `train` does before it starts.
 
-    JSON lines, Parquet and datasets have their text in the field `text`, or in an only field of strings named `content`, `body` ...
+    JSON lines, Parquet and datasets have their text in the field that --text-field names; without it in `text`, or in an only field
+    of strings named `content`, `body` ...
 
     $ paceline data prepare --data ~/books --vocab-size 32768
     """

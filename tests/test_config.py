@@ -147,6 +147,11 @@ def test_flags_of_another_trainer_work_and_one_note_names_ours(capsys):
     )
 
 
+def test_the_field_of_the_text_has_the_name_that_trl_gives_it_too(capsys):
+    assert parse_flags(["--dataset_text_field", "body"])[1] == {"text_field": "body"}
+    assert "--dataset_text_field is --text-field" in capsys.readouterr().err
+
+
 def test_a_learning_rate_of_adamw_as_a_flag_needs_the_optimizer_beside_it():
     assert parse_flags(["--optimizer", "adamw", "--learning-rate", "6e-4"])[1]["matrix_lr"] == 6e-4
     for args in (["--learning-rate", "6e-4"], ["--name", "adamw", "--lr=6e-4"]):

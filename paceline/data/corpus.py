@@ -56,7 +56,9 @@ CONVERT = {  # commands that make a file that can be read
 }
 PACKED = (".zst", ".xz", ".bz2", ".zip")
 CONVERTED = {".zip": "{0}.d"} | dict.fromkeys((".csv", ".tsv", ".json"), "{0}.jsonl")  # the others lose their suffix
-HELD_OUT_NAMES = re.compile(r"(?i)(.*[-_.])?(val|valid|validation|test|dev|eval)([-_.]?\d.*|[-_.]raw)?")
+HELD_OUT_NAMES = re.compile(  # of files and folders, but not of sources, where those are tests
+    r"(?i)(?!.*\.py$)(.*[-_./])?(val|valid|validation|test)([-_.]?\d[^/]*|[-_.]raw)?(/.*|\.\w+(\.gz)?)"
+)
 NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 RUN_FILES = ({".lock", "config.toml"}, {".lock", "preparing.json"})  # of a run folder, or of one that is being prepared
 
@@ -262,7 +264,10 @@ def _folder_files(folder: Path, *, print_note: bool) -> list[SourceFile]:
         effect = f"; {command}" if command else ""
         print(f"note    {folder}: left out {left_out} of other types: {shown}{effect}", file=sys.stderr)
     if with_text and print_note:
-        _print_held_out_names(folder, [file.path.removeprefix(root).lstrip("/") for file in with_text])
+        names = [file.path.removeprefix(root).lstrip("/") for file in with_text]
+        if called := [name for name in names if HELD_OUT_NAMES.fullmatch(name)]:
+            effect = "a share of all documents is held out; to keep such files out of both, move them to another folder"
+            print(f"note    {folder}: {format_list(called, limit=3)} will be trained on: {effect}", file=sys.stderr)
     if with_text:
         return with_text
     if files:
@@ -281,21 +286,6 @@ def _folder_files(folder: Path, *, print_note: bool) -> list[SourceFile]:
         if is_saved_dataset(folder):
             fix = f"--data hf:{shlex.quote(str(folder))}, as it was written by save_to_disk"
     raise PacelineError(what, fix=fix)
-
-
-def _print_held_out_names(folder: Path, names: list[str]) -> None:
-    """Says on stderr which files are called validation or test text; in a folder of sources those are tests."""
-    stems = {name: name.lower().removesuffix(".gz").rpartition(".") for name in names}
-    called = [
-        name
-        for name, (stem, _, suffix) in stems.items()
-        if suffix != "py" and any(map(HELD_OUT_NAMES.fullmatch, stem.split("/")))
-    ]
-    if called:
-        effect = (
-            "trained on like the others, as a share of all documents is held out; to keep them apart, move them out"
-        )
-        print(f"note    {folder}: {format_list(called, limit=3)}: {effect}", file=sys.stderr)
 
 
 def _walk(root: str, broken: list[PacelineError]) -> Iterator[str]:

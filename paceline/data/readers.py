@@ -308,12 +308,13 @@ def _missing_text(file: SourceFile, where: str, is_string: dict[str, bool], row:
     target, strings = file.text_field or TEXT_FIELD, [name for name, yes in is_string.items() if yes]
     chat = [f"{_jq_path(name)}[]?{path}" for name, value in row.items() if (path := _message_path(value))]
     fields = ", ".join(is_string) or "none"
+    likely = [name for name in strings if not NO_TEXT.search(name)]
+    best = max(likely, key=lambda name: (bool(TEXT_NAMES.fullmatch(name)), len(row.get(name) or "")), default="NAME")
+    option = f"--text-field {shlex.quote(best)}"
     if not chat and (file.text_field or target in is_string):
         problem = ": its field {!r} holds no strings" if target in is_string else " has no field {!r}"
-        return UnreadableFile(
-            f"{where}{problem.format(target)}; it has {fields}",
-            fix="--text-field NAME, where another field holds the text, or write it there as strings",
-        )
+        fix = f"{option}, or write the text as strings into a field {target!r}"
+        return UnreadableFile(f"{where}{problem.format(target)}; it has {fields}", fix=fix)
     others = f"{len(strings)} other fields are strings" if len(strings) != 1 else f"{strings[0]!r} may be no text"
     message = f"{where} has no field {TEXT_FIELD!r} of strings, and {others}; it has {fields}"
     named = [name for name in is_string if name in strings or (strings and row.get(name) is None)]
@@ -326,11 +327,9 @@ def _missing_text(file: SourceFile, where: str, is_string: dict[str, bool], row:
     if not (chat or paths):
         return UnreadableFile(message, fix=f"write the text of each record as a string into a field {TEXT_FIELD!r}")
     values = f'[{", ".join(chat or paths)} | strings | select(. != "")]'
-    fix = _text_fix(file, f'{{{TEXT_FIELD}: ({values} | join("\\n\\n"))}}')
-    if not chat and (likely := [name for name in strings if not NO_TEXT.search(name)]):
-        best = max(likely, key=lambda name: (bool(TEXT_NAMES.fullmatch(name)), len(row.get(name) or "")))
-        fix = replace(fix, before=f"--text-field {shlex.quote(best)}, or ")
-    return UnreadableFile(message, fix=fix.for_file(file.path), file_fix=fix)
+    before = f"{option}, or " if likely and not chat else ""
+    file_fix = replace(_text_fix(file, f'{{{TEXT_FIELD}: ({values} | join("\\n\\n"))}}'), before=before)
+    return UnreadableFile(message, fix=file_fix.for_file(file.path), file_fix=file_fix)
 
 
 def _inner_strings(value: Any, path: str) -> Iterator[tuple[str, str]]:

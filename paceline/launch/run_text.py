@@ -354,7 +354,7 @@ def record_data(run: RunDir, dataset: TokenDataset, config: Config) -> None:
     write_atomic(run.dataset_json, json.dumps(record) + "\n")
 
 
-def run_data(run: RunDir, *, other: str | None, text_field: str | None) -> TokenDataset:
+def run_data(run: RunDir, *, other: str | None, text_field: str | None = None) -> TokenDataset:
     """Returns the run's own text, or another one tokenized by the run's tokenizer. text_field: of the other one."""
     config, _ = load_config(run.config_toml, {})
     if other is None:

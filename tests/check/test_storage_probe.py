@@ -155,10 +155,15 @@ def test_a_folder_of_another_user_is_not_writable():
 
 
 def text_facts(
-    data: str | None = None, *, tokenizer: Path | None = None, cache_dir: Path | None = None, vocab_size: int = 300
+    data: str | None = None,
+    *,
+    tokenizer: Path | None = None,
+    cache_dir: Path | None = None,
+    vocab_size: int = 300,
+    **keys,
 ):
     request = {"data": data, "tokenizer": tokenizer and str(tokenizer), "vocab_size": vocab_size}
-    return probe_text(request | {"cache_dir": cache_dir and str(cache_dir)})["text"]
+    return probe_text(request | keys | {"cache_dir": cache_dir and str(cache_dir)})["text"]
 
 
 @pytest.fixture
@@ -206,7 +211,7 @@ def test_a_folder_of_save_to_disk_is_offered_as_a_dataset(tmp_path):
     ("name", "exists", "error"),
     [
         ("missing", False, None),
-        ("empty", True, "no text in it: no file of .txt .md .py .txt.gz .jsonl .jsonl.gz .parquet"),
+        ("empty", True, "no text in it: no file of .txt .md .py .txt.gz .jsonl .jsonl.gz .ndjson .ndjson.gz .parquet"),
         ("blank", True, "all its text files are empty"),
         ("broken", False, "a link to /nowhere, which does not exist"),
         ("pipe", True, "not a regular file"),
@@ -287,6 +292,14 @@ def test_the_probe_of_the_text_imports_what_is_light_alone():
     code = "import sys, paceline.check.probes.storage_probe; print({'torch', 'numpy', 'tokenizers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_a_text_is_prepared_only_as_it_is_under_the_field_that_is_named(tmp_path):
+    path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
+    path.write_text("".join(f'{{"title": "{n}", "body": "row {n} has text"}}\n' for n in range(40)))
+    prepare(str(path), text_field="body", tokenizer=None, vocab_size=300, cache_dir=cache)
+    for name, is_prepared in (("body", True), ("title", False), (None, False)):
+        assert text_facts(str(path), text_field=name, cache_dir=cache)["prepared"] is is_prepared
 
 
 def test_a_damaged_folder_is_not_prepared(corpus, tmp_path):

@@ -696,7 +696,7 @@ def check_of(monkeypatch, tmp_path, changes: dict[str, Any], **options: Any) -> 
         return facts if probes is None else {name: facts[name] for name in ("version", *probes)}
 
     monkeypatch.setattr(ready, "gather_facts", gather)
-    config = Config(device="cpu", runs_dir=str(tmp_path), vocab_size=300, cache_dir="my cache")
+    config = Config(device="cpu", runs_dir=str(tmp_path), text_field="body", vocab_size=300, cache_dir="my cache")
     machine = machine_of(HOSTS["cpu_box"])
     fixed: dict[str, Any] = {"set_keys": frozenset(), "port": None, "on_probe": lambda name: None}
     return ready.check_config(config, machine, **fixed, **options)
@@ -725,12 +725,15 @@ def test_the_cache_is_checked_where_it_is_by_default_too(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(ready, "gather_facts", lambda **request: requests.append(request) or HOSTS["cpu_box"])
     fixed: dict[str, Any] = {"set_keys": frozenset(), "port": None, "on_probe": lambda name: None}
-    ready.check_config(Config(device="cpu"), machine_of(HOSTS["cpu_box"]), **fixed)
+    ready.check_config(Config(device="cpu", text_field="body"), machine_of(HOSTS["cpu_box"]), **fixed)
     assert requests[0]["cache_dir"] == tmp_path / "paceline"
+    assert requests[0]["text_field"] == "body"
 
 
 def test_the_command_that_prepares_a_text_has_the_vocabulary_and_the_cache_of_the_config(monkeypatch, tmp_path):
     changes = {"text.data": "my books", "text.exists": True, "text.prepared": False, "text.vocab_size": 300}
     findings = check_of(monkeypatch, tmp_path, changes).findings
     fixes = [finding.fix for finding in findings if finding.id == "text-not-prepared"]
-    assert fixes == ["paceline data prepare --data 'my books' --vocab-size 300 --cache-dir 'my cache'"]
+    assert fixes == [
+        "paceline data prepare --data 'my books' --text-field body --vocab-size 300 --cache-dir 'my cache'"
+    ]

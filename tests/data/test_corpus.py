@@ -272,6 +272,32 @@ def test_files_of_other_types_beside_the_text_are_noted_where_that_is_requested(
     assert capsys.readouterr().err == f"{note}; zstd -d {tmp_path}/b.jsonl.zst unpacks it\n"
 
 
+@pytest.mark.parametrize(
+    ("names", "noted"),
+    [
+        (["test.txt", "valid.txt"], "test.txt and valid.txt"),
+        (["a.txt", "TinyStoriesV2-GPT4-valid.txt"], "TinyStoriesV2-GPT4-valid.txt"),
+        (["train.parquet", "validation-00000-of-00001.parquet"], "validation-00000-of-00001.parquet"),
+        (["wiki.test.raw.txt.gz", "val/0.jsonl", "val_1.md"], "val_1.md, wiki.test.raw.txt.gz and val/0.jsonl"),
+        (
+            ["test.py", "tests/test_a.py", "contest.txt", "latest.md", "value.txt", "test_drive.txt", "train-1.txt"],
+            None,
+        ),
+    ],
+)
+def test_files_that_are_called_validation_or_test_text_are_noted(tmp_path, capsys, names, noted):
+    folder = tmp_path / "test"
+    for path in (folder / name for name in names):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("a")
+    assert len(list_files(str(folder))) == len(names)
+    assert capsys.readouterr().err == ""
+    list_files(str(folder), print_note=True)
+    err = capsys.readouterr().err
+    assert err.startswith(f"note    {folder}: {noted} will be trained on: ") if noted else err == ""
+    assert err.count("\n") == bool(noted)
+
+
 def test_a_file_of_another_type_says_which_can_be_read(tmp_path):
     (tmp_path / "a.docx").write_bytes(b"PK")
     assert refused(tmp_path / "a.docx").message == f"{tmp_path}/a.docx is not of a type that can be read"

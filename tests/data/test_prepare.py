@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,10 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
+from paceline.config import Config
 from paceline.data import prepare as prepare_module
 from paceline.data.corpus import list_files
-from paceline.data.prepare import data_info, open_dataset, prepare, verify
+from paceline.data.prepare import data_info, known_sizes, open_dataset, prepare, prepared_meta, verify
 from paceline.data.tokenizer import Tokenizer, train_tokenizer_on
 from paceline.errors import PacelineError
 
@@ -76,6 +78,42 @@ def test_the_field_of_the_text_is_reported_at_each_start_and_recorded(tmp_path, 
         assert run_command([*command, "--data", "a.jsonl", "--vocab-size", "260", *flags]) == 0
         assert note in capsys.readouterr().err
     assert prepared("a.jsonl", tmp_path, vocab_size=260).meta["text_fields"] == ["content"]
+
+
+def test_a_text_under_a_field_that_is_named_is_prepared_and_found_again(tmp_path, monkeypatch, capsys):
+    from paceline.cli import run_command
+
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text("".join(f'{{"title": "{n}", "body": "row {n} has text"}}\n' for n in range(40)))
+    flags = {
+        "prepare": ["--cache-dir", "cache"],
+        "info": ["--cache-dir", "cache", "--verify"],
+        "train": ["--out", "t.json"],
+    }
+    for command in (["data", "prepare"], ["data", "info"], ["tokenizer", "train"]):
+        words = [*command, "--data", "a.jsonl", "--vocab-size", "300", *flags[command[1]]]
+        assert run_command(words) == 1
+        assert "fix: --text-field body, or jq " in capsys.readouterr().err
+        assert run_command([*words, "--text-field", "body"]) == 0
+        out, err = capsys.readouterr()
+        assert "is taken from the field" not in err and ("--text-field=body" in out) == (command[1] != "info")
+    config = Config(data="a.jsonl", text_field="body", vocab_size=300, cache_dir="cache")
+    assert prepared_meta(config)["text_fields"] == ["body"]
+    assert known_sizes(replace(config, sequence_len=16))[0] > 0
+    assert prepared_meta(replace(config, text_field="title")) is None
+
+
+def test_only_of_files_that_have_fields_the_fingerprint_has_the_field(source, tmp_path):
+    before = prepared(source, tmp_path)
+    assert prepared(source, tmp_path, text_field="body").path == before.path
+    (source / "a.ndjson").write_text('{"title": "one", "body": "two"}\n')
+    texts = {}
+    for name in ("title", "body"):
+        dataset = prepared(source, tmp_path, text_field=name)
+        texts[dataset.path] = {*documents_of(dataset, "train"), *documents_of(dataset, "val")}
+    (title, of_title), (body, of_body) = texts.items()
+    assert (of_title - of_body, of_body - of_title) == ({"one"}, {"two"})
+    assert len({before.path, title, body}) == 3
 
 
 def test_the_split_at_marks_is_reported_and_so_are_a_good_hash_and_the_name_that_was_given(

@@ -296,6 +296,8 @@ def test_what_a_resume_cannot_change_is_refused_with_a_command_that_works(job_on
         with pytest.raises(PacelineError, match="cannot change within a run") as error:
             changed_run(run, {key: "other"}, otherwise="x --name NEW")
         assert error.value.fix == fix
+    with pytest.raises(PacelineError, match="text_field is auto in run and cannot change"):
+        changed_run(run, {"text_field": "body"}, otherwise="x")
     with pytest.raises(PacelineError, match="tokenizer is auto in run and cannot change"):
         changed_run(run, {"tokenizer": "a.json"}, otherwise="x")
     run.tokenizer_json.parent.mkdir(exist_ok=True)
@@ -329,6 +331,7 @@ def test_a_run_is_resumed_with_the_source_of_its_weights_and_no_other(job_on, tm
         ("optimizer", "adamw", 'write optimizer = "muon" there again, or x'),
         ("seed", 7, "write seed = 42 there again, or x"),
         ("tokenizer", "a.json", "take tokenizer out of it again, or x"),
+        ("text_field", "title", 'write text_field = "body" there again, or x'),
         (
             "data",
             "b",
@@ -338,11 +341,12 @@ def test_a_run_is_resumed_with_the_source_of_its_weights_and_no_other(job_on, tm
 )
 def test_an_edit_of_config_toml_that_makes_another_run_is_refused(job_on, key, value, fix):
     run = job_on(lambda: TWO).run
-    rows = {"data": "builtin", "tokenizer": None, "packing": "stream", "seed": 42}
+    rows = {"data": "builtin", "text_field": "body", "tokenizer": None, "packing": "stream", "seed": 42}
     run.dataset_json.write_text(json.dumps({"keys": rows}))
-    run.config_toml.write_text(format_toml(CONFIG))
+    config = replace(CONFIG, text_field="body")
+    run.config_toml.write_text(format_toml(config))
     changed_run(run, {}, otherwise="x")
-    run.config_toml.write_text(format_toml(replace(CONFIG, **{key: value})))
+    run.config_toml.write_text(format_toml(replace(config, **{key: value})))
     with pytest.raises(
         PacelineError, match=f"{key} was edited in .*config.toml, and cannot change within a run"
     ) as error:

@@ -146,6 +146,10 @@ def test_eval_scores_both_splits_of_another_text(unbroken, capsys, tmp_path):
     other.write_text("".join(f"{n} bottles of beer on the wall\n" for n in range(3000)))
     tokens = json_of(capsys, "eval", str(unbroken), f"--data={other}", "--device=cpu")["tokens"]
     assert tokens == sum(splits_of(capsys, unbroken, data=other).values()) - 2
+    lines = other.with_suffix(".ndjson")
+    lines.write_text("".join(f'{{"id": "a{n}", "song": "{n} bottles of beer"}}\n' for n in range(300)))
+    words = [f"--data={lines}", "--text-field=song", "--device=cpu"]
+    assert json_of(capsys, "eval", str(unbroken), *words)["data"] == str(lines)
 
 
 @pytest.mark.parametrize(("requested", "scored"), [(10, 64), (64, 64), (200, 192)])

@@ -355,7 +355,7 @@ def text_not_prepared(host: Host) -> Cases:
         data, size = host.at("text.data"), format_bytes(host.at("text.bytes") or 0)
         what = f"{data} ({size}) is not prepared, or has changed since then"
         tokenizer, cache_dir = host.at("text.tokenizer.path"), host.intent.config.get("cache_dir")
-        words = ["--tokenizer", tokenizer] if tokenizer else ["--vocab-size", host.at("text.vocab_size")]
+        words = ["--text-field", field] if (field := host.intent.config.get("text_field")) else []
+        words += ["--tokenizer", tokenizer] if tokenizer else ["--vocab-size", host.at("text.vocab_size")]
         words += ["--cache-dir", cache_dir] if cache_dir else []
-        words += ["--text-field", field] if (field := host.intent.config.get("text_field")) else []
         yield Case(what, f"paceline data prepare --data {shlex.join([str(data), *map(str, words)])}")

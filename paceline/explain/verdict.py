@@ -84,7 +84,6 @@ NO_BATCHES = "nothing was trained: no epoch at the end of the log ran a batch"
 RERUN_CELLS = "run its cells to the end, save the notebook, and pass it: paceline explain NOTEBOOK"
 ONE_LOG = "COMMAND > run.log 2>&1, then paceline explain run.log"
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
-# a record of numbers
 METRICS = re.compile(r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}')
 FAILED = re.compile(r"\bFAILED\b")
 

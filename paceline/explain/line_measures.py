@@ -124,7 +124,7 @@ OF_POLICY = re.compile(r"(?i)(?:policy|actor|critic|value|pg)[_ /]$")
 TOTAL_LOSS = re.compile(r"(?i)(?:^|[\s,;|({\['\"])(?:(?:tot|total|train|training)[_ /])?$")
 EVALUATION = re.compile(  # how a line of one begins
     r"(?i)^\W*(?:[\w./-]{1,60}\| )?(?:test|val|valid|validation|eval|evaluation|(?:test|validat|evaluat)ing)\b ?"
-    r"(?:[:\[\]]|- |set\b|results?\b|error\b|step\b|(?:in |at )?epoch)"
+    r"(?:[:\[\]]|\([^)]{1,12}\):|- |set\b|results?\b|error\b|step\b|(?:in |at )?epoch)"
     r"|(?!.*train).{0,40}[(\[](?:test|val|valid|validation|eval)[)\]]"
 )
 EVALUATION_TITLE = re.compile(  # or its last line before its averages
@@ -200,15 +200,15 @@ def strip_bars(text: str) -> tuple[str, StepLoss | None]:
     if "%|" not in text:
         return strip_counters(text) if "it [" in text else (text, None)
     progress = None
-    for match in BAR.finditer(text):
+    for match in filter(lambda match: not PREPARATION.match(match[0]), BAR.finditer(text)):
         at, of = parse_count(match["at"]), parse_count(match["of"])
-        if PREPARATION.match(match[0]):
-            continue
         has_loss = "loss" in match[0].lower()
         measure = find_measure(LOSS, match[0]) if has_loss else None
         loss, name = read_value(measure), "eval_loss" if measure and is_held_out(measure) else "loss"
         if row := YOLO_ROW.match(match[0]):
             loss = sum(map(float, row["losses"].split()))
+        if loss is not None and EVALUATION.match(match[0]):  # the mean so far, which counts at its end
+            name, loss = "eval_loss", loss if at == of or not math.isfinite(loss) else None
         held_out = read_value(HELD_OUT_LOSS.search(match[0])) if has_loss else None
         step = None if OTHER_BAR.match(match[0]) else at
         progress = StepLoss(step, loss, is_last=at is not None and at == of, name=name, held_out=held_out)

@@ -560,6 +560,19 @@ def test_curves_begin_again_with_epochs_that_are_counted_in_fifties():
     assert explain([(low + high.replace("epoch ", "part ")).encode()]).cause == "loss-diverged"
 
 
+def test_the_loss_beside_the_bar_of_an_evaluation_is_none_of_training():
+    def bar(name, at, of, loss):
+        return f"{name}: {100 * at // of}%|███▊      | {at}/{of} [00:01<00:01, 74.07it/s, loss={loss:.4f}]\n"
+
+    epochs = [[bar(f"Epoch {n} [Train]", 10 * at, 80, 3 - n / 20) for at in range(1, 9)] for n in range(20)]
+    train = "".join("".join(epoch) for epoch in epochs)
+    last = "".join(bar("{}", at, 37, 4.5) for at in range(1, 38))
+    for name in ("Test", "Val", "Test (Best)", "Validation"):
+        assert explain([(train + last.format(*[name] * 37)).encode()]).cause == "healthy", name
+    assert explain([(train + last.format(*["Epoch 20 [Train]"] * 37)).encode()]).cause == "loss-diverged"
+    assert explain([(train + bar("Val", 37, 37, math.nan)).encode()]).cause == "loss-nan"
+
+
 def test_the_number_of_a_loss_is_not_its_value():
     text = "".join(f"[Epoch:{n}/50]: loss1:{0.9 / n:.4f} loss2:{1.7 / n:.4f}| AUC:0.8\n" for n in range(1, 40))
     explanation = explain([text.encode()])

@@ -208,7 +208,7 @@ def constant_tail(values: Sequence[float]) -> int | None:
 
 def is_rounded(values: Sequence[float]) -> bool:
     """Whether a curve has come down to so few units of its last digit that no small change of it shows."""
-    digit = min((after - before for before, after in pairwise(sorted({*values}))), default=0.0)
+    digit = 10.0 ** -max(len(repr(value).partition(".")[2]) for value in values)
     return 0 <= values[-1] < min(MIN_DIGITS * digit, HALF * max(values[:SPIKE]))
 
 

@@ -133,10 +133,15 @@ LOGGING = re.compile(
     r"\blogging[/\\]__init__\.py\", line \d+, in emit$|\bsocketserver\.py\", line \d+, in _?(?:handle|process)_request_\w+$"
 )
 LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
-REPEATED = re.compile(  # right behind an exception: what the program does in place of what failed
-    r"(?i)^.{0,40}?\b(?:(?:re)?trying (?:again )?with|falling back to|skipping (?:this |the )?(?:batch|step|sample|file|shard))\b"
+CAUGHT = re.compile(  # right behind an exception: what the program does in place of what failed
+    r"(?i)^.{0,40}?\b(?:(?:re)?trying (?:again )?with|falling back to)\b"
 )
-LEFT_OUT = re.compile(r"(?i)^\W*(?:ERROR|WARN(?:ING)?)\b.*\b(?:skipp|ignor)(?:ed|ing)\b")  # logged right above it
+CONTEXT_LOST = re.compile(
+    r"illegal memory access|device-side assert|launch failure|uncorrectable ECC"
+)  # for the process
+LEFT_OUT = re.compile(  # logged right above it, of an item of the data
+    r"(?i)^\W*ERROR\b.*\b(?:line|row|sample|example|file|shard|doc(?:ument)?|record|image)s?\b.*\b(?:skipp|ignor)(?:ed|ing)\b"
+)
 STEPS_BEHIND, ITEMS_BEHIND, ITEMS_ABOVE = 3, 2, 3  # that show that it did; lines above, of which one is of such an item
 
 
@@ -221,11 +226,11 @@ def is_caught(record: Record, log: Log) -> bool:
     """Whether the program says of an exception that it repeats or leaves out what failed, and the work goes on behind it."""
     if log.is_of_trial(record):
         return True
-    if not record.frames:
+    if not record.frames or CONTEXT_LOST.search(record.text):
         return False
     following = log.records_between(record.line + 1, record.line + 3 * len(record.frames) + OUTCOME_LINES)
     notices = [*record.text.split("\n")[1:], *(other.text for other in following[:1])]
-    if any(map(REPEATED.match, notices)) and len(log.steps_after(record)) >= STEPS_BEHIND:
+    if any(map(CAUGHT.match, notices)) and len(log.steps_after(record)) >= STEPS_BEHIND:
         return log.has_one_process
     above = log.records_between(record.line - 1 - ITEMS_ABOVE, record.line - 1)
     report = above.pop() if above and above[-1].line == record.line - 1 else None

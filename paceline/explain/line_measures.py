@@ -377,7 +377,7 @@ def read_row(text: str, columns: Sequence[str]) -> StepLoss | None:
     reward, norm = (float(cell) if NUMBER_CELL.fullmatch(cell) and "n" not in cell.lower() else None for cell in others)
     step = next((count for count in counts if count is not None), None)
     held_out = next((loss for other, loss in losses.items() if other not in training and math.isfinite(loss)), None)
-    return StepLoss(step, training[name], False, norm, name, held_out, reward)
+    return StepLoss(step, training[name], grad_norm=norm, name=name, held_out=held_out, reward=reward)
 
 
 def parse_count(text: str) -> int | None:

@@ -4,7 +4,7 @@ import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -27,17 +27,13 @@ UNNAMED, MIN_UNNAMED = "a value without a name", 5
 TRIAL = re.compile(r"\bTrial \d+ (?:finished|pruned)\b")  # of a study of Optuna
 FAILED_TRIAL = re.compile(r"\bTrial \d+ failed with parameters\b")
 RESUMED = re.compile(  # from a checkpoint of a step
-    r"(?i).{0,60}?\b(?:load(?:ed|ing)|resum(?:ed|ing)|restor(?:ed|ing))\b.{0,120}?"
+    r"(?i)(?!.*\b(?:convert|export|merg|evaluat|test)).{0,60}?\b(?:load(?:ed|ing)|resum(?:ed|ing)|restor(?:ed|ing))\b.{0,120}?"
     r"\b(?:step|iter(?:ation)?|epoch|checkpoint|ckpt)[ _=:-]{0,2}(?P<step>\d{1,12})\b"
 )
-# lines around a text that the model has written, which may quote any error
-SAMPLE = r"(?:the )?(?:generated )?(?:sample|generation|completion)s?\b"
-SAMPLE_BEGINS, SAMPLE_ENDS = (re.compile(rf"(?i)[-=*#~]{{2,}} ?{words}{SAMPLE}") for words in ("", "end (?:of )?"))
-MAX_SAMPLE_LINES = 60
 # of a curriculum, behind whose harder tasks or longer texts the loss begins higher; losses of a stage, and the fall that shows
 # that it learns
 STAGE = re.compile(r"(?i)\b(?:stage|phase)[ _=:]{1,3}(?P<stage>\d{1,3})\b")
-MIN_STAGE, STAGE_FALL, STAGE_END = 10, 0.8, 3
+MIN_STAGE, STAGE_START, STAGE_FALL, STAGE_END = 10, 3, 0.8, 3
 MIN_TRAINED = 10  # steps of a training that is short and whole
 LAST_OF = re.compile(r"(?<![\d/])(?P<last>\d{1,6})/(?P=last)(?![\d/])")
 SAVED = re.compile(r"(?i)\bsaved\b(?!.*\b(?:not|fail\w*|error)\b)")
@@ -171,9 +167,6 @@ class OpenRun:
         """The run as a log; behind: the number of the first line that is not a part of it, if there is one."""
         records = [record for record in (*self.first, *self.last) if behind is None or record.line < behind]
         tail = tuple(item for item in self.tail if behind is None or item[0] < behind)
-        texts = sorted([*((record.line, record.text) for record in records), *tail])
-        sampled = sampled_lines(texts) if len(self.ranks) < 2 else set()  # another rank may fail meanwhile
-        tail = tuple(item for item in tail if item[0] not in sampled)
         progress = self.progress.progress(tail[-1][0] if tail else None)
         has_measures = self.progress.held_out or self.progress.scores or self.progress.rewards
         if progress.nan_line is None and progress.last_loss is None and not has_measures:
@@ -182,7 +175,7 @@ class OpenRun:
         if tail and PROMPT.search(tail[-1][1]):
             progress = replace(progress, finished=False, done_line=None)
         return Log(
-            records=tuple(record for record in records if record.line not in sampled),
+            records=tuple(records),
             progress=progress,
             last_progress=tuple(self.progress.lines),
             last_lines=tail,
@@ -205,25 +198,15 @@ class OpenRun:
 
 
 def losses_of_stage(losses: tuple[LossPoint, ...], first_step: int | None) -> tuple[LossPoint, ...]:
-    """The losses from the step on where the last stage of a curriculum began, if they fall in it; else all of them."""
+    """The losses from the step on where the last stage of a curriculum began, if they fall in it; else all of them.
+
+    A stage that begins far above the first loss of all has diverged where it began.
+    """
     values = [point for point in losses if first_step is not None and first_step <= (point.step or 0)]
-    if len(values) < MIN_STAGE:
+    if len(values) < MIN_STAGE or values[0].value > STAGE_START * losses[0].value:
         return losses
     highest = max(point.value for point in values[-STAGE_END:])
     return tuple(values) if highest < STAGE_FALL * values[0].value else losses
-
-
-def sampled_lines(texts: Iterable[tuple[int, str]]) -> set[int]:
-    """The lines of texts that the model has written, between a line that announces one and the line that ends it."""
-    lines, begin = set[int](), -MAX_SAMPLE_LINES
-    for number, text in texts:
-        _, is_message, last = text.rpartition("\n")  # an exception's message goes on to the line that ends the text
-        if SAMPLE_BEGINS.match(text):
-            begin = number
-        elif SAMPLE_ENDS.match(last) and number - begin < MAX_SAMPLE_LINES:
-            lines.update(range(begin + 1, number + len(is_message)))
-            begin = begin if is_message else -MAX_SAMPLE_LINES
-    return lines
 
 
 def find_unnamed_nan(lines: Sequence[tuple[int, str]]) -> int | None:

@@ -55,6 +55,8 @@ LOG_RISE = 1.0  # of a loss that was higher at first
 EXPLODED = 1e3  # times its first points, or 1
 PART_RISE = 9.0  # of one whose first steps are not in the log
 ZEROS, ZERO_REWARDS, SAME_REWARDS, LOST_REWARDS = 3, 10, 40, 20  # on the lines of a log, if no others are there
+# of the highest reward: from below it a reward may have decayed to 0; times the usual distance of two points: more hides how
+LOST_FROM, LOST_GAP = 0.1, 3
 NO_REWARD, ONE_REWARD = "every reward is 0", "every reward is the same"
 LOST_REWARD, MEAN_OF_ALL = "the reward fell to 0 and stays there", "the mean of all steps is exactly 0"
 LOG_GROWTH, LOG_SLOWER = 0.2, 1.0  # of memory, of the time for a sample
@@ -237,11 +239,14 @@ def find_one_reward(rewards: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
 
 
 def find_lost_reward(rewards: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
-    """Rewards that were all above 0 and are exactly 0 from some update to the end."""
+    """Rewards that were all above 0 and, without coming down to it, are exactly 0 from some update to the end."""
     for item in rewards:
         first = max((at for at, value in enumerate(item.values, 1) if value), default=0)
         is_long = first >= MIN_POINTS and len(item.values) - first >= LOST_REWARDS
-        if is_long and min(item.values[:first]) > 0:
+        before, steps = item.values[:first], item.steps
+        if not is_long or min(before) <= 0 or median(before[-SPIKE:]) < LOST_FROM * max(before):
+            continue
+        if steps[first] - steps[first - 1] <= LOST_GAP * (steps[first - 1] - steps[0]) / (first - 1):
             yield CurveFinding(STANDS_STILL, item, first, LOST_REWARD)
 
 

@@ -274,7 +274,7 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return any(other.kind != "banner" for other in behind)  # of another program
     if is_far and (log.is_serving or is_warned_of(record, log)):
         return True
-    if BEHIND_END.match(record.text) and log.progress.done_line and log.progress.done_line < record.line:
+    if BEHIND_END.match(record.text) and log.last_progress_line < (log.progress.done_line or 0) < record.line:
         return True
     if NOT_FOUND.search(record.text):
         return is_far or log.has_trained_behind(record) or any(CODE_ERROR.match(other.text) for other in behind)

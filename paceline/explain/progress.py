@@ -40,8 +40,8 @@ MAX_TITLE, MAX_MEASURES = 40, 32  # characters of the line above an evaluation; 
 MIN_FINITE, LABELLED_LINES, MAX_LABELS = 2, 200, 500
 SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are lost
 EPOCH = re.compile(
-    r"(?i)(?:^|[|\]] {0,3}| [-:] |, (?=\"epoch\": \d+[,}]))\W*(?:(?:(?:train|begin|start)\w*|end of)\W+)?"
-    r"(?:epoch(?: n\w{1,5})?|ep\b)\W{,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
+    r"(?i)(?:^|[|\]] {0,3}| [-:] |^\{(?=.*\"(?:train_)?loss\": ).*, (?=\"epoch\": \d+[,}]))\W*"
+    r"(?:(?:(?:train|begin|start)\w*|end of)\W+)?(?:epoch(?: n\w{1,5})?|ep\b)\W{,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
 )
 EPOCH_OF = re.compile(r"(?i)\bepochs?\W{,4}(?P<epoch>\d{1,6})\s*(?:/|of)\s*(?P<of>\d{1,6})\b")  # Epoch [6/10]
 # steps whose mean loss counts, or that are a training behind which another begins, with this much of the first loss
@@ -70,7 +70,7 @@ DONE_WORDS = (  # one is in every text that matches; the pattern alone takes a f
     "bandwidth", "termin", "abgeschl", "beendet", "завершен", "закончен", "完", "结束", "終了", "완료", "종료", "end of training",
 )  # fmt: skip
 # losses of a policy; rewards of preference pairs, whose loss is one as of any classifier
-POLICY_LOSS = re.compile(r"\b(?:td|bellman|q|actor|policy|pg)\d?[ _-]loss")
+POLICY_LOSS = re.compile(r"(?!.*loss.*loss).*\b(?:td|bellman|actor|policy|pg)\d?[ _-]loss\W{1,3}\d")  # alone on a line
 PAIR_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 
 Point = TypeVar("Point")
@@ -167,7 +167,7 @@ class ProgressTracker:
         if "reward" in lowered:
             self._has_rewards = True
             self._is_policy = self._is_policy or not has_word(lowered, PAIR_REWARDS)
-        self._is_policy = self._is_policy or ("loss" in lowered and POLICY_LOSS.search(lowered) is not None)
+        self._is_policy = self._is_policy or ("loss" in lowered and POLICY_LOSS.match(lowered) is not None)
         self._columns = read_columns(text) or self._columns
         match = EPOCH.search(text) if "epoch" in lowered or lowered.startswith("ep") or " ep" in lowered else None
         if match is not None:

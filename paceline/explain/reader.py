@@ -319,7 +319,7 @@ class LogParser:
         """
         bounds = self._run.bounds
         is_far = start == "first two" and number - self._last_begin[0] >= MIN_RUN
-        has_failed = bounds.has_exception or (start == "first two" and bounds.has_error)
+        has_failed = bounds.has_exception or (start == "first two" and number - bounds.error_line <= LAST_LINES)
         return is_far or (has_failed and self._is_later(time))
 
     def _is_later(self, time: float | None) -> bool:

@@ -76,7 +76,7 @@ class RunBounds:
     is_closed: bool = False  # what has started the program reports that end, so that no buffer is left
     has_content: bool = False
     has_exception: bool = False
-    has_error: bool = False  # by the level of a line
+    error_line: int = -BUFFERED_LINES  # the last one that a logger marks as an error
     report_line: int = 0  # the last of a launcher, behind which it may have started the ranks again
     late_line: int = -1  # the last that a rank printed so late
     first_rank: int | None = None  # that the log's first line names
@@ -158,7 +158,8 @@ class RunBounds:
     def add_record(self, record: Record) -> None:
         self.has_content = True
         self.has_exception = self.has_exception or record.kind == "exception"
-        self.has_error = self.has_error or ERROR_LEVEL.search(record.text) is not None
+        if ERROR_LEVEL.search(record.text):
+            self.error_line = max(self.error_line, record.line)
         if record.kind in ("exit", "banner") or record.text.startswith(PARENT):
             self.report_line = max(self.report_line, record.line)
         is_closed = bool(CANCELLED_JOB.search(record.text) or SHELL_END.search(record.text)) or failed_at_import(record)

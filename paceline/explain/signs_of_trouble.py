@@ -143,13 +143,16 @@ SKIPPED_STEP = re.compile(
 )
 # the end of an epoch without any work in it, not one without batches that were left out
 IDLE_EPOCH = re.compile(
-    r"(?i)^(?!.*(?:skip|drop|fail|discard|remain|left|bad|val|eval|test)).*\bepoch\b.*(?:\b(?:0|no) (?:batches|steps)"
-    r"(?: (?:trained|processed|done|run))?|\b(?:num_)?(?:batches|steps)(?:: ?|=| )0)\W*$"
+    r"(?i)^(?!.*(?:skip|drop|fail|discard|remain|left|bad|val|eval|test|\b[1-9]\d* (?:\w+ )?(?:batches|steps))).*\bepoch\b"
+    r"(?:.*(?:[^\w\s]|ran|with|in|done|end) +)?(?:\b(?:0|no) (?:batches|steps)(?: (?:trained|processed|done|run))?"
+    r"|(?:num_)?(?:batches|steps)(?:: ?|=| )0)\W*$"
 )
 EPOCH_END = re.compile(r"(?i)\bepoch\b.*(?:\b(?:batches|steps)\b|\b(?:end|ended|done|finished|completed?)\b)")
 MIN_IDLE = 2  # epochs
+NO_RESULT = re.compile(r"(?i)\b(?:core|dump|config\w*|log|settings)\b")  # what was written at the start, or by a crash
 FAILED_SAVE = re.compile(
-    r"(?i)\b(?:could not|couldn't|can ?not|can't|failed to|unable to) (?:save|write)\b.{0,20}\b(?:checkpoint|model|weights)"
+    r"(?i)\b(?:could not|couldn't|can ?not|can't|failed to|unable to) (?:save|write)\b.{0,20}"
+    r"\b(?:checkpoint|model|weights)\b(?! (?:graph|plot|summary))"
     r"|\b(?:checkpoint|model|weights) (?:could not be|was not) (?:saved|written)"
     r"|\b(?:sav|writ)ing .{0,20}(?:checkpoint|model) failed"
 )
@@ -265,7 +268,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         trouble += [
             (number, text)
             for number, text in lines
-            if number > last_good or (number > max(results, default=0) and MARKED_ERROR.match(text))
+            if number > last_good or (last_good == number == log.last_progress_line and MARKED_ERROR.match(text))
             if number <= min([number, *threads]) and is_trouble(text, at_end=True)
             if not (was_shut_down and ENDED.search(text))
         ]
@@ -335,7 +338,7 @@ def final_result(logs: Sequence[Log]) -> str:
         return ""
     *others, last = (split_prefix(text).text for _, text in logs[0].last_lines)
     is_repeated = shape_of(last) in map(shape_of, others)
-    return last if is_result(last, logs[0]) and not is_repeated else ""
+    return last if is_result(last, logs[0]) and not (is_repeated or NO_RESULT.search(last)) else ""
 
 
 def errors_behind_progress(log: Log) -> list[Evidence]:

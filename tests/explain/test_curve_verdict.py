@@ -809,6 +809,8 @@ def test_a_loss_that_has_come_down_to_a_few_units_of_its_last_digit_does_not_sta
     line = "EPOCH[{step}/100] loss{loss:.3f}-|Sample:9.03|\n"
     assert explain(log_of(enumerate([*losses, *[0.011] * 60], 1), line)).cause == "healthy"
     assert explain(log_of(enumerate([*losses, *[0.511] * 60], 1), line)).shows_failure
+    frozen = [2.3041, 1.9077, 1.6012, 1.4203, 1.2011, 1.1034, 1.0023, *[0.8123] * 52]
+    assert explain(log_of(enumerate(frozen, 1), line.replace("{loss:.3f}", "={loss:.4f}"))).cause == "loss-stands-still"
     exact = line.replace("{loss:.3f}", "={loss:.9f}")
     assert explain(log_of(enumerate([*losses, *[0.010912345] * 60], 1), exact)).cause == "loss-stands-still"
 
@@ -818,7 +820,15 @@ def test_the_loss_of_a_policy_by_its_own_name_may_rise():
     losses = [0.1, 0.12, 0.08, 0.11, *(0.2 + 0.004 * n for n in range(30))]
     assert explain(log_of(enumerate(losses), line)).cause == "healthy"
     assert explain(log_of(enumerate(losses), line.replace("TD Loss", "Loss"))).cause == "loss-diverged"
+    beside = line.replace("TD Loss: {loss:.4f}", "loss {loss:.4f} policy_loss {loss:.4f} value_loss {loss:.4f}")
+    assert explain(log_of(enumerate(losses), beside)).cause == "loss-diverged"
     assert explain(log_of(enumerate([*losses, *["nan"] * 9]), line.replace("loss:.4f", "loss"))).cause == "loss-nan"
+
+
+def test_the_epoch_of_the_best_score_so_far_begins_no_new_curve():
+    best = 'INFO best so far: {"val_acc": 0.5, "epoch": 1}\n'
+    lines = [f"step {n} loss {1 + max(0, n - 60) ** 2 / 40:.4f}\n{best if n % 20 == 0 else ''}" for n in range(120)]
+    assert explain(["".join(lines).encode()]).cause == "loss-diverged"
 
 
 @pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl"])

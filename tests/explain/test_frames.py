@@ -241,6 +241,8 @@ def test_an_exception_is_caught_where_the_program_says_what_it_does_instead_and_
     assert verdict(caught + EPOCHS + traceback(OOM, ("train.py", "step"))).cause == "cuda-oom"
     assert verdict(caught.replace(RETRY, "OOM: use a smaller batch size\n") + EPOCHS).cause == "cuda-oom"
     assert verdict("[rank0]: loading\n" + caught + EPOCHS).cause == "cuda-oom"  # another rank's steps
+    lost = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
+    assert verdict(caught.replace(OOM, lost) + EPOCHS).cause == "illegal-memory-access"
 
 
 def test_an_exception_is_caught_where_a_logger_says_that_the_item_is_left_out_and_the_next_ones_follow():

@@ -1872,6 +1872,13 @@ def test_epochs_that_all_ran_no_batch_are_an_empty_dataset_but_none_where_batche
         assert (explanation.cause, explanation.confidence) == ("dataset-empty", 0.6)
         assert explanation.summary.startswith("nothing was trained")
     others = ("0 batches skipped", "dropped 0 batches", "validation: 0 batches", "10 batches", "0 batches too long")
+    others = (
+        *others,
+        "train 100 batches, corrupted 0 batches",
+        "oom batches: 0",
+        "retried 0 batches",
+        "overflow steps: 0",
+    )
     trained = "Epoch {}/4 - avg loss: 0.7312 - 0 batches"
     for line in (logged % 7, trained, *(f"INFO epoch {{}} done, {other}" for other in others)):
         assert verdict(log(line)).cause == "healthy", line
@@ -1921,18 +1928,3 @@ def test_a_loss_alone_on_each_line_that_never_changes_has_a_note():
     assert doubt in str(verdict("tensor(1.4044, grad_fn=<NllLossBackward0>)\n" * 40).notes)
     for lines in ("0\n" * 40, "1.0\n" * 40, "".join(f"{1.4 + n / 7:.9f}\n" for n in range(40))):
         assert doubt not in str(verdict(lines).notes)
-
-
-@pytest.mark.parametrize("text, cause", [
-    ("def f(x):\n    raise ValueError('x')\nSegmentation fault (core dumped)\n", "sigsegv"),
-    ("Q: My training stops with\n" + raised(None, OOM) + "A: use less\n", "cuda-oom"),
-    ("Killed\n", "host-oom-killed"),
-])  # fmt: skip
-def test_what_a_sample_of_the_model_quotes_is_no_failure(text, cause):
-    begin, end = "--- sample at step 9 ---\n", "--- end of sample ---\n"
-    assert verdict(STEPS + begin + text + end).cause == "healthy"
-    assert verdict(STEPS + begin + text + end + "training finished\n").cause == "healthy"
-    assert verdict(STEPS + begin + text).cause == cause  # it failed while it sampled
-    assert verdict(STEPS + begin + "Once upon a time\n" + end + text).cause == cause
-    assert verdict(STEPS + text + begin + "Once upon a time\n" + end).cause == cause
-    assert verdict(STEPS + begin + "Once upon a time\n" + end + text + end).cause == cause

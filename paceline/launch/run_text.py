@@ -280,7 +280,7 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
     if (path / META).is_file():
         if not is_elsewhere:
             dataset = open_dataset(path)
-            print_change_note(run, config.data, dataset.meta, cache_dir=cache_dir(config))
+            print_change_note(run, config, dataset.meta)
             return dataset
         content = content_hash(open_dataset(path))
     if config.tokenizer is None:
@@ -316,18 +316,18 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
     return dataset
 
 
-def print_change_note(run: RunDir, source: str, meta: Mapping[str, Any], *, cache_dir: Path) -> None:
+def print_change_note(run: RunDir, config: Config, meta: Mapping[str, Any]) -> None:
     """Prints that the files of the run's text are not those that its shards, whose meta.json is `meta`, were made of."""
-    if source.startswith("hf:") or "requested_vocab_size" not in meta:  # an earlier version did not record it
+    if config.data.startswith("hf:") or "requested_vocab_size" not in meta:  # an earlier version did not record it
         return
     vocab_size = meta["requested_vocab_size"]
     tokenizer_hash = meta["tokenizer_hash"] if vocab_size is None else None
     with suppress(PacelineError):  # the text may be gone
-        files = list_files(source)
-        path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
+        files, cache = list_files(config.data, text_field=config.text_field), cache_dir(config)
+        path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache)
         if path.name != meta["fingerprint"]:
             what = "has changed since it was prepared (sizes or times of its files)"
-            print(f"note    {source} {what}: {run.name} keeps the text that it began with", file=sys.stderr)
+            print(f"note    {config.data} {what}: {run.name} keeps the text that it began with", file=sys.stderr)
 
 
 def content_hash(dataset: TokenDataset) -> str:

@@ -484,11 +484,11 @@ def test_the_text_of_a_run_may_be_at_another_place_but_not_another_text(job_on, 
         reopen_data(run, config, is_elsewhere=True)
 
 
-@pytest.mark.parametrize("is_own", [False, True])
-def test_a_text_that_has_changed_since_its_run_began_is_reported(job_on, tmp_path, capsys, is_own):
-    run, text = job_on(lambda: TWO).run, tmp_path / "t.txt"
-    text.write_text("a few words\n" * 1000)
-    config = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+@pytest.mark.parametrize(("is_own", "field"), [(False, None), (True, None), (False, "body")])
+def test_a_text_that_has_changed_since_its_run_began_is_reported(job_on, tmp_path, capsys, is_own, field):
+    run, text = job_on(lambda: TWO).run, tmp_path / ("t.jsonl" if field else "t.txt")
+    text.write_text('{"title": "a", "body": "a few words"}\n{"body": "other"}\n' if field else "a few words\n" * 1000)
+    config = replace(CONFIG, data=str(text), text_field=field, cache_dir=str(tmp_path / "cache"))
     if is_own:
         config = replace(config, tokenizer=str(tmp_path / "t.json"))
         train_tokenizer(iter(["words"]), vocab_size=260).save(tmp_path / "t.json")

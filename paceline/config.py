@@ -9,6 +9,7 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.command_line import option, parameters_of
 from paceline.errors import Change, PacelineError, expand_home
@@ -261,11 +262,14 @@ def check_config(config: Config) -> None:
 
 def format_flags(change: Change) -> str:
     """Returns the flags that set these keys: `--device-batch-size 8 --activation-checkpointing`."""
-    texts = {None: " auto", True: "", False: " false"}
-    return " ".join(
-        f"--{key.replace('_', '-')}{texts[value] if value is None or isinstance(value, bool) else f' {shlex.quote(str(value))}'}"
-        for key, value in change.items()
-    )
+    return " ".join(_format_flag(f"--{key.replace('_', '-')}", value) for key, value in change.items())
+
+
+def _format_flag(flag: str, value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return flag + {None: " auto", True: "", False: " false"}[value]
+    text = str(value)
+    return f"{flag}{'=' if text.startswith('-') else ' '}{shlex.quote(text)}"
 
 
 def check_utf8(name: str, value: str) -> None:

@@ -506,6 +506,18 @@ def test_a_text_that_has_changed_since_its_run_began_is_reported(job_on, tmp_pat
     assert capsys.readouterr().err == ""
 
 
+def test_test_text_that_is_evaluated_has_no_note_that_it_will_be_trained_on(job_on, tmp_path, capsys):
+    run, text = job_on(lambda: TWO).run, tmp_path / "text"
+    text.mkdir()
+    (text / "test.txt").write_text("a few words\n" * 1000)
+    config = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+    run.config_toml.write_text(format_toml(config))
+    record_data(run, prepare_data(config), config)
+    assert "test.txt will be trained on" in capsys.readouterr().err
+    run_data(run, other=str(text))
+    assert "trained on" not in capsys.readouterr().err
+
+
 def test_text_that_another_version_read_otherwise_is_refused_where_its_shards_are_gone(job_on, tmp_path, monkeypatch):
     run, text = job_on(lambda: TWO).run, tmp_path / "t.txt"
     text.write_text("".join(f"tale {number}\n<|endoftext|>\n" for number in range(1000)))

@@ -57,7 +57,9 @@ class Config:
 
     data: str = option("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG]", group="text", value="SOURCE")
     text_field: str | None = option(
-        None, "field of the text in JSON lines, column in tables; auto: text, or the only one", value="NAME"
+        None,
+        "field of the text in JSON lines, column in tables; auto: text, or an only one such as content",
+        value="NAME",
     )
     tokenizer: str | None = option(None, "a tokenizer.json to use; auto: train one on the text", value="FILE")
     vocab_size: int = option(32_768, "tokens of the tokenizer that is trained", low=2, high=2**31 - 1)

@@ -529,6 +529,7 @@ def trained(tmp_path, monkeypatch):
         vocab_size=300,
         num_steps=40,
         data="/books",
+        text_field="body",
         seed=7,
     )
     (run / "config.toml").write_text(format_toml(keys))
@@ -541,6 +542,14 @@ def test_a_run_that_starts_with_the_weights_of_another_one_has_its_keys_but_the_
         depth=6, n_embd=384, n_kv_head=3, vocab_size=300, num_steps=40, data="/letters", seed=7,
         tokenizer=str(trained / "tokenizer" / "tokenizer.json"), init_from=str(trained),
     )  # fmt: skip
+
+
+def test_the_field_of_the_text_of_a_run_is_that_of_no_other_text(trained):
+    fields = {None: "body", "/letters": None}
+    for data, field in fields.items():
+        keys = {"init_from": "books"} | ({"data": data} if data else {})
+        assert resolve_config(None, keys).text_field == field
+    assert resolve_config(None, {**keys, "text_field": "body"}).text_field == "body"
 
 
 def test_what_a_config_file_does_not_set_is_as_other_weights_have_it(trained):

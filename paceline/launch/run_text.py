@@ -332,7 +332,7 @@ def print_change_note(run: RunDir, config: Config, meta: Mapping[str, Any]) -> N
         files, cache = list_files(config.data, text_field=config.text_field), cache_dir(config)
         path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache)
         if path.name != meta["fingerprint"]:
-            what = "has changed since it was prepared (sizes or times of its files)"
+            what = "has changed since it was prepared (its files, their sizes or times, or which of them are read)"
             print(f"note    {config.data} {what}: {run.name} keeps the text that it began with", file=sys.stderr)
 
 

@@ -214,11 +214,11 @@ def longer_run(
 def train_command(config: Config, file: str | None) -> str | None:
     """Returns the command that trains this config: the flags in which it differs from the file, without one from balanced.
 
-    None without a file where the working folder has something else of that name.
+    None without a file where the working folder has something else of that name, and for hosts without names.
     """
     name = file or "balanced"  # without CONFIG, `train` begins with tiny, and every key of tiny would be a flag
     path = find_config(name)
-    if file is None and path.parent != PACKAGED:
+    if (file is None and path.parent != PACKAGED) or (config.hosts or "").isdecimal():
         return None
     usual, _ = load_config(path, {})
     change = {key: value for key, value in asdict(config).items() if key == "depth" or value != getattr(usual, key)}

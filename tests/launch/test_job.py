@@ -499,8 +499,8 @@ def test_a_text_that_has_changed_since_its_run_began_is_reported(job_on, tmp_pat
     assert capsys.readouterr().err == ""
     text.write_text("other words\n" * 999)
     assert reopen_data(run, config).path == dataset.path
-    what = "has changed since it was prepared (sizes or times of its files): run keeps the text that it began with"
-    assert capsys.readouterr().err == f"note    {text} {what}\n"
+    what = "has changed since it was prepared (its files, their sizes or times, or which of them are read)"
+    assert capsys.readouterr().err == f"note    {text} {what}: run keeps the text that it began with\n"
     text.unlink()
     reopen_data(run, config)
     assert capsys.readouterr().err == ""

@@ -222,6 +222,8 @@ def accelerate_config(args: options.AccelerateOptions) -> None:
 
 
 def evaluate(args: run_options.EvalOptions) -> None:
+    if args.text_field and args.data is None:
+        raise UsageError("--text-field is of the text of --data", fix="add --data SOURCE, or leave --text-field out")
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: see launch/env.py
     from paceline.launch.run_text import run_data

@@ -9,6 +9,7 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.command_line import option, parameters_of
 from paceline.errors import Change, PacelineError, expand_home
@@ -56,7 +57,9 @@ class Config:
 
     data: str = option("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG]", group="text", value="SOURCE")
     text_field: str | None = option(
-        None, "field of the text in JSON lines, column in tables; auto: text, or the only one", value="NAME"
+        None,
+        "field of the text in JSON lines, column in tables; auto: text, or an only one such as content",
+        value="NAME",
     )
     tokenizer: str | None = option(None, "a tokenizer.json to use; auto: train one on the text", value="FILE")
     vocab_size: int = option(32_768, "tokens of the tokenizer that is trained", low=2, high=2**31 - 1)
@@ -261,11 +264,14 @@ def check_config(config: Config) -> None:
 
 def format_flags(change: Change) -> str:
     """Returns the flags that set these keys: `--device-batch-size 8 --activation-checkpointing`."""
-    texts = {None: " auto", True: "", False: " false"}
-    return " ".join(
-        f"--{key.replace('_', '-')}{texts[value] if value is None or isinstance(value, bool) else f' {shlex.quote(str(value))}'}"
-        for key, value in change.items()
-    )
+    return " ".join(_format_flag(f"--{key.replace('_', '-')}", value) for key, value in change.items())
+
+
+def _format_flag(flag: str, value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return flag + {None: " auto", True: "", False: " false"}[value]
+    text = str(value)
+    return f"{flag}{'=' if text.startswith('-') else ' '}{shlex.quote(text)}"
 
 
 def check_utf8(name: str, value: str) -> None:

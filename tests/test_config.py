@@ -1,11 +1,12 @@
 """One way to configure: defaults < file < flags, every wrong value refused with what would be right."""
 
+import shlex
 from pathlib import Path
 
 import pytest
 
 from paceline.command_line import parse
-from paceline.config import KEYS, Config, cache_dir
+from paceline.config import KEYS, Config, cache_dir, format_flags
 from paceline.config_file import format_toml, load_config, resolve_config
 from paceline.errors import PacelineError, UsageError
 from paceline.options import ConfigOptions
@@ -150,6 +151,11 @@ def test_flags_of_another_trainer_work_and_one_note_names_ours(capsys):
 def test_the_field_of_the_text_has_the_name_that_trl_gives_it_too(capsys):
     assert parse_flags(["--dataset_text_field", "body"])[1] == {"text_field": "body"}
     assert "--dataset_text_field is --text-field" in capsys.readouterr().err
+
+
+def test_keys_written_as_flags_are_read_as_the_same_keys():
+    keys = {"name": "-x", "data": "--my books", "depth": 2, "tokenizer": None, "compile": False, "emulate": True}
+    assert parse_flags(shlex.split(format_flags(keys)))[1] == keys
 
 
 def test_a_learning_rate_of_adamw_as_a_flag_needs_the_optimizer_beside_it():
@@ -523,6 +529,7 @@ def trained(tmp_path, monkeypatch):
         vocab_size=300,
         num_steps=40,
         data="/books",
+        text_field="body",
         seed=7,
     )
     (run / "config.toml").write_text(format_toml(keys))
@@ -535,6 +542,14 @@ def test_a_run_that_starts_with_the_weights_of_another_one_has_its_keys_but_the_
         depth=6, n_embd=384, n_kv_head=3, vocab_size=300, num_steps=40, data="/letters", seed=7,
         tokenizer=str(trained / "tokenizer" / "tokenizer.json"), init_from=str(trained),
     )  # fmt: skip
+
+
+def test_the_field_of_the_text_of_a_run_is_that_of_no_other_text(trained):
+    fields = {None: "body", "/letters": None}
+    for data, field in fields.items():
+        keys = {"init_from": "books"} | ({"data": data} if data else {})
+        assert resolve_config(None, keys).text_field == field
+    assert resolve_config(None, {**keys, "text_field": "body"}).text_field == "body"
 
 
 def test_what_a_config_file_does_not_set_is_as_other_weights_have_it(trained):

@@ -470,6 +470,16 @@ def test_the_command_below_the_advice_trains_what_is_planned(capsys, words):
     assert json.loads(plan(capsys, *shlex.split(command), *TWO, *limit[2:], "--json")) == advised
 
 
+def test_the_advice_has_no_command_for_hosts_without_names_or_where_balanced_is_something_else(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert "\nnext " not in plan(capsys, *TWO, "--hosts", "2", "--time", "6h")
+    (tmp_path / "balanced").mkdir()
+    assert run_command(["plan", *TWO, "--time", "6h"]) == 0
+    assert "\nnext " not in capsys.readouterr().out
+
+
 def test_what_is_left_of_a_budget_is_money(capsys):
     text = plan(capsys, *TWO, "--time", "100h", "--budget", "10", "--price", "1/gpu-hour")
     left, spent = re.search(

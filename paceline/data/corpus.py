@@ -76,12 +76,23 @@ def list_files(source: str, *, text_field: str | None = None, print_note: bool =
     """Returns the files of a source in a fixed order without opening any, since it runs at every start.
 
     text_field: the config's, of files that have fields. print_note: says on stderr which files of other types are left out, and
-    which are called validation text. Raises PacelineError for a source without text.
+    where text_field has no effect. Raises PacelineError for a source without text.
     """
     files = _files_of(source, print_note=print_note)
     if text_field is None:
         return files
+    if print_note and all(file.format == "text" for file in files):
+        print(f"note    --text-field {text_field} has no effect: {source} is plain text", file=sys.stderr)
     return [file if file.format == "text" else replace(file, text_field=text_field) for file in files]
+
+
+def print_held_out_note(source: str, files: list[SourceFile]) -> None:
+    """Says which files in the folder that is the source are called validation text and will be trained on."""
+    root = f"{expand_home(source).absolute()}/"
+    names = [file.path.removeprefix(root) for file in files if file.path.startswith(root)]
+    if called := [name for name in names if HELD_OUT_NAMES.fullmatch(name)]:
+        effect = "a share of all documents is held out; to keep such files out of both, move them to another folder"
+        print(f"note    {source}: {format_list(called, limit=3)} will be trained on: {effect}", file=sys.stderr)
 
 
 def _files_of(source: str, *, print_note: bool) -> list[SourceFile]:
@@ -263,11 +274,6 @@ def _folder_files(folder: Path, *, print_note: bool) -> list[SourceFile]:
         command = _conversion([f"{root}/{name}" for name in others if name.lower().endswith(PACKED)])
         effect = f"; {command}" if command else ""
         print(f"note    {folder}: left out {left_out} of other types: {shown}{effect}", file=sys.stderr)
-    if with_text and print_note:
-        names = [file.path.removeprefix(root).lstrip("/") for file in with_text]
-        if called := [name for name in names if HELD_OUT_NAMES.fullmatch(name)]:
-            effect = "a share of all documents is held out; to keep such files out of both, move them to another folder"
-            print(f"note    {folder}: {format_list(called, limit=3)} will be trained on: {effect}", file=sys.stderr)
     if with_text:
         return with_text
     if files:

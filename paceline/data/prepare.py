@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from paceline.config import Config, cache_dir
-from paceline.data.corpus import Progress, cannot_write, list_files
+from paceline.data.corpus import Progress, cannot_write, list_files, print_held_out_note
 from paceline.data.readers import SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file, tokenizer_vocab_size
 from paceline.errors import PacelineError, expand_home
@@ -84,6 +84,7 @@ def prepare(
     cache_dir: Path,
     num_workers: int | None = None,
     progress: Progress | None = None,
+    is_for_training: bool = True,
 ) -> TokenDataset:
     """Returns the dataset of this source, after making it where it does not exist or the source has changed.
 
@@ -92,6 +93,8 @@ def prepare(
     cannot be read, is too small, or changes meanwhile.
     """
     files = list_files(source, text_field=text_field, print_note=True)
+    if is_for_training:
+        print_held_out_note(source, files)
     tokenizer_json = None if tokenizer is None else read_tokenizer_file(tokenizer, otherwise=WITHOUT_TOKENIZER)
     tokenizer_hash = None if tokenizer_json is None else hashlib.sha256(tokenizer_json).hexdigest()
     path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
@@ -354,12 +357,8 @@ def data_info(dataset: TokenDataset) -> dict[str, Any]:
 def format_prepared(dataset: TokenDataset, config: Config, *, file: str | None, keys: Mapping[str, Any] | None) -> str:
     """Returns what `paceline data prepare` prints: the shards, their text, the time, and the command that uses them.
 
-    file, keys: of the command. keys None: of `data info`, with how the shards were made. Rows that are packed are made here.
+    file, keys: of the command. keys None: of `data info`, with how the shards were made and without their rows.
     """
-    rows = dataset.split("train", config.packing)
-    packed = f"{rows.num_rows(config.sequence_len):,} of {config.sequence_len:,} tokens to train on"
-    if left_out := rows.left_out(config.sequence_len):
-        packed += f"; best-fit packing leaves out {format_percent(left_out)} of the text"
     facts = data_info(dataset)
     train, val = (facts["splits"][name]["num_tokens"] for name in ("train", "val"))
     files, documents = (
@@ -373,7 +372,7 @@ def format_prepared(dataset: TokenDataset, config: Config, *, file: str | None, 
     lines = {
         "text": f"{config.data}: {files}, {documents}, {format_bytes(facts['num_bytes'])}",
         "tokens": f"{facts['num_tokens']:,}: {train:,} to train on, {val:,} held out; vocabulary {facts['vocab_size']:,}",
-        "rows": packed,
+        "rows": "" if keys is None else format_rows(dataset, config),
         "size": f"{facts['bytes_per_token']:.2f} bytes per token, {format_bytes(facts['disk_bytes'])} on disk",
         "time": "none: it was there already" if dataset.reused else took,
         "shards": str(dataset.path),
@@ -382,9 +381,18 @@ def format_prepared(dataset: TokenDataset, config: Config, *, file: str | None, 
         "ids": f"{facts['dtype']}, of tokenizer {facts['tokenizer_hash'][:12]}",
         "made": f"{facts['created']} in {took}",
     }
-    for name in ("time", "next") if keys is None else ("share", "ids", "made"):
+    for name in ("rows", "time", "next") if keys is None else ("share", "ids", "made"):
         del lines[name]
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
+
+
+def format_rows(dataset: TokenDataset, config: Config) -> str:
+    """Returns how many rows the text to train on gives. Rows that are packed are made here."""
+    rows = dataset.split("train", config.packing)
+    text = f"{rows.num_rows(config.sequence_len):,} of {config.sequence_len:,} tokens to train on"
+    if left_out := rows.left_out(config.sequence_len):
+        text += f"; best-fit packing leaves out {format_percent(left_out)} of the text"
+    return text
 
 
 def _repeat_fix(path: Path) -> str:

@@ -309,26 +309,26 @@ def _missing_text(file: SourceFile, where: str, is_string: dict[str, bool], row:
     chat = [f"{_jq_path(name)}[]?{path}" for name, value in row.items() if (path := _message_path(value))]
     fields = ", ".join(is_string) or "none"
     likely = [name for name in strings if not NO_TEXT.search(name)]
-    best = max(likely, key=lambda name: (bool(TEXT_NAMES.fullmatch(name)), len(row.get(name) or "")), default="NAME")
-    option = f"--text-field {shlex.quote(best)}"
-    if not chat and (file.text_field or target in is_string):
-        problem = ": its field {!r} holds no strings" if target in is_string else " has no field {!r}"
-        fix = f"{option}, or write the text as strings into a field {target!r}"
-        return UnreadableFile(f"{where}{problem.format(target)}; it has {fields}", fix=fix)
+    best = max(likely, key=lambda name: (bool(TEXT_NAMES.fullmatch(name)), len(row.get(name) or "")), default="")
     others = f"{len(strings)} other fields are strings" if len(strings) != 1 else f"{strings[0]!r} may be no text"
-    message = f"{where} has no field {TEXT_FIELD!r} of strings, and {others}; it has {fields}"
+    message = f"{where} has no field {target!r}" + ("" if file.text_field else f" of strings, and {others}")
+    if target in is_string:
+        message = f"{where}: its field {target!r} holds no strings"
     named = [name for name in is_string if name in strings or (strings and row.get(name) is None)]
     paths = [_jq_path(name) for name in named if not NO_TEXT.search(name)]
     inner = [item for name, value in row.items() for item in _inner_strings(value, _jq_path(name))]
     paths += [path for name, path in inner if TEXT_NAMES.fullmatch(name)]
     paths = paths or [path for _, path in inner]
     if chat:
-        message = f"{where} is of a chat set: each conversation has to become one string; it has {fields}"
+        problem = f"{message}, and it" if file.text_field else where
+        message = f"{problem} is of a chat set: each conversation has to become one string"
+    message += f"; it has {fields}"
     if not (chat or paths):
-        return UnreadableFile(message, fix=f"write the text of each record as a string into a field {TEXT_FIELD!r}")
+        return UnreadableFile(message, fix=f"write the text of each record as a string into a field {target!r}")
     values = f'[{", ".join(chat or paths)} | strings | select(. != "")]'
-    before = f"{option}, or " if likely and not chat else ""
-    file_fix = replace(_text_fix(file, f'{{{TEXT_FIELD}: ({values} | join("\\n\\n"))}}'), before=before)
+    before = f"--text-field {shlex.quote(best)}, or " if best and (file.text_field or not chat) else ""
+    key = _jq_path(target).removeprefix(".").strip("[]")
+    file_fix = replace(_text_fix(file, f'{{{key}: ({values} | join("\\n\\n"))}}'), before=before)
     return UnreadableFile(message, fix=file_fix.for_file(file.path), file_fix=file_fix)
 
 

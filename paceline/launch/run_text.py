@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.config import LENGTH_KEYS, Config, cache_dir
 from paceline.config_file import format_toml_value, load_config, source_of
-from paceline.data.corpus import Progress, list_files
+from paceline.data.corpus import Progress, list_files, print_held_out_note
 from paceline.data.prepare import (
     META,
     TokenDataset,
@@ -210,11 +210,15 @@ def format_weights(source: Path) -> str:
 
 
 def prepare_data(
-    config: Config, publish: Progress = lambda *_: None, *, set_keys: Collection[str] = ()
+    config: Config,
+    publish: Progress = lambda *_: None,
+    *,
+    set_keys: Collection[str] = (),
+    is_for_training: bool = True,
 ) -> TokenDataset:
     """Returns the text of `config` as token shards: from the cache, or prepared now with a progress bar.
 
-    set_keys: those of the command line.
+    set_keys: those of the command line. is_for_training: whether to say that files called test text will be trained on.
     """
     with show_progress() as show:
 
@@ -230,6 +234,7 @@ def prepare_data(
             cache_dir=cache_dir(config),
             num_workers=probe_cpu_cores(),
             progress=progress,
+            is_for_training=is_for_training,
         )
     actual = dataset.meta["vocab_size"]
     if config.text_field is None:
@@ -248,6 +253,7 @@ def train_new_tokenizer(source: str, *, text_field: str | None, vocab_size: int)
     """Returns a tokenizer of this text, trained with a progress bar."""
     with show_progress() as progress:
         files = list_files(source, text_field=text_field, print_note=True)
+        print_held_out_note(source, files)
         tokenizer = train_tokenizer_on(files, vocab_size=vocab_size, progress=progress, notes=(notes := ReadNotes()))
     if text_field is None:
         print_field_note(source, notes.text_fields)
@@ -280,7 +286,7 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
     if (path / META).is_file():
         if not is_elsewhere:
             dataset = open_dataset(path)
-            print_change_note(run, config.data, dataset.meta, cache_dir=cache_dir(config))
+            print_change_note(run, config, dataset.meta)
             return dataset
         content = content_hash(open_dataset(path))
     if config.tokenizer is None:
@@ -316,18 +322,18 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
     return dataset
 
 
-def print_change_note(run: RunDir, source: str, meta: Mapping[str, Any], *, cache_dir: Path) -> None:
+def print_change_note(run: RunDir, config: Config, meta: Mapping[str, Any]) -> None:
     """Prints that the files of the run's text are not those that its shards, whose meta.json is `meta`, were made of."""
-    if source.startswith("hf:") or "requested_vocab_size" not in meta:  # an earlier version did not record it
+    if config.data.startswith("hf:") or "requested_vocab_size" not in meta:  # an earlier version did not record it
         return
     vocab_size = meta["requested_vocab_size"]
     tokenizer_hash = meta["tokenizer_hash"] if vocab_size is None else None
     with suppress(PacelineError):  # the text may be gone
-        files = list_files(source)
-        path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
+        files, cache = list_files(config.data, text_field=config.text_field), cache_dir(config)
+        path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache)
         if path.name != meta["fingerprint"]:
-            what = "has changed since it was prepared (sizes or times of its files)"
-            print(f"note    {source} {what}: {run.name} keeps the text that it began with", file=sys.stderr)
+            what = "has changed since it was prepared (its files, their sizes or times, or which of them are read)"
+            print(f"note    {config.data} {what}: {run.name} keeps the text that it began with", file=sys.stderr)
 
 
 def content_hash(dataset: TokenDataset) -> str:
@@ -359,7 +365,8 @@ def run_data(run: RunDir, *, other: str | None, text_field: str | None = None) -
     config, _ = load_config(run.config_toml, {})
     if other is None:
         return reopen_data(run, config)
-    return prepare_data(replace(config, data=other, text_field=text_field, tokenizer=str(run_tokenizer(run))))
+    config = replace(config, data=other, text_field=text_field, tokenizer=str(run_tokenizer(run)))
+    return prepare_data(config, is_for_training=False)
 
 
 def file_hashes(dataset: TokenDataset) -> dict[str, str]:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from paceline.config import LENGTH_KEYS, Config, ModelConfig, format_flags
-from paceline.config_file import find_config, load_config
+from paceline.config_file import PACKAGED, find_config, load_config
 from paceline.errors import Change, Finding, PlanError, UsageError
 from paceline.options import PlanOptions
 from paceline.plan.estimate import Range
@@ -211,16 +211,22 @@ def longer_run(
     return f"{remain} {why}: --tokens-per-param {more:g} {trains}"
 
 
-def train_command(config: Config, file: str | None) -> str:
-    """Returns the command that trains this config: the flags in which it differs from the file, without one from balanced."""
-    file = file or "balanced"  # without CONFIG, `train` begins with tiny, and every key of tiny would be a flag
-    usual, _ = load_config(find_config(file), {})
+def train_command(config: Config, file: str | None) -> str | None:
+    """Returns the command that trains this config: the flags in which it differs from the file, without one from balanced.
+
+    None without a file where the working folder has something else of that name, and for hosts without names.
+    """
+    name = file or "balanced"  # without CONFIG, `train` begins with tiny, and every key of tiny would be a flag
+    path = find_config(name)
+    if (file is None and path.parent != PACKAGED) or (config.hosts or "").isdecimal():
+        return None
+    usual, _ = load_config(path, {})
     change = {key: value for key, value in asdict(config).items() if key == "depth" or value != getattr(usual, key)}
     change = {key: value for key, value in change.items() if key not in LENGTH_KEYS or value is not None}
-    return f"paceline train {shlex.quote(file)} {format_flags(change)}"
+    return f"paceline train {shlex.quote(name)} {format_flags(change)}"
 
 
-def format_advice(advice: Advice, *, limit: str, more: str, command: str) -> str:
+def format_advice(advice: Advice, *, limit: str, more: str, command: str | None) -> str:
     """Returns the lines about the depth for a time or a budget. limit: either in the user's words. more: longer_run."""
     bpb = advice.val_bpb
     return (
@@ -228,7 +234,7 @@ def format_advice(advice: Advice, *, limit: str, more: str, command: str) -> str
         f" {limit} allows; {advice.deeper}\n"
         f"        val_bpb {f'{bpb.low:.3f} to {bpb.high:.3f}' if bpb else 'n/a: not measured on this text'}"
         + (f"\n{more}" if more else "")
-        + f"\nnext    {command}"
+        + (f"\nnext    {command}" if command else "")
     )
 
 

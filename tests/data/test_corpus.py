@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data.corpus import held_out_below, list_files, part_bytes_of, read_corpus
+from paceline.data.corpus import held_out_below, list_files, part_bytes_of, print_held_out_note, read_corpus
 from paceline.errors import PacelineError
 
 jq_only = pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
@@ -290,12 +290,22 @@ def test_files_that_are_called_validation_or_test_text_are_noted(tmp_path, capsy
     for path in (folder / name for name in names):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("a")
-    assert len(list_files(str(folder))) == len(names)
+    files = list_files(str(folder), print_note=True)
+    assert len(files) == len(names)
     assert capsys.readouterr().err == ""
-    list_files(str(folder), print_note=True)
+    print_held_out_note(str(folder), files)
     err = capsys.readouterr().err
     assert err.startswith(f"note    {folder}: {noted} will be trained on: ") if noted else err == ""
     assert err.count("\n") == bool(noted)
+
+
+def test_a_text_field_of_plain_text_alone_is_noted(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a")
+    list_files(str(tmp_path), text_field="body", print_note=True)
+    assert capsys.readouterr().err == f"note    --text-field body has no effect: {tmp_path} is plain text\n"
+    (tmp_path / "b.jsonl").write_text("{}")
+    list_files(str(tmp_path), text_field="body", print_note=True)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_file_of_another_type_says_which_can_be_read(tmp_path):

@@ -131,9 +131,10 @@ def test_the_split_at_marks_is_reported_and_so_are_a_good_hash_and_the_name_that
     assert shown.out.startswith("text    text: 1 file, 40 documents, ")
     assert run_command(["data", "prepare", "--data", "text/a.txt", *flags]) == 0
     assert capsys.readouterr().out.startswith("text    text/a.txt: 1 file, ")
-    assert run_command(["data", "info", "--data", "text", *flags]) == 0
+    assert run_command(["data", "info", "--data", "text", "--packing", "best-fit", *flags]) == 0
+    assert not list(Path("cache").rglob("*best_fit*"))
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert list(lines) == ["text", "tokens", "rows", "size", "shards", "share", "ids", "made"]
+    assert list(lines) == ["text", "tokens", "size", "shards", "share", "ids", "made"]
     assert lines["text"].startswith("text: 1 file, 40 documents, ") and lines["ids"].startswith("uint16, of tokenizer ")
     assert re.fullmatch(r"\d documents? held out, [\d.]+ % of the text", lines["share"])
     assert run_command(["data", "info", "--verify", "--json", "--data", "text", *flags]) == 0

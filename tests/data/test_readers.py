@@ -223,6 +223,27 @@ def test_a_field_that_is_named_and_holds_no_text_is_refused(tmp_path):
         assert "is of a chat set" in error.message and error.fix.startswith("jq ")
 
 
+@jq_only
+@pytest.mark.parametrize(
+    ("first", "field", "option", "text"),
+    [
+        ({"text": "one", "id": "a7"}, "body", "--text-field text, or ", "one"),
+        ({"data": {"text": "one"}}, "data.text", "", "one"),
+        ({"body": 5, "title": "one"}, "body", "--text-field title, or ", "one"),
+        (RECORDS["chat"] | {"summary": "s"}, "sumary", "--text-field summary, or ", "one\n\ntwo"),
+    ],
+)
+def test_a_missing_field_that_is_named_comes_with_the_command_that_writes_it(tmp_path, first, field, option, text):
+    write(tmp_path / "a.jsonl", jsonl({field: "zero"}))
+    error = refused(path := write(tmp_path / "b.jsonl", jsonl(first)), text_field=field)
+    problem = ": its field {!r} holds no strings" if field in first else ":1 has no field {!r}"
+    assert problem.format(field) in error.message
+    assert error.fix.startswith(f"{option}jq ")
+    subprocess.run(error.fix.removeprefix(option), shell=True, check=True)
+    assert texts(path, text_field=field) == [text]
+    assert texts(tmp_path, text_field=field) == ["zero", text]
+
+
 @pytest.mark.parametrize(
     ("record", "option"),
     [

@@ -484,11 +484,11 @@ def test_the_text_of_a_run_may_be_at_another_place_but_not_another_text(job_on, 
         reopen_data(run, config, is_elsewhere=True)
 
 
-@pytest.mark.parametrize("is_own", [False, True])
-def test_a_text_that_has_changed_since_its_run_began_is_reported(job_on, tmp_path, capsys, is_own):
-    run, text = job_on(lambda: TWO).run, tmp_path / "t.txt"
-    text.write_text("a few words\n" * 1000)
-    config = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+@pytest.mark.parametrize(("is_own", "field"), [(False, None), (True, None), (False, "body")])
+def test_a_text_that_has_changed_since_its_run_began_is_reported(job_on, tmp_path, capsys, is_own, field):
+    run, text = job_on(lambda: TWO).run, tmp_path / ("t.jsonl" if field else "t.txt")
+    text.write_text('{"title": "a", "body": "a few words"}\n{"body": "other"}\n' if field else "a few words\n" * 1000)
+    config = replace(CONFIG, data=str(text), text_field=field, cache_dir=str(tmp_path / "cache"))
     if is_own:
         config = replace(config, tokenizer=str(tmp_path / "t.json"))
         train_tokenizer(iter(["words"]), vocab_size=260).save(tmp_path / "t.json")
@@ -499,11 +499,23 @@ def test_a_text_that_has_changed_since_its_run_began_is_reported(job_on, tmp_pat
     assert capsys.readouterr().err == ""
     text.write_text("other words\n" * 999)
     assert reopen_data(run, config).path == dataset.path
-    what = "has changed since it was prepared (sizes or times of its files): run keeps the text that it began with"
-    assert capsys.readouterr().err == f"note    {text} {what}\n"
+    what = "has changed since it was prepared (its files, their sizes or times, or which of them are read)"
+    assert capsys.readouterr().err == f"note    {text} {what}: run keeps the text that it began with\n"
     text.unlink()
     reopen_data(run, config)
     assert capsys.readouterr().err == ""
+
+
+def test_test_text_that_is_evaluated_has_no_note_that_it_will_be_trained_on(job_on, tmp_path, capsys):
+    run, text = job_on(lambda: TWO).run, tmp_path / "text"
+    text.mkdir()
+    (text / "test.txt").write_text("a few words\n" * 1000)
+    config = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+    run.config_toml.write_text(format_toml(config))
+    record_data(run, prepare_data(config), config)
+    assert "test.txt will be trained on" in capsys.readouterr().err
+    run_data(run, other=str(text))
+    assert "trained on" not in capsys.readouterr().err
 
 
 def test_text_that_another_version_read_otherwise_is_refused_where_its_shards_are_gone(job_on, tmp_path, monkeypatch):

@@ -37,6 +37,12 @@ def test_a_falling_line_goes_from_the_upper_left_to_the_lower_right():
     ]
 
 
+@pytest.mark.parametrize("last", [6_000, 12_345, 1_000_000])
+def test_the_steps_below_a_narrow_chart_end_with_it(last):
+    lines = chart((Series([0, 500, last], [3.0, 2.0, 1.0], [0.0, 1.0, 2.0]), "blue"), width=12, height=4)
+    assert plain(lines[-1]) == f"{last:,}".rjust(12)
+
+
 def test_a_spike_of_one_step_in_ten_thousand_is_visible():
     values = [1.0] * 10_000
     values[5000] = 9.0

@@ -194,7 +194,7 @@ def chart(
         axis: Line = ((f"{texts.get(y, ''):>{margin}} ", "faint"), ("┤" if y in texts else "│", "track"))
         row = [(grid[y], style) for grid, style in grids]
         lines.append((*axis, *chart_row(row, is_plan=y == level, mark=mark, crosses=crosses if y == rows - 1 else ())))
-    return [*lines, ((" " * (margin + 2) + step_labels(first, last, columns), "faint"),)]
+    return [*lines, ((f"{step_labels(first, last, columns):>{width}}", "faint"),)]
 
 
 def step_labels(first: int, last: int, columns: int) -> str:

@@ -133,12 +133,10 @@ LOGGING = re.compile(
     r"\blogging[/\\]__init__\.py\", line \d+, in emit$|\bsocketserver\.py\", line \d+, in _?(?:handle|process)_request_\w+$"
 )
 LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
-CAUGHT = re.compile(  # right behind an exception: what the program does in place of what failed
-    r"(?i)^.{0,40}?\b(?:(?:re)?trying (?:again )?with|falling back to)\b"
-)
-CONTEXT_LOST = re.compile(
-    r"illegal memory access|device-side assert|launch failure|uncorrectable ECC"
-)  # for the process
+# right behind an exception: what the program does in place of what failed
+CAUGHT = re.compile(r"(?i)^.{0,40}?\b(?:(?:re)?trying (?:again )?with|falling back to)\b")
+# what no process survives
+CONTEXT_LOST = re.compile(r"illegal memory access|device-side assert|launch failure|uncorrectable ECC")
 LEFT_OUT = re.compile(  # logged right above it, of an item of the data
     r"(?i)^\W*ERROR\b.*\b(?:line|row|sample|example|file|shard|doc(?:ument)?|record|image)s?\b.*\b(?:skipp|ignor)(?:ed|ing)\b"
 )

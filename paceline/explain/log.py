@@ -37,9 +37,8 @@ MIN_STAGE, STAGE_START, STAGE_FALL, STAGE_END = 10, 3, 0.8, 3
 MIN_TRAINED = 10  # steps of a training that is short and whole
 LAST_OF = re.compile(r"(?<![\d/])(?P<last>\d{1,6})/(?P=last)(?![\d/])")
 SAVED = re.compile(r"(?i)\bsaved\b(?!.*\b(?:not|fail\w*|error)\b)")
-STARTER = re.compile(
-    r"\b(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|mpiexec): "
-)  # of the training itself
+# of the training itself
+STARTER = re.compile(r"\b(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|mpiexec): ")
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 

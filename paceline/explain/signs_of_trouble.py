@@ -134,9 +134,8 @@ NO_TROUBLE = re.compile(
 ERROR_PREFIX = re.compile(
     r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|\[(?:error|fatal|critical)\]|(?:[Ff]atal|[Ee]rror)(?: error)?: )"
 )
-MARKED_ERROR = re.compile(
-    r"\W*[❌✗✘] ?\w*error\b", re.IGNORECASE
-)  # may name its epoch, and is no line of progress then
+# may name its epoch, and is no line of progress then
+MARKED_ERROR = re.compile(r"\W*[❌✗✘] ?\w*error\b", re.IGNORECASE)
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
 SKIPPED_STEP = re.compile(
     r"(?i)\bskip(?:ped|ping) (?:train(?:ing)? )?(?:batch|step|iteration) #?(?P<number>\d{1,9}) ?[:(-] ?\S"

@@ -65,16 +65,6 @@ class TokenDataset:
         return TokenSplit(self.path, name, self.meta, packing=packing)
 
 
-def print_notes(source: str, meta: dict[str, Any]) -> None:
-    """Says which text was left out or split, to stderr."""
-    if meta["empty_rows"]:
-        rows = format_number_of(meta["empty_rows"], "row")
-        print(f"note    {source}: left out {rows} whose text is null or empty", file=sys.stderr)
-    if meta["num_split_files"]:
-        split = format_number_of(meta["num_split_files"], ".txt file")
-        print(f"note    {source}: {split} split into documents at each <|endoftext|>; .md keeps it", file=sys.stderr)
-
-
 def prepare(
     source: str,
     *,
@@ -127,6 +117,16 @@ def prepare(
         meta = {"format_version": FORMAT_VERSION, "fingerprint": path.name} | request | meta
         write_atomic(folder / META, json.dumps(meta, indent=1) + "\n")
     return replace(open_dataset(path), reused=False)
+
+
+def print_notes(source: str, meta: dict[str, Any]) -> None:
+    """Says which text was left out or split, to stderr."""
+    if meta["empty_rows"]:
+        rows = format_number_of(meta["empty_rows"], "row")
+        print(f"note    {source}: left out {rows} whose text is null or empty", file=sys.stderr)
+    if meta["num_split_files"]:
+        split = format_number_of(meta["num_split_files"], ".txt file")
+        print(f"note    {source}: {split} split into documents at each <|endoftext|>; .md keeps it", file=sys.stderr)
 
 
 def vocab_size_of(config: Config, meta: Mapping[str, Any] | None) -> int:

@@ -36,7 +36,7 @@ STAGE = re.compile(r"(?i)\b(?:stage|phase)[ _=:]{1,3}(?P<stage>\d{1,3})\b")
 MIN_STAGE, STAGE_START, STAGE_FALL, STAGE_END = 10, 3, 0.8, 3
 MIN_TRAINED = 10  # steps of a training that is short and whole
 LAST_OF = re.compile(r"(?<![\d/])(?P<last>\d{1,6})/(?P=last)(?![\d/])")
-SAVED = re.compile(r"(?i)\bsaved\b(?!.*\b(?:not|fail\w*|error)\b)")
+SAVED = re.compile(r"(?i)^(?!.*\b(?:not|never|no|0|fail\w*|error)\b).*\b(?:saved|wrote|written)\b")
 # of the training itself
 STARTER = re.compile(r"\b(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|mpiexec): ")
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
@@ -164,7 +164,6 @@ class OpenRun:
 
     def close(self, behind: int | None = None) -> Log:
         """The run as a log; behind: the number of the first line that is not a part of it, if there is one."""
-        records = [record for record in (*self.first, *self.last) if behind is None or record.line < behind]
         tail = tuple(item for item in self.tail if behind is None or item[0] < behind)
         progress = self.progress.progress(tail[-1][0] if tail else None)
         has_measures = self.progress.held_out or self.progress.scores or self.progress.rewards
@@ -174,7 +173,7 @@ class OpenRun:
         if tail and PROMPT.search(tail[-1][1]):
             progress = replace(progress, finished=False, done_line=None)
         return Log(
-            records=tuple(records),
+            records=tuple(record for record in (*self.first, *self.last) if behind is None or record.line < behind),
             progress=progress,
             last_progress=tuple(self.progress.lines),
             last_lines=tail,

@@ -15,7 +15,7 @@ from paceline.explain.frames import is_caught, left_program_running
 from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.lines import IGNORABLE, split_prefix
-from paceline.explain.log import PROMPT, Log
+from paceline.explain.log import PROMPT, SAVED, Log
 from paceline.explain.matches import (
     CONTINUED,
     EXIT_ZERO,
@@ -155,7 +155,6 @@ FAILED_SAVE = re.compile(
     r"|\b(?:checkpoint|model|weights) (?:could not be|was not) (?:saved|written)"
     r"|\b(?:sav|writ)ing .{0,20}(?:checkpoint|model) failed"
 )
-SAVED = re.compile(r"(?i)^(?!.*\b(?:not|never|no|0|fail\w*)\b).*\b(?:saved|wrote|written)\b")
 LOSS_ALONE = re.compile(r"[-+]?\d+\.\d{6,}(?:e[-+]\d+)?|tensor\([-+]?\d+\.\d+, .*grad_fn=.*\)")
 MIN_ZEROS = 5  # evaluations
 IDLE_TRAINING = re.compile(r"'train_runtime': '?0(?:\.\d+)?'?, .*'train_loss': '?0(?:\.0*)?'?[,}]")  # within a second

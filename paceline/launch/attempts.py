@@ -174,24 +174,6 @@ def finish_job(job: Job, services: Services, signals: StopSignals) -> tuple[int,
     return exit_code, reason
 
 
-def decide_next(
-    job: Job, history: Sequence[AttemptEnd], recovery: Recovery, explanation: Explanation
-) -> tuple[Decision, Explanation]:
-    """Returns what follows the last attempt of the history, and its explanation, corrected by what its job and hosts say."""
-    job_end = current_job_end()
-    if job_end:
-        explanation = explain_job_end(job_end, explanation, job.run)
-    abilities = replace(
-        job.abilities(history[-1]), min_hosts=job.options.min_hosts, is_job_over=job_end is not None,
-        is_folder_moved=job.is_folder_moved,
-    )  # fmt: skip
-    job.is_folder_moved = False
-    decision = decide(Situation(history, recovery, abilities))
-    if decision.action == "stop" and abilities.lost_hosts and not job_end:
-        explanation = explain_end_without_host(explanation, job.run, abilities)
-    return decision, explanation
-
-
 def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = None) -> Outcome:
     """Makes attempts until one succeeds, no further one would help, or the user stops the run. Call it from the main thread.
 
@@ -234,6 +216,24 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             if signals.first:
                 return Outcome("interrupted", INTERRUPTED, number, [], between_attempts=True)
             number += 1
+
+
+def decide_next(
+    job: Job, history: Sequence[AttemptEnd], recovery: Recovery, explanation: Explanation
+) -> tuple[Decision, Explanation]:
+    """Returns what follows the last attempt of the history, and its explanation, corrected by what its job and hosts say."""
+    job_end = current_job_end()
+    if job_end:
+        explanation = explain_job_end(job_end, explanation, job.run)
+    abilities = replace(
+        job.abilities(history[-1]), min_hosts=job.options.min_hosts, is_job_over=job_end is not None,
+        is_folder_moved=job.is_folder_moved,
+    )  # fmt: skip
+    job.is_folder_moved = False
+    decision = decide(Situation(history, recovery, abilities))
+    if decision.action == "stop" and abilities.lost_hosts and not job_end:
+        explanation = explain_end_without_host(explanation, job.run, abilities)
+    return decision, explanation
 
 
 def explain_job_end(job: SlurmJob, explanation: Explanation, run: RunDir) -> Explanation:

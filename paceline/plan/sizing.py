@@ -183,7 +183,7 @@ def choose_fit(
         raise does_not_fit(config, setup, solver, share=share)
     check_host_memory(estimate(fitting), machine, ranks=setup.world_size // machine.hosts)
     notes = tuple(fit_notes(config, setup, fitting))
-    return SizedSetup(fitting, estimate(fitting), None if config.device_batch_size else share, notes)
+    return SizedSetup(fitting, estimate(fitting), share if rows_are_open else None, notes)
 
 
 def fit_notes(config: Config, setup: MemorySetup, fitting: MemorySetup) -> Iterator[str]:

@@ -55,7 +55,12 @@ class Config:
     runs_dir: str = option("runs", "where run folders are made", value="DIR")
     seed: int = option(42, "seed of the initial weights and of the order of rows", low=0, high=2**63 - 1)
 
-    data: str = option("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG]", group="text", value="SOURCE")
+    data: str = option(
+        "builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG[:SPLIT]]", group="text", value="SOURCE"
+    )
+    val_data: str | None = option(
+        None, "text to measure val_bpb on, as data; of hf: the split validation; auto: a share of data", value="SOURCE"
+    )
     text_field: str | None = option(
         None,
         "field of the text in JSON lines, column in tables; auto: text, or an only one such as content",

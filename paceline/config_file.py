@@ -60,7 +60,7 @@ def resolve_config(
     """
     if file is None and (init_from := keys.get("init_from")):
         source, _ = source_of(init_from, runs_dir=keys.get("runs_dir", Config.runs_dir))
-        of_text = {"text_field": None} if "data" in keys else {}
+        of_text = {"val_data": None, "text_field": None} if "data" in keys else {}
         config = load_config(source.config_toml, {**OF_ONE_RUN, **of_text, **keys})[0]
         return with_source(config, set_keys=keys, flags=keys)
     if file is None and default is not None:

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from paceline.errors import PacelineError
+from paceline.units import format_bytes
+
 ESCAPED = re.compile(r"\\(\d{3})")  # a space, tab, newline or backslash, in octal
 LOCK_WAIT_S = 60.0  # for a run: workers that lost their supervisor save and end, or are killed, within this
 ATTEMPTS, RETRY_S = 3, 0.02  # rundir.is_locked holds a lock for some microseconds
@@ -97,3 +100,17 @@ def is_of_one_host(fd: int) -> bool:
     device = os.fstat(fd).st_dev
     requested = f"{os.major(device)}:{os.minor(device)}"
     return any(mount.device == requested and OF_ONE_HOST & mount.options for mount in read_mounts())
+
+
+def cannot_write(path: Path, error: OSError) -> PacelineError:
+    """Returns the error of a file of prepared text that cannot be written, with its fix."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = format_bytes(shutil.disk_usage(path.parent).free)
+        return PacelineError(
+            f"no room to write prepared text into {path.parent}: {error.strerror} ({free} free)",
+            fix="--cache-dir DIR on another disk, or free some space there: folders under it may be deleted, they are made again",
+        )
+    return PacelineError(
+        f"cannot write prepared text into {path.parent}: {error.strerror or error}",
+        fix=f"--cache-dir DIR in another place, or make {path.parent} a folder you may write to",
+    )

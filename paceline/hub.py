@@ -5,13 +5,20 @@ Nothing of the hub's packages is imported here: they take seconds, and without a
 """
 
 import os
+import shlex
 import sys
 import threading
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from paceline.errors import UnreadableFile, expand_home
+from paceline.errors import PacelineError, UnreadableFile, expand_home
+from paceline.units import format_list
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PREFIX = "hf:"  # of a source: hf:NAME[:CONFIG[:SPLIT]]
 PACKAGES = ("datasets", "pyarrow")
 OFFLINE_NAMES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 DEADLINE_S = 3.0
@@ -21,6 +28,73 @@ MIRROR = "https://hf-mirror.com"  # where the hub itself is blocked
 def missing_packages() -> list[str]:
     """Returns the packages that reading a dataset needs and that are not installed."""
     return [name for name in PACKAGES if find_spec(name) is None]
+
+
+def parse_source(source: str) -> tuple[str, str, str]:
+    """Returns name, config and split of a source hf:NAME[:CONFIG[:SPLIT]], where those that are left out are empty.
+
+    The name may be a local folder, which may have colons.
+    """
+    words = source.removeprefix(PREFIX).split(":")
+    ends = range(len(words), max(0, len(words) - 3), -1)
+    names = {":".join(words[:end]): words[end:] for end in ends}
+    name = next(
+        (name for name in names if name and expand_home(name).exists()), ":".join(words[: max(1, len(words) - 2)])
+    )
+    config, split = [*names[name], "", ""][:2]
+    return name, config, split
+
+
+def missing_extra(name: str) -> PacelineError:
+    """Returns the error of a text that packages read which are not installed."""
+    return PacelineError(
+        f"{name} needs the packages datasets and pyarrow, which are not installed",
+        fix=f"pip install {' '.join(PACKAGES)}",
+    )
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Returns whether Dataset.save_to_disk has written the folder."""
+    return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
+
+
+def load_split(name: str, *, config: str, split: str) -> "Dataset":
+    """Loads one split of a local folder that save_to_disk has written, of a local folder of data files, or of a dataset of the hub.
+
+    config: "" for the only one. split: "" for a dataset without splits. Raises PacelineError.
+    """
+    folder = Path(name)
+    if not missing_packages() and not folder.exists():
+        check_hub(name)
+    try:
+        import datasets
+    except ImportError as error:
+        raise missing_extra(f"{PREFIX}{name}") from error
+    try:
+        loaded = (
+            datasets.load_from_disk(name) if is_saved_dataset(folder) else datasets.load_dataset(name, config or None)
+        )
+    except Exception as error:  # datasets raises whatever its parts raise: hub, network, pandas, arrow
+        fix = f"check the name and the network: https://huggingface.co/datasets/{name}"
+        if folder.is_dir():
+            fix = "write the folder again with Dataset.save_to_disk, or put parquet files in it"
+        elif "onfig name" in str(error):  # "Config name is missing", "BuilderConfig 'x' not found"
+            fix = f"name the configuration: {PREFIX}{name}:CONFIG, one of those listed on its page"
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnreadableFile(f"dataset {name} cannot be loaded: {line}", fix=fix) from error
+    if isinstance(loaded, datasets.Dataset):
+        if split:
+            raise UnreadableFile(
+                f"dataset {name} has no splits, and so no `{split}`", fix=shlex.quote(f"{PREFIX}{name}")
+            )
+        return loaded
+    if split not in loaded:
+        names = [shlex.quote(f"{PREFIX}{name}:{config}:{other}") for other in loaded]
+        raise UnreadableFile(
+            f"dataset {name} has no split `{split}`; it has {', '.join(loaded) or 'none'}",
+            fix=f"name a split that is there: {format_list(names, limit=3)}" if names else "give another dataset",
+        )
+    return loaded[split]
 
 
 def is_cached(name: str) -> bool:

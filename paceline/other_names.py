@@ -46,6 +46,7 @@ NAMES = {
     "name": "run model_tag",
     "runs_dir": "out_dir output_dir checkpoint_dir",
     "data": "dataset",
+    "val_data": "eval_dataset val_dataset validation_file val_file eval_data",
     "text_field": "dataset_text_field text_column text_key",
     "nproc": "nproc_per_node num_gpus n_gpus num_processes",
 }

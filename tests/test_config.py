@@ -529,6 +529,7 @@ def trained(tmp_path, monkeypatch):
         vocab_size=300,
         num_steps=40,
         data="/books",
+        val_data="/held_out",
         text_field="body",
         seed=7,
     )
@@ -544,12 +545,13 @@ def test_a_run_that_starts_with_the_weights_of_another_one_has_its_keys_but_the_
     )  # fmt: skip
 
 
-def test_the_field_of_the_text_of_a_run_is_that_of_no_other_text(trained):
-    fields = {None: "body", "/letters": None}
-    for data, field in fields.items():
+def test_the_field_of_the_text_of_a_run_and_its_validation_text_are_those_of_no_other_text(trained):
+    for data, kept in ((None, ("body", "/held_out")), ("/letters", (None, None))):
         keys = {"init_from": "books"} | ({"data": data} if data else {})
-        assert resolve_config(None, keys).text_field == field
+        config = resolve_config(None, keys)
+        assert (config.text_field, config.val_data) == kept
     assert resolve_config(None, {**keys, "text_field": "body"}).text_field == "body"
+    assert resolve_config(None, {**keys, "val_data": "/other"}).val_data == "/other"
 
 
 def test_what_a_config_file_does_not_set_is_as_other_weights_have_it(trained):

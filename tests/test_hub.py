@@ -11,7 +11,7 @@ from paceline.check.verdicts.rules import Intent
 from paceline.data.corpus import list_files
 from paceline.data.readers import read_documents
 from paceline.errors import UnreadableFile
-from paceline.hub import OFFLINE_NAMES, ask_hub, is_cached, missing_packages
+from paceline.hub import OFFLINE_NAMES, ask_hub, is_cached, missing_packages, parse_source
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -90,3 +90,19 @@ def test_training_without_the_hub_and_without_a_copy_is_refused_before_anything_
         UnreadableFile, match="owner/books is not in the cache, and http://127.0.0.1:9 is out of reach: Connection"
     ):
         next(read_documents(source, part_bytes=4096))
+
+
+def test_the_parts_of_a_source_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a:b").mkdir()
+    for source, parts in {
+        "hf:wikitext": ("wikitext", "", ""),
+        "hf:wikitext:raw": ("wikitext", "raw", ""),
+        "hf:wikitext:raw:test": ("wikitext", "raw", "test"),
+        "hf:wikitext::test": ("wikitext", "", "test"),
+        "hf:a:b": ("a:b", "", ""),
+        "hf:./a:b::test": ("./a:b", "", "test"),
+        "hf:": ("", "", ""),
+        "hf::raw": ("", "raw", ""),
+    }.items():
+        assert parse_source(source) == parts

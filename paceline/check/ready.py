@@ -198,6 +198,7 @@ def check_config(
         gather_facts,
         run_dir=run_path,
         data=config.data,
+        val_data=config.val_data,
         text_field=config.text_field,
         tokenizer=config.tokenizer,
         cache_dir=cache_dir(config),

@@ -3,18 +3,17 @@ The text of a run: a source string becomes files, files become documents, and so
 
     builtin             the running Python's own standard library sources, without its tests (PSF licence)
     PATH                one file, or a folder with everything under it but runs, of the types in FORMATS
-    hf:NAME[:CONFIG]    the `train` split of a dataset in Hugging Face `datasets` format; NAME may be a local folder
+    hf:NAME[:CONFIG[:SPLIT]]    a split of a dataset in Hugging Face `datasets` format; NAME may be a local folder
+
+Without SPLIT it is `train`, and `validation` of a text for validation.
 
 A document is one text file, or in a .txt file what is between two marks <|endoftext|>; or the text in one line of jsonl or
 one row of a table. A long one is cut at line ends into parts, each a document of its own. This module does not depend on tokens.
 """
 
-import errno
 import math
 import os
-import re
 import shlex
-import shutil
 import stat
 import sys
 import sysconfig
@@ -23,42 +22,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.data.readers import JSON_LINES, Document, ReadNotes, SourceFile, is_saved_dataset, read_documents
-from paceline.errors import FileFix, PacelineError, UnreadableFile, expand_home
-from paceline.units import format_bytes, format_list, format_number_of
+from paceline.data.readers import (
+    CONVERT,
+    CONVERTED,
+    FORMATS,
+    PACKED,
+    Document,
+    ReadNotes,
+    SourceFile,
+    format_of,
+    read_documents,
+)
+from paceline.errors import PacelineError, UnreadableFile, expand_home
+from paceline.hub import PREFIX, is_saved_dataset, parse_source
+from paceline.units import format_list, format_number_of
 
+META = "meta.json"  # in the folder of a prepared text
 Progress = Callable[[str, float, float], None]  # label of the work, amount done, in all (0: unknown)
 
-FORMATS = {
-    ".txt": "text",
-    ".md": "text",
-    ".py": "text",
-    ".txt.gz": "text",
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl",
-    ".ndjson": "jsonl",
-    ".ndjson.gz": "jsonl",
-    ".parquet": "parquet",
-}
-PRINT_CSV = (
-    "import csv, json, sys; csv.field_size_limit(sys.maxsize); rows = csv.DictReader(open(sys.argv[1], newline='',"
-    " encoding='utf-8-sig'), dialect=sys.argv[2]); [print(json.dumps(row)) for row in rows]"
-)
-TO_LINES = f'{shlex.quote(sys.executable)} -c {shlex.quote(PRINT_CSV)} "$f" {{}} > "$f.jsonl"'
-CONVERT = {  # commands that make a file that can be read
-    ".zst": FileFix('zstd -d "$f"', " unpacks it"),
-    ".xz": FileFix('xz -dk "$f"', " unpacks it"),
-    ".bz2": FileFix('bzip2 -dk "$f"', " unpacks it"),
-    ".zip": FileFix('unzip "$f" -d "$f.d"', " unpacks it"),
-    ".csv": FileFix(TO_LINES.format("excel"), ", which writes FILE.jsonl"),
-    ".tsv": FileFix(TO_LINES.format("excel-tab"), ", which writes FILE.jsonl"),
-    ".json": JSON_LINES,
-}
-PACKED = (".zst", ".xz", ".bz2", ".zip")
-CONVERTED = {".zip": "{0}.d"} | dict.fromkeys((".csv", ".tsv", ".json"), "{0}.jsonl")  # the others lose their suffix
-HELD_OUT_NAMES = re.compile(  # of files and folders, but not of sources, where those are tests
-    r"(?i)(?!.*\.py$)(.*[-_./])?(val|valid|validation|test)([-_.]?\d[^/]*|[-_.]raw)?(/.*|\.\w+(\.gz)?)"
-)
 NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 RUN_FILES = ({".lock", "config.toml"}, {".lock", "preparing.json"})  # of a run folder, or of one that is being prepared
 
@@ -72,13 +53,18 @@ HUB_BYTES = 64 << 20  # assumed for a dataset of the hub: its size is not known 
 SCAN_AFTER_ERROR_BYTES = 256 << 20  # read at most to count the other broken files
 
 
-def list_files(source: str, *, text_field: str | None = None, print_note: bool = False) -> list[SourceFile]:
+def list_files(
+    source: str, *, val_source: str | None = None, text_field: str | None = None, print_note: bool = False
+) -> list[SourceFile]:
     """Returns the files of a source in a fixed order without opening any, since it runs at every start.
 
-    text_field: the config's, of files that have fields. print_note: says on stderr which files of other types are left out, and
-    where text_field has no effect. Raises PacelineError for a source without text.
+    val_source: the config's val_data, whose files come first and are not trained on. text_field: the config's, of files that have
+    fields. print_note: says on stderr which files of other types are left out, which of the source are of val_source, and where
+    text_field has no effect. Raises PacelineError for a source without text.
     """
-    files = _files_of(source, print_note=print_note)
+    files = _files_of(source, split="train", print_note=print_note)
+    if val_source is not None:
+        files = _with_val_files(files, val_source, source=source, print_note=print_note)
     if text_field is None:
         return files
     if print_note and all(file.format == "text" for file in files):
@@ -86,20 +72,44 @@ def list_files(source: str, *, text_field: str | None = None, print_note: bool =
     return [file if file.format == "text" else replace(file, text_field=text_field) for file in files]
 
 
-def print_held_out_note(source: str, files: list[SourceFile]) -> None:
-    """Says which files in the folder that is the source are called validation text and will be trained on."""
-    root = f"{expand_home(source).absolute()}/"
-    names = [file.path.removeprefix(root) for file in files if file.path.startswith(root)]
-    if called := [name for name in names if HELD_OUT_NAMES.fullmatch(name)]:
-        effect = "a share of all documents is held out; to keep such files out of both, move them to another folder"
-        print(f"note    {source}: {format_list(called, limit=3)} will be trained on: {effect}", file=sys.stderr)
+def is_local(source: str) -> bool:
+    """Returns whether a source is a path."""
+    return source != "builtin" and not source.startswith(PREFIX)
 
 
-def _files_of(source: str, *, print_note: bool) -> list[SourceFile]:
+def _with_val_files(files: list[SourceFile], val_source: str, *, source: str, print_note: bool) -> list[SourceFile]:
+    """Returns the files of val_source and behind them those of the source that are no files of it."""
+    try:
+        held_out = _files_of(val_source, split="validation", print_note=print_note)
+    except PacelineError as error:
+        fix = (error.fix or "").replace("--data", "--val-data")
+        raise PacelineError(f"val_data: {error.message}", fix=fix) from error
+    paths: dict[tuple[str, str, str], set[Path]] = {}
+    for file in held_out:
+        paths.setdefault((file.stamp, file.config, file.split), set()).add(Path(file.path).resolve())
+
+    def is_held_out(file: SourceFile) -> bool:
+        alike = paths.get((file.stamp, file.config, file.split), ())
+        return bool(alike) and Path(file.path).resolve() in alike
+
+    to_train_on = [file for file in files if not is_held_out(file)]
+    if not to_train_on:
+        raise PacelineError(
+            f"no text is left to train on: all of {source} is in val_data {val_source}",
+            fix="leave --val-data out, which holds a share out, or give another text",
+        )
+    if print_note and (num_left_out := len(files) - len(to_train_on)):
+        what = format_number_of(num_left_out, "file")
+        print(f"note    {source}: {what} of --val-data {val_source} will not be trained on", file=sys.stderr)
+    return [*(replace(file, is_held_out=True) for file in held_out), *to_train_on]
+
+
+def _files_of(source: str, *, split: str, print_note: bool) -> list[SourceFile]:
+    """split: of a dataset, where the source names none."""
     if source == "builtin":
         return _builtin_files()
-    if source.startswith("hf:"):
-        return [_hf_source(source)]
+    if source.startswith(PREFIX):
+        return [_hf_source(source, split=split)]
     path = expand_home(source)
     try:
         path.lstat()
@@ -112,7 +122,7 @@ def _files_of(source: str, *, print_note: bool) -> list[SourceFile]:
     if path.is_dir():
         return _folder_files(path, print_note=print_note)
     status = _stat_file(name := str(path.absolute()))
-    if (kind := _format(name)) is None:
+    if (kind := format_of(name)) is None:
         fix = f"these can: {' '.join(FORMATS)}; plain text under another name only needs renaming"
         if command := _conversion([str(path)]):
             converted = CONVERTED.get(path.suffix.lower(), "{0.parent}/{0.stem}").format(path)
@@ -163,7 +173,7 @@ def read_corpus(
 
 def part_bytes_of(files: list[SourceFile]) -> int:
     """Returns the length above which documents are cut: a power of two, so that it rarely changes when a corpus grows."""
-    total_bytes = sum(file.num_bytes for file in files)
+    total_bytes = sum(file.num_bytes for file in files if not file.is_held_out)
     target = max(MIN_PART_BYTES, min(MAX_PART_BYTES, total_bytes // TARGET_PARTS))
     return 1 << (target.bit_length() - 1)
 
@@ -172,8 +182,16 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
     """Returns the number below which a document's digest means that it is held out: 1 in 50, or 1 in 10 under 4 MiB.
 
     The digest is of the document's content alone, so a document stays on its side when others come, go or move. Where
-    that leaves a side empty (few documents), exactly the document with the smallest digest is held out.
+    that leaves a side empty (few documents), exactly the document with the smallest digest is held out. 0 where whole files are.
     """
+    if any(file.is_held_out for file in files):
+        for is_held_out, purpose in ((True, "validate"), (False, "train")):
+            side = [file for file in files if file.is_held_out == is_held_out]
+            if next(read_corpus(side, part_bytes=part_bytes), None) is None:
+                raise PacelineError(
+                    f"there is no text to {purpose} on in {side[0].path}", fix="put text into it, or give another path"
+                )
+        return 0
     small = sum(file.num_bytes for file in files) < SMALL_CORPUS_BYTES
     limit = (1 << 64) // (SMALL_HELD_OUT_ONE_IN if small else HELD_OUT_ONE_IN)
     sides, digests, num_bytes, notes = set(), set(), 0, ReadNotes()
@@ -257,7 +275,7 @@ def _folder_files(folder: Path, *, print_note: bool) -> list[SourceFile]:
     broken: list[PacelineError] = []
     others = []
     for path in _walk(root, broken):
-        if (kind := _format(path)) is None:
+        if (kind := format_of(path)) is None:
             others.append(path.removeprefix(root).lstrip("/"))
             continue
         try:
@@ -313,11 +331,6 @@ def _walk(root: str, broken: list[PacelineError]) -> Iterator[str]:
         yield from (os.path.join(here, name) for name in sorted(names) if not name.startswith("."))  # noqa: PTH118
 
 
-def _format(path: str) -> str | None:
-    name = path.lower()
-    return next((kind for suffix, kind in FORMATS.items() if name.endswith(suffix)), None)
-
-
 def _source_file(path: str, kind: str, status: os.stat_result) -> SourceFile:
     stamp = f"{status.st_size}:{status.st_mtime_ns}"
     return SourceFile(path=path, format=kind, num_bytes=status.st_size, stamp=stamp)
@@ -348,20 +361,19 @@ def _stat_error(path: Path, error: Exception) -> UnreadableFile:
     return UnreadableFile(f"cannot read {path}: {error}", fix="check the path and the disk")
 
 
-def _hf_source(source: str) -> SourceFile:
+def _hf_source(source: str, *, split: str) -> SourceFile:
     """Returns one SourceFile for the whole dataset; a local one is stamped by its files, one from the hub by its name alone."""
-    name, config = source.removeprefix("hf:"), ""
-    if ":" in name and not expand_home(name).exists():
-        name, config = name.rsplit(":", 1)
+    name, config, own_split = parse_source(source)
     if not name:
         raise PacelineError(
             f"{source} names no dataset", fix="write hf:NAME or hf:NAME:CONFIG, such as hf:roneneldan/TinyStories"
         )
     folder = expand_home(name)
+    split = own_split or ("" if (folder / "state.json").exists() else split)
     if not folder.is_dir():
         if name.startswith((".", "/", "~")):
             raise PacelineError(f"no such dataset folder: {name}", fix="check the path; hub datasets are hf:OWNER/NAME")
-        return SourceFile(path=name, format="hf", num_bytes=HUB_BYTES, stamp="hub", config=config)
+        return SourceFile(path=name, format="hf", num_bytes=HUB_BYTES, stamp="hub", config=config, split=split)
     broken: list[PacelineError] = []
     root, stamps, num_bytes = str(folder.absolute()), [], 0
     for path in _walk(root, broken):
@@ -370,18 +382,4 @@ def _hf_source(source: str) -> SourceFile:
         stamps.append(f"{path.removeprefix(root).lstrip('/')}:{status.st_size}:{status.st_mtime_ns}")
     if broken or not stamps:
         raise broken[0] if broken else PacelineError(f"{folder} is an empty folder", fix="save a dataset there first")
-    return SourceFile(path=root, format="hf", num_bytes=num_bytes, stamp=" ".join(stamps), config=config)
-
-
-def cannot_write(path: Path, error: OSError) -> PacelineError:
-    """Returns the error of a file of prepared text that cannot be written, with its fix."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = format_bytes(shutil.disk_usage(path.parent).free)
-        return PacelineError(
-            f"no room to write prepared text into {path.parent}: {error.strerror} ({free} free)",
-            fix="--cache-dir DIR on another disk, or free some space there: folders under it may be deleted, they are made again",
-        )
-    return PacelineError(
-        f"cannot write prepared text into {path.parent}: {error.strerror or error}",
-        fix=f"--cache-dir DIR in another place, or make {path.parent} a folder you may write to",
-    )
+    return SourceFile(path=root, format="hf", num_bytes=num_bytes, stamp=" ".join(stamps), config=config, split=split)

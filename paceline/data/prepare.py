@@ -10,38 +10,39 @@ Prepared text: token shards on disk, made once, then mapped into memory by every
 
 A document is the separator token, then its text. The fingerprint is of the source files' paths, sizes and times, the
 tokenizer and the settings, so the file system alone shows whether a prepared folder is still valid. That check is on the
-way to the first step, so this module imports neither numpy nor the tokenizers: dataset.py, which writes and maps the
-shards, is imported when it is needed. The folder is written next to its final place and renamed at the end, under a lock,
-so a killed process leaves no half folder and a second one meets none.
+way to the first step, so this module imports neither numpy nor the tokenizers: writer.py and dataset.py, which write and
+map the shards, are imported when they are needed.
 """
 
 import hashlib
 import json
+import re
 import shlex
-import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.config import Config, cache_dir
-from paceline.data.corpus import Progress, cannot_write, list_files, print_held_out_note
+from paceline.data.corpus import META, Progress, list_files
 from paceline.data.readers import SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file, tokenizer_vocab_size
 from paceline.errors import PacelineError, expand_home
-from paceline.file_systems import NoLocks, try_lock
 from paceline.rundir import RunDir, write_atomic
 from paceline.typed_fields import find_training_run, read_run_file
-from paceline.units import format_bytes, format_duration, format_number_of, format_percent
+from paceline.units import format_bytes, format_duration, format_list, format_number_of, format_percent
 
 if TYPE_CHECKING:
     from paceline.data.dataset import TokenSplit
 
 FORMAT_VERSION = 1  # of the folder, and of how text becomes tokens: another version prepares everything again
 SHARD_TOKENS = 1 << 27
-META = "meta.json"
+HELD_OUT_NAMES = re.compile(  # of files and folders, but not of sources, where those are tests
+    r"(?i)(?!.*\.py$)(.*[-_./])?(val|valid|validation|test)([-_.]?\d[^/]*|[-_.]raw)?(/.*|\.\w+(\.gz)?)"
+)
 WITHOUT_TOKENIZER = ", or leave --tokenizer out to train one on the text"
 
 
@@ -68,6 +69,7 @@ class TokenDataset:
 def prepare(
     source: str,
     *,
+    val_source: str | None = None,
     text_field: str | None = None,
     tokenizer: Path | None,
     vocab_size: int,
@@ -82,19 +84,21 @@ def prepare(
     several processes that call this at once, one makes it and the others wait. Raises PacelineError for a source that
     cannot be read, is too small, or changes meanwhile.
     """
-    files = list_files(source, text_field=text_field, print_note=True)
+    list_again = partial(list_files, source, val_source=val_source, text_field=text_field)
+    files = list_again(print_note=True)
     if is_for_training:
         print_held_out_note(source, files)
-    tokenizer_json = None if tokenizer is None else read_tokenizer_file(tokenizer, otherwise=WITHOUT_TOKENIZER)
-    tokenizer_hash = None if tokenizer_json is None else hashlib.sha256(tokenizer_json).hexdigest()
-    path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
+    content = None if tokenizer is None else read_tokenizer_file(tokenizer, otherwise=WITHOUT_TOKENIZER)
+    tokenizer_hash = None if content is None else hashlib.sha256(content).hexdigest()
+    find_path = partial(dataset_path, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
+    path = find_path(files)
     if (path / META).exists():
         return open_dataset(path)
 
-    from paceline.data.dataset import write_dataset
+    from paceline.data.writer import new_folder, write_dataset
 
-    custom_tokenizer = None if tokenizer_json is None else Tokenizer(tokenizer_json, name=str(tokenizer))
-    with _new_folder(path, progress=progress) as folder:
+    custom_tokenizer = None if content is None else Tokenizer(content, name=str(tokenizer))
+    with new_folder(path, progress=progress) as folder:
         if folder is None:  # another process made it while this one waited
             return open_dataset(path)
         meta = write_dataset(
@@ -106,17 +110,33 @@ def prepare(
             shard_tokens=SHARD_TOKENS,
             progress=progress,
         )
-        files_now = list_files(source, text_field=text_field)
-        if path != dataset_path(files_now, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir):
+        if path != find_path(list_again()):
             raise PacelineError(
                 f"the files of {source} changed while they were read",
                 fix="wait until what writes them is done, then run the same command again",
             )
         print_notes(source, meta)
-        request = {"source": source, "requested_vocab_size": None if tokenizer else vocab_size}
+        request = {
+            "source": source,
+            "val_source": val_source,
+            "requested_vocab_size": None if tokenizer else vocab_size,
+        }
         meta = {"format_version": FORMAT_VERSION, "fingerprint": path.name} | request | meta
         write_atomic(folder / META, json.dumps(meta, indent=1) + "\n")
     return replace(open_dataset(path), reused=False)
+
+
+def print_held_out_note(source: str, files: list[SourceFile]) -> None:
+    """Says which files in the folder that is the source are called validation text and will be trained on."""
+    root = f"{expand_home(source).absolute()}/"
+    paths = [file.path for file in files if file.path.startswith(root) and not file.is_held_out]
+    names = [path.removeprefix(root) for path in paths]
+    if called := [name for name in names if HELD_OUT_NAMES.fullmatch(name)]:
+        effect = "to keep such files out, move them to another folder"
+        if not any(file.is_held_out for file in files):
+            flag = f"--val-data {shlex.quote(str(Path(source, called[0])))}"
+            effect = f"a share of all documents is held out; {flag} measures on that in its place"
+        print(f"note    {source}: {format_list(called, limit=3)} will be trained on: {effect}", file=sys.stderr)
 
 
 def print_notes(source: str, meta: dict[str, Any]) -> None:
@@ -127,6 +147,9 @@ def print_notes(source: str, meta: dict[str, Any]) -> None:
     if meta["num_split_files"]:
         split = format_number_of(meta["num_split_files"], ".txt file")
         print(f"note    {source}: {split} split into documents at each <|endoftext|>; .md keeps it", file=sys.stderr)
+    if meta["num_shared_documents"]:
+        shared = format_number_of(meta["num_shared_documents"], "document")
+        print(f"note    {source}: val_bpb comes out too low, as --val-data has {shared} of it too", file=sys.stderr)
 
 
 def vocab_size_of(config: Config, meta: Mapping[str, Any] | None) -> int:
@@ -174,7 +197,7 @@ def prepared_meta(config: Config) -> dict[str, Any] | None:
     with suppress(PacelineError):
         content = None if config.tokenizer is None else read_tokenizer_file(Path(config.tokenizer))
         digest, cache = None if content is None else hashlib.sha256(content).hexdigest(), cache_dir(config)
-        files = list_files(config.data, text_field=config.text_field)
+        files = list_files(config.data, val_source=config.val_data, text_field=config.text_field)
         path = dataset_path(files, tokenizer_hash=digest, vocab_size=config.vocab_size, cache_dir=cache)
         return open_dataset(path).meta
     return None
@@ -188,63 +211,13 @@ def dataset_path(
     return expand_home(cache_dir) / "data" / make_fingerprint(files, settings)
 
 
-@contextmanager
-def _new_folder(path: Path, *, progress: Progress | None) -> Iterator[Path | None]:
-    """Yields a folder to fill, which becomes `path` if the block succeeds; None if another process has made `path` meanwhile."""
-    making = path.with_name(f".{path.name}.making")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(making, progress=progress):
-            if (path / META).exists():
-                yield None
-                return
-            for other in path.parent.glob(".*.making"):  # of other texts too: no later command may ever need those
-                # a PermissionError: the lock of another user with umask 077
-                with suppress(NoLocks, PermissionError), _open_lock(other) as file:
-                    if other != making and try_lock(file):  # its process was killed
-                        shutil.rmtree(other, ignore_errors=True)
-            shutil.rmtree(making, ignore_errors=True)
-            shutil.rmtree(path, ignore_errors=True)  # without META it is half a folder
-            try:
-                making.mkdir()
-                yield making
-                making.rename(path)
-            except BaseException:
-                shutil.rmtree(making, ignore_errors=True)
-                raise
-    except OSError as error:
-        raise cannot_write(path, error) from error
-
-
-@contextmanager
-def _locked(making: Path, *, progress: Progress | None) -> Iterator[None]:
-    """Holds the folder's lock; the lock file stays, since removing it would let two processes lock two files of one name."""
-    with _open_lock(making) as file:
-        try:
-            if not try_lock(file):
-                if progress is not None:
-                    progress("wait for another process that prepares the same text", 0, 1)
-                try_lock(file, wait=True)
-        except NoLocks:
-            print(f"note    {making.parent} has no locks: prepare one text at a time", file=sys.stderr)
-        yield
-
-
-def _open_lock(making: Path) -> IO[str]:
-    """Opens the lock file of a folder, which may be another user's where a cache is shared: reading is enough to lock it."""
-    path = making.with_suffix(".lock")
-    try:
-        return path.open("a")
-    except PermissionError:
-        if not path.exists():
-            raise
-        return path.open()
-
-
 def make_fingerprint(files: list[SourceFile], settings: dict[str, Any]) -> str:
     """Returns 16 hex digits that change when the prepared folder would; it opens no file."""
-    fields = ([file.text_field] if file.text_field else [] for file in files)
-    listed = [[file.path, file.config, file.stamp, *field] for file, field in zip(files, fields, strict=True)]
+    listed = []
+    for file in files:  # what most files do not have is left out: earlier versions did not have it
+        more = {"split": file.split, "is_held_out": file.is_held_out}
+        more = {name: value for name, value in more.items() if value and value != "train"}
+        listed.append([file.path, file.config, file.stamp, *filter(None, (file.text_field, more))])
     content = json.dumps([FORMAT_VERSION, settings, listed], ensure_ascii=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -368,10 +341,11 @@ def format_prepared(dataset: TokenDataset, config: Config, *, file: str | None, 
     seconds = (facts.get("train_tokenizer_s") or 0.0) + facts["tokenize_s"]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (keys or {}).items()]
     took = f"{seconds:.1f}s" if seconds < 60 else format_duration(seconds)
-    held_out = f"{format_number_of(facts['splits']['val']['num_documents'], 'document')} held out"
+    where = format_held_out(facts)
+    held_out = f"{format_number_of(facts['splits']['val']['num_documents'], 'document')} {where}"
     lines = {
         "text": f"{config.data}: {files}, {documents}, {format_bytes(facts['num_bytes'])}",
-        "tokens": f"{facts['num_tokens']:,}: {train:,} to train on, {val:,} held out; vocabulary {facts['vocab_size']:,}",
+        "tokens": f"{facts['num_tokens']:,}: {train:,} to train on, {val:,} {where}; vocabulary {facts['vocab_size']:,}",
         "rows": "" if keys is None else format_rows(dataset, config),
         "size": f"{facts['bytes_per_token']:.2f} bytes per token, {format_bytes(facts['disk_bytes'])} on disk",
         "time": "none: it was there already" if dataset.reused else took,
@@ -384,6 +358,11 @@ def format_prepared(dataset: TokenDataset, config: Config, *, file: str | None, 
     for name in ("rows", "time", "next") if keys is None else ("share", "ids", "made"):
         del lines[name]
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
+
+
+def format_held_out(meta: Mapping[str, Any]) -> str:
+    """Returns what follows the tokens to measure on: that they are held out, or of which text they are."""
+    return f"of {meta['val_source']} to measure on" if meta.get("val_source") else "held out"
 
 
 def format_rows(dataset: TokenDataset, config: Config) -> str:

@@ -18,14 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from paceline.encoding import check_utf8
-from paceline.errors import FileFix, PacelineError, UnreadableFile
-from paceline.hub import PACKAGES, check_hub, missing_packages
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from paceline.errors import FileFix, UnreadableFile
+from paceline.hub import is_saved_dataset, load_split, missing_extra
 
 TEXT_FIELD = "text"
 # names of a field that is the text where it is the only one of strings; under other names that may be an id, a hash or a label
@@ -43,6 +40,33 @@ PRINT_ROWS = (
 )
 KEEPS_ORIG = ", which writes FILE.jsonl and keeps FILE.orig"
 JSON_LINES = FileFix('zcat -f "$f" | jq -c "arrays[], objects" > "$f.jsonl" && mv "$f" "$f.orig"', KEEPS_ORIG)
+FORMATS = {
+    ".txt": "text",
+    ".md": "text",
+    ".py": "text",
+    ".txt.gz": "text",
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".ndjson": "jsonl",
+    ".ndjson.gz": "jsonl",
+    ".parquet": "parquet",
+}
+PRINT_CSV = (
+    "import csv, json, sys; csv.field_size_limit(sys.maxsize); rows = csv.DictReader(open(sys.argv[1], newline='',"
+    " encoding='utf-8-sig'), dialect=sys.argv[2]); [print(json.dumps(row)) for row in rows]"
+)
+TO_LINES = f'{shlex.quote(sys.executable)} -c {shlex.quote(PRINT_CSV)} "$f" {{}} > "$f.jsonl"'
+CONVERT = {  # commands that make a file that can be read
+    ".zst": FileFix('zstd -d "$f"', " unpacks it"),
+    ".xz": FileFix('xz -dk "$f"', " unpacks it"),
+    ".bz2": FileFix('bzip2 -dk "$f"', " unpacks it"),
+    ".zip": FileFix('unzip "$f" -d "$f.d"', " unpacks it"),
+    ".csv": FileFix(TO_LINES.format("excel"), ", which writes FILE.jsonl"),
+    ".tsv": FileFix(TO_LINES.format("excel-tab"), ", which writes FILE.jsonl"),
+    ".json": JSON_LINES,
+}
+PACKED = (".zst", ".xz", ".bz2", ".zip")
+CONVERTED = {".zip": "{0}.d"} | dict.fromkeys((".csv", ".tsv", ".json"), "{0}.jsonl")  # the others lose their suffix
 MARK = b"<|endoftext|>"  # between the documents of a .txt file, as in TinyStories and in GPT-2's data
 BOM = b"\xef\xbb\xbf"
 BATCH_ROWS = 1024
@@ -59,7 +83,9 @@ class SourceFile:
     num_bytes: int
     stamp: str  # changes when the content may have changed: size and mtime_ns
     config: str = ""  # of a dataset from the hub
+    split: str = ""  # of a dataset
     text_field: str | None = None  # of its records; None: TEXT_FIELD, or the one that is found
+    is_held_out: bool = False  # a text for validation
 
 
 @dataclass(frozen=True)
@@ -68,8 +94,9 @@ class Document:
 
     text: str
     num_bytes: int  # in UTF-8
-    digest: int  # 64 bits of BLAKE2b of the text: decides whether it is held out
+    digest: int  # 64 bits of BLAKE2b of the text: decides whether it is held out, where no file is
     share_read: float  # of its file, up to its end: 0 to 1
+    is_held_out: bool  # as its file is
 
 
 @dataclass(frozen=True)
@@ -79,6 +106,12 @@ class ReadNotes:
     empty_rows: Counter[str] = field(default_factory=Counter)  # by file: rows of which the text is null or empty
     text_fields: set[str] = field(default_factory=set)  # the fields of records that hold the text
     marked: set[str] = field(default_factory=set)  # text files that were split at MARK
+
+
+def format_of(path: str) -> str | None:
+    """Returns the format of a file by its name; None where it cannot be read."""
+    name = path.lower()
+    return next((kind for suffix, kind in FORMATS.items() if name.endswith(suffix)), None)
 
 
 def read_documents(file: SourceFile, *, part_bytes: int, notes: ReadNotes | None = None) -> Iterator[Document]:
@@ -92,7 +125,7 @@ def read_documents(file: SourceFile, *, part_bytes: int, notes: ReadNotes | None
         text = content.decode()
         if text and not text.isspace():
             digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-            yield Document(text=text, num_bytes=len(content), digest=digest, share_read=share_read)
+            yield Document(text, len(content), digest=digest, share_read=share_read, is_held_out=file.is_held_out)
         elif not text:
             notes.empty_rows[file.path] += 1
 
@@ -188,7 +221,7 @@ def _read_parquet(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Parts:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise _missing_extra(file.path) from error
+        raise missing_extra(file.path) from error
     try:
         with pyarrow.parquet.ParquetFile(file.path) as table:
             types = {column.name: column.type for column in table.schema_arrow}
@@ -209,7 +242,7 @@ def _read_parquet(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Parts:
 
 
 def _read_hf(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Parts:
-    dataset = _load_hf(file)
+    dataset = load_split(file.path, config=file.config, split=file.split)
     types = {name: getattr(feature, "dtype", "") for name, feature in dataset.features.items()}
     is_string = {name: str(dtype) in STRING_TYPES for name, dtype in types.items()}
     column = _text_field(file, file.path, is_string, lambda: dataset[0] if len(dataset) else {})
@@ -222,42 +255,6 @@ def _table_parts(file: SourceFile, batches: Iterable[list[Any]], num_rows: int, 
     for row, value in enumerate(chain.from_iterable(batches), start=1):
         for part in _cut_value(f"row {row} of {file.path}", value, part_bytes):
             yield part, row / num_rows
-
-
-def is_saved_dataset(folder: Path) -> bool:
-    """Returns whether Dataset.save_to_disk has written the folder."""
-    return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
-
-
-def _load_hf(file: SourceFile) -> "Dataset":
-    """The `train` split; a local folder written by save_to_disk, a local folder of data files, or a name on the hub."""
-    folder = Path(file.path)
-    if not missing_packages() and not folder.exists():
-        check_hub(file.path)
-    try:
-        import datasets
-    except ImportError as error:
-        raise _missing_extra(f"hf:{file.path}") from error
-    try:
-        if is_saved_dataset(folder):
-            loaded = datasets.load_from_disk(file.path)
-        else:
-            loaded = datasets.load_dataset(file.path, file.config or None)
-    except Exception as error:  # datasets raises whatever its parts raise: hub, network, pandas, arrow
-        fix = f"check the name and the network: https://huggingface.co/datasets/{file.path}"
-        if folder.is_dir():
-            fix = "write the folder again with Dataset.save_to_disk, or put parquet files in it"
-        elif "onfig name" in str(error):  # "Config name is missing", "BuilderConfig 'x' not found"
-            fix = f"name the configuration: hf:{file.path}:CONFIG, one of those listed on its page"
-        raise UnreadableFile(f"dataset {file.path} cannot be loaded: {_first_line(error)}", fix=fix) from error
-    if isinstance(loaded, datasets.Dataset):
-        return loaded
-    if "train" not in loaded:
-        raise UnreadableFile(
-            f"dataset {file.path} has no split `train`; it has {', '.join(loaded) or 'none'}",
-            fix="save the split you want as parquet or with save_to_disk, and give that path",
-        )
-    return loaded["train"]
 
 
 @contextmanager
@@ -355,9 +352,9 @@ def _text_fix(file: SourceFile, jq_filter: str) -> FileFix:
     """Returns the command that makes records with a field `text` of what the filter of jq gives of each."""
     jq, python = f"jq -c {shlex.quote(jq_filter)}", f"{shlex.quote(sys.executable)} -c"
     if file.format == "hf":
-        function = "load_from_disk" if is_saved_dataset(folder := Path(file.path)) else "load_dataset"
+        function = "load_from_disk" if is_saved_dataset(Path(file.path)) else "load_dataset"
         name = ", ".join(json.dumps(part, ensure_ascii=False) for part in (file.path, file.config) if part)
-        split = "" if (folder / "state.json").exists() else '["train"]'
+        split = f'["{file.split}"]' if file.split else ""
         code = shlex.quote(f'import datasets; datasets.{function}({name}){split}.to_json("rows.jsonl")')
         return FileFix(f"{python} {code} && {jq} rows.jsonl > text.jsonl", ", then --data text.jsonl")
     if file.path.lower().endswith((".jsonl", ".ndjson")):
@@ -385,10 +382,3 @@ def _cut_value(where: str, value: Any, part_bytes: int) -> Iterator[bytes]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _missing_extra(name: str) -> PacelineError:
-    return PacelineError(
-        f"{name} needs the packages datasets and pyarrow, which are not installed",
-        fix=f"pip install {' '.join(PACKAGES)}",
-    )

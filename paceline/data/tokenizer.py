@@ -227,6 +227,7 @@ def train_tokenizer_on(
     """
     part_bytes = part_bytes_of(files)
     held_out = held_out_below(files, part_bytes=part_bytes) if below is None else below
+    files = [file for file in files if not file.is_held_out]
     total = sum(file.num_bytes for file in files)
 
     def texts() -> Iterator[str]:

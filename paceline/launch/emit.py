@@ -18,6 +18,7 @@ import paceline
 from paceline.check.ready import training_intent
 from paceline.config import Config, cache_dir
 from paceline.config_file import find_config, format_toml_value, load_config, resolve_config
+from paceline.data.corpus import is_local
 from paceline.data.prepare import known_sizes
 from paceline.errors import PacelineError, UsageError, check_new_file, expand_home
 from paceline.launch.job import stop_grace_s
@@ -40,9 +41,8 @@ BYTES_PER_TOKEN = 8  # text, and its tokens as shards
 SMALL_TEXT_BYTES = 256 * MIB  # builtin
 MAX_NAME = 40  # schedulers append to names, and a label has 63 characters
 # which the command line sets, or the scheduler
-OWN_KEYS = ("name", "runs_dir", "cache_dir", "data", "tokenizer", "hosts")
+OWN_KEYS = ("name", "runs_dir", "cache_dir", "data", "val_data", "tokenizer", "hosts")
 HERE_KEYS = ("python", "interface")  # which describe other machines than the container
-REMOTE_TEXT = re.compile(r"builtin$|hf:")
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,17 @@ def place_texts(config: Config) -> tuple[tuple[tuple[Path, str], ...], list[str]
         fix = f"copy it to {DATA} and start there: paceline train --init-from {DATA}/RUN"
         raise PacelineError(f"the weights of {config.init_from} are on this machine", fix=fix)
     texts, flags = list[tuple[Path, str]](), list[str]()
-    for key, value in (("data", config.data), ("tokenizer", config.tokenizer)):
+    for key, value in (("data", config.data), ("val-data", config.val_data), ("tokenizer", config.tokenizer)):
         if value is None:
             continue
-        if key == "data" and REMOTE_TEXT.match(value):
-            flags += [f"--data={value}"] if value != Config.data else []
+        if key != "tokenizer" and not is_local(value):
+            flags += [f"--{key}={value}"] if (key, value) != ("data", Config.data) else []
             continue
         path = expand_home(value)
         target = value if value.startswith(f"{WORKSPACE}/") else f"{DATA}/{path.resolve().name}"
+        if folder := next((text for text in texts if text[0] in path.resolve().parents), None):
+            flags.append(f"--{key}={folder[1]}/{path.resolve().relative_to(folder[0])}")
+            continue
         if target != value:
             if not path.exists():
                 fix = f"a path that exists, or one under {DATA}, where the volume will have it"
@@ -156,7 +159,7 @@ def place_texts(config: Config) -> tuple[tuple[tuple[Path, str], ...], list[str]
             texts.append((path.resolve(), target))
         flags.append(f"--{key}={target}")
     if len({target for _, target in texts}) < len(texts):
-        raise PacelineError("text and tokenizer have the same name", fix="rename one of them")
+        raise PacelineError("two of text, validation text and tokenizer have the same name", fix="rename one of them")
     return tuple(texts), flags
 
 

@@ -299,7 +299,7 @@ def start_check(
         yield StartCheck(None, entries, intent, is_on=False)
         return
     folders = {"run_dir": run.path, "cache_dir": cache_dir(config), "cached_torch": cache_dir(config) / "torch.json"}
-    text = {key: getattr(config, key) for key in ("data", "text_field", "tokenizer", "vocab_size")}
+    text = {key: getattr(config, key) for key in ("data", "val_data", "text_field", "tokenizer", "vocab_size")}
     if command == "resume":  # it trains on the shards that the run recorded: the text may be gone
         text = {}
     with start_asking(entries, config, **folders, **text) as facts:

@@ -99,7 +99,7 @@ def plan_of_run(
             fix="wait for it to end, or stop it with Ctrl-C and resume it after the profile",
         )
     config, plan = changed_run(source, changes, otherwise=f"paceline profile {shlex.quote(str(source.config_toml))}")
-    dataset = reopen_data(source, config, is_elsewhere="data" in changes)
+    dataset = reopen_data(source, config, is_elsewhere=not {"data", "val_data"}.isdisjoint(changes))
     make = planner(dataset)
     return config, replan(plan, config, machine, make=make, set_keys=frozenset(changes)), dataset, make
 

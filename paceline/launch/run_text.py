@@ -18,14 +18,14 @@ from typing import Any
 
 from paceline.config import LENGTH_KEYS, Config, cache_dir
 from paceline.config_file import format_toml_value, load_config, source_of
-from paceline.data.corpus import Progress, list_files, print_held_out_note
+from paceline.data.corpus import META, Progress, is_local, list_files
 from paceline.data.prepare import (
-    META,
     TokenDataset,
     data_info,
     dataset_path,
     open_dataset,
     prepare,
+    print_held_out_note,
     print_vocab_size_note,
     run_tokenizer,
 )
@@ -59,23 +59,22 @@ FIXED_KEYS = (
     "total_batch_size", "optimizer", "packing", "init_from",
 )  # fmt: skip
 # they decide the rows of a step, and the first weights; the same text may be at another place
-ROW_KEYS = ("data", "text_field", "tokenizer", "packing", "seed", "init_from")
+ROW_KEYS = ("data", "val_data", "text_field", "tokenizer", "packing", "seed", "init_from")
 
 
 def check_text(config: Config) -> None:
     """Raises PacelineError where the text of a job that is to be submitted is not here: the job would wait and then fail."""
     try:
-        list_files(config.data)
+        list_files(config.data, val_source=config.val_data)
     except PacelineError as error:
         raise PacelineError(error.message, fix=f"{error.fix}; --no-check, if only the nodes have it") from error
 
 
 def absolute_texts(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of a config with absolute paths of a local text and tokenizer: a run may be resumed from any folder."""
-    local = {name: keys[name] for name in ("data", "tokenizer") if keys.get(name)}
-    if local.get("data") == "builtin" or str(local.get("data")).startswith("hf:"):
-        del local["data"]
-    return {**keys, **{name: str(expand_home(value).absolute()) for name, value in local.items()}}
+    paths = {name: keys[name] for name in ("data", "val_data", "tokenizer") if keys.get(name)}
+    local = {name: path for name, path in paths.items() if name == "tokenizer" or is_local(path)}
+    return {**keys, **{name: str(expand_home(path).absolute()) for name, path in local.items()}}
 
 
 def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, otherwise: str) -> None:
@@ -228,6 +227,7 @@ def prepare_data(
 
         dataset = prepare(
             config.data,
+            val_source=config.val_data,
             text_field=config.text_field,
             tokenizer=Path(config.tokenizer) if config.tokenizer else None,
             vocab_size=config.vocab_size,
@@ -307,15 +307,17 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
     # the same text gives other tokens where another version of paceline or of its libraries reads it
     is_same = is_same_text if content is None else content_hash(dataset) == content
     if not is_same:
+        sources = {"data": config.data} | ({"val-data": config.val_data} if config.val_data else {})
+        flags = "".join(f" --{key} {shlex.quote(value)}" for key, value in sources.items())
         what = f"{gone} has changed since"
         if is_same_text:
             what = (
                 f"the token shards of {run.name} are gone, and this version of paceline makes other tokens of its text"
             )
         raise PacelineError(
-            f"{config.data} is another text than that of {run.name}" if is_elsewhere else what,
+            f"{' with '.join(sources.values())} is another text than that of {run.name}" if is_elsewhere else what,
             fix="--data with a copy of its text; a new run that starts with its weights:"
-            f" paceline train --init-from {run.quoted} --data {shlex.quote(config.data)}"
+            f" paceline train --init-from {run.quoted}{flags}"
             if is_elsewhere
             else f"restore {path if is_same_text else 'the text'}, or start a new run",
         )
@@ -329,7 +331,10 @@ def print_change_note(run: RunDir, config: Config, meta: Mapping[str, Any]) -> N
     vocab_size = meta["requested_vocab_size"]
     tokenizer_hash = meta["tokenizer_hash"] if vocab_size is None else None
     with suppress(PacelineError):  # the text may be gone
-        files, cache = list_files(config.data, text_field=config.text_field), cache_dir(config)
+        files, cache = (
+            list_files(config.data, val_source=config.val_data, text_field=config.text_field),
+            cache_dir(config),
+        )
         path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache)
         if path.name != meta["fingerprint"]:
             what = "has changed since it was prepared (its files, their sizes or times, or which of them are read)"
@@ -365,7 +370,7 @@ def run_data(run: RunDir, *, other: str | None, text_field: str | None = None) -
     config, _ = load_config(run.config_toml, {})
     if other is None:
         return reopen_data(run, config)
-    config = replace(config, data=other, text_field=text_field, tokenizer=str(run_tokenizer(run)))
+    config = replace(config, data=other, val_data=None, text_field=text_field, tokenizer=str(run_tokenizer(run)))
     return prepare_data(config, is_for_training=False)
 
 

@@ -22,7 +22,7 @@ from paceline.check.ready import CheckResult, save_check
 from paceline.config import Config, cache_dir, check_config
 from paceline.config_file import format_toml, load_config, override
 from paceline.data.corpus import Progress
-from paceline.data.prepare import TokenDataset, prepared_meta, vocab_size_of
+from paceline.data.prepare import TokenDataset, format_held_out, prepared_meta, vocab_size_of
 from paceline.errors import PacelineError
 from paceline.file_systems import LOCK_WAIT_S
 from paceline.launch.attempts import records_early_stop, run_job
@@ -163,7 +163,7 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     check_host_options(os.environ, options, num_hosts=len(entries), rejoin=options.rejoin)
     reaches = reach_early(entries, config.python, options)
     with start_check(config, run, options, command="resume", trackers=services.track, entries=entries) as check:
-        dataset = reopen_data(run, config, is_elsewhere="data" in options.keys)
+        dataset = reopen_data(run, config, is_elsewhere=not {"data", "val_data"}.isdisjoint(options.keys))
         make, machine = planner(dataset), check.machine()
         plan = replan(plan_before, config, machine, make=make, set_keys=frozenset(options.keys))
         checked = check.judge(plan)
@@ -300,7 +300,8 @@ def run_training(
         assert job.config.eval_tokens is not None  # config_of_plan sets it
         scores_all = job.config.eval_tokens >= dataset.meta["splits"]["val"]["num_tokens"] - 1
         scored = f"{'all' if scores_all else f'{job.config.eval_tokens:,}'} of them in each evaluation"
-        sizes = f"{num_tokens['train']} tokens to train on{packed}, {num_tokens['val']} held out, {scored}{cached}"
+        held_out = f"{num_tokens['val']} {format_held_out(dataset.meta)}"
+        sizes = f"{num_tokens['train']} tokens to train on{packed}, {held_out}, {scored}{cached}"
         plan_lines = format_plan(plan, source=f"{dataset.meta['source']}: {sizes}")
         harms = harm_lines(plan_env(plan, libuv=job.libuv)[1])
         notes = job_note(current_job(), plan, resumes_itself=job.resumes_itself)

@@ -58,8 +58,9 @@ NOT_BESIDE = {  # options of which the first would leave the others unused
 COLUMNS = ("rows", "batch", "memory", "of card", "fits", "checkpointing", "step", "tok/s", "mfu", "run", "kWh")
 VERDICTS = {"fits": "yes", "does not fit": "no", "undecidable": "perhaps", None: "n/a"}
 NO_ROWS = "--follow-rows needs --sweep device_batch_size"
-SizesOf = Callable[[Config], tuple[int, int]]  # rows of one epoch of the text, 0 if not known, and its vocabulary
-TEXT_KEYS = ("data", "text_field", "tokenizer", "vocab_size", "sequence_len", "packing")  # on which they depend
+# returns the rows of one epoch of the text, 0 if not known, and its vocabulary, which depend on TEXT_KEYS
+SizesOf = Callable[[Config], tuple[int, int]]
+TEXT_KEYS = ("data", "val_data", "text_field", "tokenizer", "vocab_size", "sequence_len", "packing")
 NO_CUDA = "Torch not compiled with CUDA enabled"  # PyTorch's own words
 
 
@@ -246,7 +247,7 @@ def advise_depth(
             raise PlanError(
                 result.step.assumptions[0], fix="--gpu NAME of a known card, or paceline plan --measure first"
             )
-        bpb = expected_bpb(result.plan.model, data=config.data)
+        bpb = expected_bpb(result.plan.model, data=config.val_data or config.data)
         return Advice(result.setup, result.plan.num_steps, result.run.hours.scaled(HOUR_S), bpb)
 
     limits = limits_of(options, price, forecast_of(with_values(config, depth=1, time=None)).setup)

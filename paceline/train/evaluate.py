@@ -252,7 +252,8 @@ def evaluate_run(run: RunDir, options: EvalOptions, *, dataset: TokenDataset) ->
             sums += score_rows(model, split, rows, token_bytes=token_bytes, device_batch_size=RUN_BATCH_ROWS)
     nats, num_bytes, tokens = sums.tolist()
     bpb = bits_per_byte(nats, num_bytes)
-    return {"run": run.name, "step": reader.step, "val_bpb": bpb, "tokens": int(tokens), "data": dataset.meta["source"]}
+    source = dataset.meta.get("val_source") or dataset.meta["source"]
+    return {"run": run.name, "step": reader.step, "val_bpb": bpb, "tokens": int(tokens), "data": source}
 
 
 def run_batches(

@@ -101,6 +101,7 @@ def test_shared_memory_is_a_tmpfs():
         ("builtin", None),
         ("hf:roneneldan/TinyStories", None),
         ("hf:/data/set", "/data/set"),
+        ("hf:/data/set::test", "/data/set"),
         ("a.txt", "a.txt"),
     ],
 )
@@ -282,7 +283,7 @@ def test_changed_text_counts_as_prepared_only_where_a_run_would_reuse_it(corpus,
 
 def test_whether_text_on_a_dead_disk_is_prepared_is_unknown(corpus, tmp_path, monkeypatch):
     is_over = threading.Event()
-    monkeypatch.setattr("paceline.check.probes.storage_probe.list_files", lambda _, text_field: is_over.wait() and [])
+    monkeypatch.setattr("paceline.check.probes.storage_probe.list_files", lambda *_, **__: is_over.wait() and [])
     monkeypatch.setattr("paceline.check.probes.storage_probe.LISTING_S", 0.1)
     assert text_facts(str(corpus), cache_dir=tmp_path)["prepared"] is None
     is_over.set()

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data.corpus import held_out_below, list_files, part_bytes_of, print_held_out_note, read_corpus
+from paceline.data.corpus import held_out_below, list_files, part_bytes_of, read_corpus
+from paceline.data.prepare import print_held_out_note
 from paceline.errors import PacelineError
 
 jq_only = pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
@@ -297,6 +299,10 @@ def test_files_that_are_called_validation_or_test_text_are_noted(tmp_path, capsy
     err = capsys.readouterr().err
     assert err.startswith(f"note    {folder}: {noted} will be trained on: ") if noted else err == ""
     assert err.count("\n") == bool(noted)
+    if noted and (val_data := re.search("--val-data (.*) measures", err)[1]) != str(folder / names[-1]):
+        print_held_out_note(str(folder), list_files(str(folder), val_source=val_data))
+        rest = capsys.readouterr().err
+        assert val_data not in rest and (not rest or rest.endswith("move them to another folder\n"))
 
 
 def test_a_text_field_of_plain_text_alone_is_noted(tmp_path, capsys):

@@ -103,6 +103,64 @@ def test_a_text_under_a_field_that_is_named_is_prepared_and_found_again(tmp_path
     assert prepared_meta(replace(config, text_field="title")) is None
 
 
+def test_a_text_for_validation_is_measured_on_and_no_document_of_the_source_is_held_out(source, tmp_path, capsys):
+    other = tmp_path / "valid.txt"
+    other.write_text("another text\n" * 9)
+    dataset = prepared(source, tmp_path, val_source=str(other))
+    train = [path.read_text() for path in sorted(source.iterdir())]
+    assert (documents_of(dataset, "train"), documents_of(dataset, "val")) == (train, [other.read_text()])
+    assert capsys.readouterr().err == ""
+    assert prepared(source, tmp_path, val_source=str(other)).reused
+    assert not prepared(source, tmp_path).reused
+    other.write_text("another text again\n" * 9)
+    assert not prepared(source, tmp_path, val_source=str(other)).reused
+
+
+def test_the_tokenizer_learns_nothing_from_a_text_for_validation(source, tmp_path):
+    other = tmp_path / "valid.txt"
+    other.write_text("zqzqzqzq " * 999)
+    words = Inner.from_file(str(prepared(source, tmp_path, val_source=str(other)).tokenizer_json)).get_vocab()
+    assert not [word for word in words if "zq" in word]
+
+
+def test_files_of_the_source_that_are_for_validation_are_not_trained_on(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(source)
+    Path("../link.txt").symlink_to(source / "07.txt")
+    for val_source in ("07.txt", "../tëxt/07.txt", "../link.txt"):
+        dataset = prepared(source, tmp_path, val_source=val_source)
+        assert documents_of(dataset, "val") == [Path("07.txt").read_text()]
+        assert len(documents_of(dataset, "train")) == 59
+        assert (
+            capsys.readouterr().err == f"note    {source}: 1 file of --val-data {val_source} will not be trained on\n"
+        )
+    for whole in (str(source), ".."):
+        with pytest.raises(PacelineError, match="no text is left to train on") as error:
+            prepared(source, tmp_path, val_source=whole)
+        assert "leave --val-data out" in error.value.fix
+
+
+def test_documents_that_are_on_both_sides_are_counted(source, tmp_path, capsys):
+    copy = tmp_path / "valid.txt"
+    shutil.copyfile(source / "07.txt", copy)
+    (source / "again.txt").write_bytes(copy.read_bytes())
+    prepared(source, tmp_path, val_source=str(copy))
+    what = "val_bpb comes out too low, as --val-data has 2 documents of it too"
+    assert capsys.readouterr().err == f"note    {source}: {what}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "val_data: no such file or folder"), ("", "val_data: .* is empty"), (" \n", "no text to validate on in")],
+)
+def test_a_text_for_validation_that_holds_none_is_refused(source, tmp_path, content, message):
+    other = tmp_path / "valid.txt"
+    if content is not None:
+        other.write_text(content)
+    with pytest.raises(PacelineError, match=message) as error:
+        prepared(source, tmp_path, val_source=str(other))
+    assert error.value.fix
+
+
 def test_only_of_files_that_have_fields_the_fingerprint_has_the_field(source, tmp_path):
     before = prepared(source, tmp_path)
     assert prepared(source, tmp_path, text_field="body").path == before.path

@@ -370,6 +370,24 @@ def test_a_dataset_saved_to_disk_is_read(datasets, tmp_path):
     assert texts(f"hf:{tmp_path}/plain") == texts(f"hf:{tmp_path}/dict") == ["one", "thrée"]
 
 
+def test_a_split_of_a_dataset_is_named_and_is_validation_for_a_text_for_validation(datasets, tmp_path):
+    splits = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "validation", "test")}
+    datasets.DatasetDict(splits).save_to_disk(source := tmp_path / "a:b")
+    splits["test"].save_to_disk(plain := tmp_path / "plain")
+    assert texts(f"hf:{source}::test") == ["test"]
+    for val_source, text in ((source, "validation"), (f"{source}::test", "test"), (plain, "test")):
+        files = list_files(f"hf:{source}", val_source=f"hf:{val_source}")
+        documents = [document for file in files for document in read_documents(file, part_bytes=99)]
+        assert [(document.text, document.is_held_out) for document in documents] == [(text, True), ("train", False)]
+    for whole in (plain, f"{source}::train"):
+        with pytest.raises(PacelineError, match="no text is left to train on"):
+            list_files(f"hf:{whole}", val_source=f"hf:{whole}")
+    assert refused(f"hf:{plain}::test").fix == f"hf:{plain}"
+    assert refused(f"hf:{source}::tset").fix == (
+        f"name a split that is there: hf:{source}::train, hf:{source}::validation and hf:{source}::test"
+    )
+
+
 def test_a_dataset_folder_of_parquet_files_gives_its_train_split(datasets, tmp_path):
     folder = tmp_path / "my data" / "data"
     folder.mkdir(parents=True)

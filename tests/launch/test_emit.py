@@ -200,6 +200,18 @@ def test_kubernetes_replaces_no_variable_in_the_name_of_a_text():
     assert "'--data=/workspace/data/a $$(HOME)'" in command  # $$( is how Kubernetes writes $(
 
 
+def test_a_text_for_validation_within_the_text_is_named_there_and_another_one_is_copied_too(tmp_path):
+    Path("books").mkdir()
+    for path in ("books/valid.txt", "other.txt"):
+        Path(path).touch()
+    for val_data, path, num_texts in (("books/valid.txt", "books/valid.txt", 1), ("other.txt", "other.txt", 2)):
+        job = cluster_job(EmitK8sOptions(**{**ONE_NODE, "keys": {"data": "books", "val_data": val_data}}))
+        assert f"--data=/workspace/data/books --val-data=/workspace/data/{path}" in job.train
+        assert len(job.texts) == num_texts and "val_data" not in job.config_toml
+    job = cluster_job(EmitK8sOptions(**{**ONE_NODE, "keys": {"data": "books", "val_data": "hf:letters"}}))
+    assert "--val-data=hf:letters" in job.train
+
+
 def test_text_on_the_volume_is_named_as_it_is_there():
     job = cluster_job(EmitK8sOptions(**{**ONE_NODE, "keys": {"data": "/workspace/data/books"}}))
     assert "--data=/workspace/data/books" in job.train and job.texts == ()

@@ -332,6 +332,7 @@ def test_a_run_is_resumed_with_the_source_of_its_weights_and_no_other(job_on, tm
         ("seed", 7, "write seed = 42 there again, or x"),
         ("tokenizer", "a.json", "take tokenizer out of it again, or x"),
         ("text_field", "title", 'write text_field = "body" there again, or x'),
+        ("val_data", "b", "take val_data out of it again, or x"),
         (
             "data",
             "b",
@@ -341,7 +342,14 @@ def test_a_run_is_resumed_with_the_source_of_its_weights_and_no_other(job_on, tm
 )
 def test_an_edit_of_config_toml_that_makes_another_run_is_refused(job_on, key, value, fix):
     run = job_on(lambda: TWO).run
-    rows = {"data": "builtin", "text_field": "body", "tokenizer": None, "packing": "stream", "seed": 42}
+    rows = {
+        "data": "builtin",
+        "val_data": None,
+        "text_field": "body",
+        "tokenizer": None,
+        "packing": "stream",
+        "seed": 42,
+    }
     run.dataset_json.write_text(json.dumps({"keys": rows}))
     config = replace(CONFIG, text_field="body")
     run.config_toml.write_text(format_toml(config))

@@ -79,7 +79,8 @@ PROBES = (
 FOLDER_PROBES = ("storage", "text")  # of a machine that starts a run and takes no part in it
 DEFAULTS: Json = {
     **dict.fromkeys((
-        "run_dir", "data", "text_field", "tokenizer", "vocab_size", "cache_dir", "port", "torch_path", "cached_torch", "probes",
+        "run_dir", "data", "val_data", "text_field", "tokenizer", "vocab_size", "cache_dir", "port", "torch_path", "cached_torch",
+        "probes",
     )),
     "measure_disk": True,
 }  # fmt: skip

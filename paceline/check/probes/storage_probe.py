@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.check.probes.facts import Json, answer
-from paceline.data.corpus import FORMATS, NOT_TEXT_TO_LEARN, list_files
+from paceline.data.corpus import NOT_TEXT_TO_LEARN, list_files
 from paceline.data.prepare import dataset_path, open_dataset
-from paceline.data.readers import is_saved_dataset
+from paceline.data.readers import FORMATS, SourceFile
 from paceline.data.tokenizer import SEPARATORS, tokenizer_vocab_size
 from paceline.errors import PacelineError
 from paceline.file_systems import read_mounts
-from paceline.hub import ask_hub, endpoint, is_cached, missing_packages
+from paceline.hub import ask_hub, endpoint, is_cached, is_saved_dataset, missing_packages, parse_source
 from paceline.plan.host import names_in
 
 PLACE_DEADLINE_S = 3.0
@@ -88,8 +88,8 @@ def local_path(data: str | None) -> str | None:
         return None
     if not data.startswith(HUB):
         return data
-    name = data.removeprefix(HUB)
-    if not name.partition(":")[0]:
+    name, *_ = parse_source(data)
+    if not name:
         return data  # `hf:` names no dataset: there is no text there
     return name if name.startswith((".", "/", "~")) or Path(name).exists() else None
 
@@ -230,20 +230,24 @@ def read_back(fd: int, num_bytes: int) -> float | None:
 
 def probe_text(request: Json) -> Json:
     """Returns the facts of the text and the tokenizer. Request: the config's keys of the text; data may be None."""
-    data, text_field, tokenizer = map(request.get, ("data", "text_field", "tokenizer"))
+    data, val_data, text_field, tokenizer = map(request.get, ("data", "val_data", "text_field", "tokenizer"))
     if data is None and tokenizer is None:
         return {"text": None}
     facts: dict[str, Any] = dict.fromkeys(("exists", "bytes", "prepared", "num_tokens", "error")) | {"data": data}
     if data is not None:
         facts |= probe_source(data)
+    if val_data is not None:
+        facts["val"] = {"data": val_data, **probe_source(val_data)}
     tokenizer_facts, tokenizer_hash = (None, None) if tokenizer is None else probe_tokenizer(expanded(tokenizer))
     vocab_size = tokenizer_facts["vocab_size"] if tokenizer_facts else request.get("vocab_size")
     if data is not None and request.get("cache_dir"):
         can_exist = facts["exists"] is not False and (tokenizer is None or tokenizer_hash is not None)
-        find = partial(find_prepared, text_field=text_field, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size)
-        facts |= find(data, cache_dir=Path(request["cache_dir"])) if can_exist else {"prepared": False}
-    if data is not None and data.startswith(HUB) and local_path(data) is None and not facts["prepared"]:
-        facts["hub"] = probe_hub(data)
+        list_text = partial(list_files, data, val_source=val_data, text_field=text_field)
+        find = partial(find_prepared, list_text, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size)
+        facts |= find(cache_dir=Path(request["cache_dir"])) if can_exist else {"prepared": False}
+    for source in filter(None, (data, val_data)):
+        if source.startswith(HUB) and local_path(source) is None and not facts["prepared"]:
+            facts.setdefault("hub", probe_hub(source))
     return {"text": {"vocab_size": vocab_size, **facts, "tokenizer": tokenizer_facts}}
 
 
@@ -362,7 +366,7 @@ def probe_tokenizer(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def find_prepared(
-    source: str, *, text_field: str | None, tokenizer_hash: str | None, vocab_size: int | None, cache_dir: Path
+    list_text: Callable[[], list[SourceFile]], *, tokenizer_hash: str | None, vocab_size: int | None, cache_dir: Path
 ) -> Json:
     """Returns whether a run would find this text prepared and whole, its folder there, its vocabulary, and the tokens it trains on.
 
@@ -372,8 +376,7 @@ def find_prepared(
 
     def find() -> None:
         try:
-            files = list_files(source, text_field=text_field)
-            path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
+            path = dataset_path(list_text(), tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
             meta = open_dataset(path).meta
             facts: Json = {"num_tokens": meta["splits"]["train"]["num_tokens"], "folder": path.name}
             facts["prepared_bytes"] = sum(file["bytes"] for file in meta["files"].values())

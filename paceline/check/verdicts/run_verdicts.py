@@ -20,6 +20,7 @@ FEW_INODES = 1000
 NO_ROOM = MIB  # not even for logs
 SMALL_TMP = 256 * MIB
 BYTES_PER_TOKEN = 4  # of text, as a rule
+TEXTS = (("text", "--data", "builtin"), ("text.val", "--val-data", "auto"))  # facts, key, and a value that works
 PLACES = (("run_dir", "the run folder", "--runs-dir ~/runs"), ("cache", "the cache", "--cache-dir ~/.cache/paceline"))
 TMP = ("tmp", "the folder for temporary files", "export TMPDIR=~")
 
@@ -285,10 +286,12 @@ def tmp_small(host: Host) -> Cases:
 
 
 def text_missing(host: Host) -> Cases:
-    if host.at("text.exists") is False:
-        data, near = host.at("text.data"), host.at("text.near")
-        more = f", but at {near}" if near else ""
-        yield Case(f"there is no text at {data}{more}", f"--data {near or 'builtin'}")
+    for text, flag, otherwise in TEXTS:
+        if host.at(f"{text}.exists") is False:
+            data, near = host.at(f"{text}.data"), host.at(f"{text}.near")
+            more = f", but at {near}" if near else ""
+            evidence = (f"{text}.data", f"{text}.exists")
+            yield Case(f"there is no text at {data}{more}", f"{flag} {near or otherwise}", evidence=evidence)
 
 
 def text_package_missing(host: Host) -> Cases:
@@ -312,14 +315,18 @@ def text_hub_unknown(host: Host) -> Cases:
 
 
 def text_unreadable(host: Host) -> Cases:
-    error = host.at("text.error")
-    if error and host.at("text.exists") is not False:
-        yield Case(f"{host.at('text.data')}: {error}", f"--data {host.at('text.near') or 'builtin'}")
+    for text, flag, otherwise in TEXTS:
+        error = host.at(f"{text}.error")
+        if error and host.at(f"{text}.exists") is not False:
+            fix, evidence = f"{flag} {host.at(f'{text}.near') or otherwise}", (f"{text}.data", f"{text}.error")
+            yield Case(f"{host.at(f'{text}.data')}: {error}", fix, evidence=evidence)
 
 
 def text_empty(host: Host) -> Cases:
-    if host.at("text.exists") and host.at("text.bytes") == 0 and not host.at("text.error"):
-        yield Case(f"{host.at('text.data')} holds 0 bytes of text", "--data builtin")
+    for text, flag, otherwise in TEXTS:
+        if host.at(f"{text}.exists") and host.at(f"{text}.bytes") == 0 and not host.at(f"{text}.error"):
+            evidence = (f"{text}.data", f"{text}.bytes")
+            yield Case(f"{host.at(f'{text}.data')} holds 0 bytes of text", f"{flag} {otherwise}", evidence=evidence)
 
 
 def text_of_other_types(host: Host) -> Cases:
@@ -348,14 +355,15 @@ def vocabulary_differs(host: Host) -> Cases:
 
 def text_not_prepared(host: Host) -> Cases:
     is_of_user = host.at("text.data") != Config.data  # the builtin text takes a moment
-    obstacles = (text_unreadable, text_empty, tokenizer_missing, cache_full, folder_unwritable)
+    obstacles = (text_missing, text_unreadable, text_empty, tokenizer_missing, cache_full, folder_unwritable)
     if any(case.severity in (None, "stop") for rule in obstacles for case in rule(host)):
         return  # the command would fail
     if is_of_user and host.at("text.prepared") is False and host.at("text.exists") and host.intent.command == "check":
         data, size = host.at("text.data"), format_bytes(host.at("text.bytes") or 0)
         what = f"{data} ({size}) is not prepared, or has changed since then"
         tokenizer, cache_dir = host.at("text.tokenizer.path"), host.intent.config.get("cache_dir")
-        words = ["--text-field", field] if (field := host.intent.config.get("text_field")) else []
+        words = ["--val-data", val_data] if (val_data := host.at("text.val.data")) else []
+        words += ["--text-field", field] if (field := host.intent.config.get("text_field")) else []
         words += ["--tokenizer", tokenizer] if tokenizer else ["--vocab-size", host.at("text.vocab_size")]
         words += ["--cache-dir", cache_dir] if cache_dir else []
         yield Case(what, f"paceline data prepare --data {shlex.join([str(data), *map(str, words)])}")

@@ -113,6 +113,14 @@ def config_in(run: RunDir) -> dict[str, Any]:
     return next((config for _, config in files_in(run, run.config_toml.name, tomllib.loads)), {})
 
 
+def measured_on(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns on how many tokens val_bpb is measured, and of which text: a path has its last two names."""
+    text = config.get("val_data") or config.get("data")
+    if isinstance(text, str) and text != "builtin" and not text.startswith("hf:"):
+        text = str(Path(*Path(text).parts[-2:]))
+    return {"eval_tokens": config.get("eval_tokens"), "eval_text": text}
+
+
 def group_key(config: dict[str, Any]) -> str | None:
     """Returns the same text for runs whose configs differ only in seed and name; None without a config."""
     if not config:

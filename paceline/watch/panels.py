@@ -197,6 +197,8 @@ def compared_figures(snapshot: Snapshot) -> Iterator[Panel]:
             yield {"name": name, "text": text, "value": value, "better": METRICS[name].better, "step": step}
             if name == "val_bpb" and snapshot.eval_tokens:
                 yield {"name": "eval_tokens", "text": f"{snapshot.eval_tokens:,}", "value": None, "better": None}
+            if name == "val_bpb" and snapshot.eval_text:
+                yield {"name": "eval_text", "text": snapshot.eval_text, "value": None, "better": None}
     if snapshot.elapsed_s is not None:
         yield {"name": "time", "text": format_duration(snapshot.elapsed_s), "value": None, "better": None}
     if snapshot.goodput and (share := snapshot.goodput.share) is not None:
@@ -393,4 +395,5 @@ def run_row(run: dict[str, Any]) -> Panel:
         "time": unix_time(run["time"]) if run["time"] else None,
         **{name: format_figure(name, run[name]) for name in ("loss", "val_bpb", "tok_per_sec")},
         "eval_tokens": format_step(run["eval_tokens"] if known(run["val_bpb"]) else None),
+        "eval_text": (run["eval_text"] if known(run["val_bpb"]) else None) or "n/a",
     }

@@ -25,7 +25,7 @@ from paceline.rundir import RunDir, check_readable, is_locked, is_queued, read_t
 from paceline.slurm import JobId, JobReader, format_job, parse_job_id
 from paceline.typed_fields import damaged_files, typed_content, well_typed
 from paceline.units import unix_time
-from paceline.watch.about import expected, read_notes
+from paceline.watch.about import expected, measured_on, read_notes
 from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, join_series, slow_ranks
 from paceline.watch.events import (
     END_STATES,
@@ -86,7 +86,7 @@ class RunReader:
         sizes = self._events_file.offset, self.metrics.file.offset
         notes += self._cached("damage", sizes, lambda: damaged_files(self.run))
         self.heartbeats, self.logs = self._read_heartbeats(), self._logs()
-        fields = self._shared_fields(spent) | {"eval_tokens": config.get("eval_tokens")}
+        fields = self._shared_fields(spent) | measured_on(config)
         fields["notes"] = [*notes, *unstarted_notes(self.run, fields["state"], self.events)]
         return self._script_snapshot(config, fields) if "command" in config else self._training_snapshot(fields)
 

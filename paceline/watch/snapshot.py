@@ -184,6 +184,7 @@ class Snapshot:
     loss: float | None = None  # the last one reported; may be NaN or infinite
     val_bpb: float | None = None
     eval_tokens: int | None = None  # held-out tokens that val_bpb is measured on
+    eval_text: str | None = None  # the text that they are of
     tok_per_sec: float | None = None
     step_ms: float | None = None
     mfu: float | None = None

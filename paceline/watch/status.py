@@ -22,7 +22,7 @@ from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_queued, is_run, read_end, read_json_lines, read_text, to_utc
 from paceline.typed_fields import damaged_files, hints_of, well_typed
 from paceline.units import format_list
-from paceline.watch.about import check_links, config_in, csv_lines, link_out_of, read_about, read_notes
+from paceline.watch.about import check_links, config_in, csv_lines, link_out_of, measured_on, read_about, read_notes
 from paceline.watch.events import end_state, is_complete, last_event_time, live_state, run_notes
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines, read_part, search
 from paceline.watch.measures import format_bpb, format_figure, format_step, format_time
@@ -71,6 +71,7 @@ class RunStatus:
     loss: float | None
     val_bpb: float | None
     eval_tokens: int | None  # held-out tokens that val_bpb is measured on
+    eval_text: str | None  # the text that they are of
     tok_per_sec: float | None
     attempts: int
     time: str | None  # of the last activity: an event, a logged step, or output of a script
@@ -88,7 +89,7 @@ def run_status(run: RunDir) -> RunStatus:
     names = ("step", "loss", "val_bpb", "tok_per_sec")
     log, to_end = run.rank_log(attempts, 0), not is_locked(run)
     read = printed_values(log, names, to_end=to_end) if command else last_values(run.metrics, (*names, "time"))
-    start: dict[str, Any] = {"step": None if command else 0, "eval_tokens": config_in(run).get("eval_tokens")}
+    start: dict[str, Any] = {"step": None if command else 0, **measured_on(config_in(run))}
     values = {**dict.fromkeys(names), **start, **read}
     state = run_state(run, events, values)
     times = [values.pop("time", None), last_event_time(events)]

@@ -28,7 +28,18 @@ class HandMade:
         return replace(STATES[name](now), name=name)
 
     def runs(self) -> list[dict[str, Any]]:
-        names = ("name", "state", "step", "num_steps", "loss", "val_bpb", "tok_per_sec", "command", "eval_tokens")
+        names = (
+            "name",
+            "state",
+            "step",
+            "num_steps",
+            "loss",
+            "val_bpb",
+            "tok_per_sec",
+            "command",
+            "eval_tokens",
+            "eval_text",
+        )
         return [
             {key: getattr(self.snapshot(name), key) for key in names} | {"time": None, "tags": [], "note": ""}
             for name in STATES

@@ -97,6 +97,14 @@ def test_a_val_bpb_on_other_numbers_of_tokens_is_marked_and_is_not_the_best(page
         go(page, port, "/compare/d4-s1/d4-s2")
         page.wait_for_selector("#figures tr:has-text('loss') .best")
         assert not page.locator("#figures tr:has-text('eval_tokens')").count()
+        for name, key in (("d4-s1", "data"), ("d4-s2", "val_data")):
+            with RunDir(tmp_path / name).config_toml.open("a") as file:
+                file.write(f'{key} = "/texts/{name}/valid.txt"\n')
+        go(page, port)
+        page.wait_for_selector("[data-column=eval_text]")
+        go(page, port, "/compare/d4-s1/d4-s2")
+        page.wait_for_selector("#figures tr:has-text('eval_text ▲'):has-text('d4-s2/valid.txt')")
+        assert not page.locator("#figures tr:has-text('val_bpb') .best").count()
 
 
 def test_a_comparison_names_the_best_at_a_common_step_and_what_the_runs_ran_on(page, tmp_path):

@@ -162,7 +162,7 @@ def test_a_row_of_the_list_of_runs():
 
 def test_a_good_end_with_a_note_has_another_sign():
     notes = ["its output shows a failure: rank 1 could not allocate memory"]
-    runs = [RunStatus("x", "runs/x", state, *[None] * 6, 1, None, notes=notes) for state in ("finished", "failed")]
+    runs = [RunStatus("x", "runs/x", state, *[None] * 7, 1, None, notes=notes) for state in ("finished", "failed")]
     badges = [run_row(asdict(run))["badge"] for run in runs]
     assert [(badge["sign"], badge["level"]) for badge in badges] == [("!", "warning"), ("✗", "error")]
     lines = [plain(line) for line in runs_page(RunChoice(runs), opened="", width=100)]

@@ -184,6 +184,16 @@ def test_long_names_that_differ_in_their_middle_stay_whole_on_a_terminal(tmp_pat
     assert {line.split()[0] for line in lines} == names
 
 
+def test_runs_that_are_measured_on_different_texts_are_marked(tmp_path):
+    for name, keys in (("a", 'data = "/d/books"\n'), ("b", 'data = "/d/books"\nval_data = "/d/books/valid.txt"\n')):
+        make_run(tmp_path, name).config_toml.write_text(f"eval_tokens = 2048\n{keys}")
+    head, *lines = format_runs(RunList(tmp_path).read()).splitlines()
+    assert head.split()[3:6] == ["loss", "val_bpb", "eval_text"]
+    assert {line.split()[0]: line.split()[5] for line in lines} == {"a": "d/books", "b": "books/valid.txt"}
+    shutil.rmtree(tmp_path / "b")
+    assert "eval_text" not in format_runs(RunList(tmp_path).read())
+
+
 def test_runs_that_score_different_numbers_of_tokens_are_marked(tmp_path):
     runs = {name: make_run(tmp_path, name) for name in "abc"}
     for name, tokens in (("a", 2048), ("b", 2048), ("c", 4096)):

@@ -4,7 +4,10 @@
 const MOST_COMPARED = 16;
 const LINE_COLOURS = 6;
 const LONG_TEXT = 24; // characters of a cell, as in style.css
-const UNEQUAL_TOKENS = 'val_bpb is measured on different numbers of held-out tokens; paceline eval measures on all of them';
+const UNEQUAL = {
+  eval_tokens: 'val_bpb is measured on different numbers of held-out tokens; paceline eval measures on all of them',
+  eval_text: 'val_bpb is measured on different texts; paceline eval --data measures on one',
+};
 const NEAR_SHARE = 0.02; // of a step: how far apart the points around it may be
 const DASHES = [null, [8, 4], [2, 3], [12, 4, 2, 4], [5, 3]]; // lines also differ without their colours
 
@@ -64,7 +67,8 @@ class ComparePage {
     );
     const known = this.runs.filter(({ run }) => run.panels.figures);
     const figures = known.map(({ run }) => new Map(run.panels.figures.map((figure) => [figure.name, figure])));
-    const isFair = new Set(figures.map((byName) => byName.get('eval_tokens')?.text).filter(Boolean)).size < 2;
+    const textsOf = (name) => new Set(figures.map((byName) => byName.get(name)?.text).filter(Boolean));
+    const unequal = Object.keys(UNEQUAL).filter((name) => textsOf(name).size > 1);
     const names = [...new Set(figures.flatMap((byName) => [...byName.keys()]))];
     const row = (name, cells, better) => {
       const best = bestText(cells, better);
@@ -73,8 +77,8 @@ class ComparePage {
     };
     const rowsOf = (name) => {
       const cells = figures.map((byName) => byName.get(name));
-      if (name === 'eval_tokens') return isFair ? [] : [row([name, span('mark', ' ▲')], cells)];
-      const better = name === 'val_bpb' && !isFair ? null : cells.find(Boolean).better;
+      if (name in UNEQUAL) return unequal.includes(name) ? [row([name, span('mark', ' ▲')], cells)] : [];
+      const better = name === 'val_bpb' && unequal.length ? null : cells.find(Boolean).better;
       const curves = known.map(({ run }) => run.curves.series[name]);
       const ends = new Set(curves.map((series) => series?.steps.at(-1)));
       if (!cells.some((figure) => isNumber(figure?.step)) || ends.size < 2) return [row(name, cells, better)];
@@ -86,7 +90,7 @@ class ComparePage {
       return [row(name, cells), row(`${name} at step ${formatCount(step)}`, common, better)];
     };
     const shown = table('figures', this.heads(known), names.flatMap(rowsOf));
-    fill(this.figures, shown, isFair ? null : p('faint', span('mark', '▲ '), `${UNEQUAL_TOKENS}.`));
+    fill(this.figures, shown, ...unequal.map((name) => p('faint', span('mark', '▲ '), `${UNEQUAL[name]}.`)));
   }
 
   heads(runs) {

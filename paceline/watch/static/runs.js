@@ -7,7 +7,8 @@ const COLUMNS = {
   step: 'step',
   loss: 'loss',
   val_bpb: 'val_bpb',
-  eval_tokens: 'eval_tokens', // shown where val_bpb is measured on different numbers of held-out tokens
+  eval_tokens: 'eval_tokens', // these two are shown where the runs differ in them
+  eval_text: 'eval_text',
   tok_per_sec: 'tok/s',
   time: 'last activity',
 };
@@ -40,8 +41,8 @@ class RunsPage {
     if (names !== this.names) this.settings = null; // of other runs
     this.names = names;
     this.groups.hidden = !runs.some(({ group }) => group);
-    const measured = new Set(runs.map(({ texts }) => texts.eval_tokens).filter((text) => text !== NA));
-    this.columns = Object.keys(COLUMNS).filter((name) => name !== 'eval_tokens' || measured.size > 1);
+    const textsOf = (name) => new Set(runs.map(({ texts }) => texts[name]).filter((text) => text !== NA));
+    this.columns = Object.keys(COLUMNS).filter((name) => !(name in UNEQUAL) || textsOf(name).size > 1);
     this.find();
   }
 
@@ -100,7 +101,7 @@ class RunsPage {
       this.sort = { name, isRising: name === chosen ? !isRising : RISING.includes(name) };
       this.draw();
     };
-    const title = name === 'eval_tokens' && UNEQUAL_TOKENS;
+    const title = UNEQUAL[name];
     return el('th', { 'aria-sort': order, title }, button(COLUMNS[name] + sign, sort, { class: 'sort', 'data-column': name }));
   }
 

@@ -34,7 +34,7 @@ STYLES = ("blue", "orange")  # of the two runs
 MAX_NAME = 40  # columns of a run's name above its settings
 MIN_NAME, MIN_NOTE = 20, 12  # columns of a name and of a note in the list of runs
 # in the order in which a narrow list leaves them out
-NARROW_WITHOUT = ("last activity (UTC)", "tok/s", "eval_tokens", "tags")
+NARROW_WITHOUT = ("last activity (UTC)", "tok/s", "eval_text", "eval_tokens", "tags")
 SIGNS = {"step": -1, "tok_per_sec": -1}  # of what a list begins with the largest of
 NUM_HEADINGS = 2  # lines above the first run
 Setting = tuple[str, ...]  # name, and its value in each run
@@ -161,11 +161,22 @@ def list_runs(runs: Sequence[RunStatus], options: RunsOptions, *, width: int | N
 
 
 def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
-    """Returns the list of runs as a table, with eval_tokens where the runs differ in it. width: the terminal's; None: unlimited.
+    """Returns the list of runs as a table, with eval_tokens and eval_text where the runs differ in them.
 
-    Where the table is wider, it leaves out as few of NARROW_WITHOUT as make it fit.
+    width: the terminal's; None: unlimited. Where the table is wider, it leaves out as few of NARROW_WITHOUT as make it fit.
     """
-    head = ("run", "state", "step", "loss", "val_bpb", "eval_tokens", "tok/s", "last activity (UTC)", "tags")
+    head = (
+        "run",
+        "state",
+        "step",
+        "loss",
+        "val_bpb",
+        "eval_tokens",
+        "eval_text",
+        "tok/s",
+        "last activity (UTC)",
+        "tags",
+    )
     rows = [
         (
             strip_escapes(run.name),
@@ -174,6 +185,7 @@ def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
             format_figure("loss", run.loss),
             format_figure("val_bpb", run.val_bpb),
             f"{run.eval_tokens:,}" if run.eval_tokens and run.val_bpb else "n/a",
+            strip_escapes(run.eval_text) if run.eval_text and run.val_bpb else "n/a",
             "n/a" if run.tok_per_sec is None else format_count(run.tok_per_sec),
             format_time(run.time or "n/a"),
             " ".join(run.tags),
@@ -181,11 +193,13 @@ def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
         for run in runs
     ]
     columns = {name: values for name, *values in zip(head, *rows, strict=True)}
-    shown = {"tags": any(columns["tags"]), "eval_tokens": len({*columns["eval_tokens"]} - {"n/a"}) > 1}
-    columns = {name: values for name, values in columns.items() if shown.get(name, True)}
+    shown = {name: len({*columns[name]} - {"n/a"}) > 1 for name in ("eval_tokens", "eval_text")}
+    columns = {name: values for name, values in columns.items() if shown.get(name, name != "tags" or any(values))}
     if width is not None:
         all_columns, least_room = columns, min(MIN_NAME, width_of_column("run", columns["run"]))
-        for left_out in chain.from_iterable(combinations(NARROW_WITHOUT, count) for count in range(5)):
+        for left_out in chain.from_iterable(
+            combinations(NARROW_WITHOUT, count) for count in range(len(NARROW_WITHOUT) + 1)
+        ):
             columns = {name: values for name, values in all_columns.items() if name not in left_out}
             if name_room(columns, width) >= least_room:
                 break
@@ -194,7 +208,7 @@ def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
         columns["run"] = [n if short.count(s) > names.count(n) else s for n, s in zip(names, short, strict=True)]
     padded = [
         [
-            pad(cell, width_of_column(name, values), right=name not in ("run", "state", "tags"))
+            pad(cell, width_of_column(name, values), right=name not in ("run", "state", "eval_text", "tags"))
             for cell in (name, *values)
         ]
         for name, values in columns.items()

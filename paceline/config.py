@@ -7,6 +7,7 @@ A file overrides the defaults and flags override the file (config_file.py). What
 
 import os
 import shlex
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,17 +205,19 @@ class Config:
 
 
 LENGTH_KEYS = ("num_steps", "epochs", "time")  # ways to set one thing: a flag for one replaces a file's other
-# what the depth sets where it is left out
+RATES_OF_DEPTH = ("matrix_lr", "embedding_lr", "unembedding_lr", "weight_decay")
 KEYS_OF_DEPTH = (
     "n_embd",
     "total_batch_size",
     *LENGTH_KEYS,
-    "matrix_lr",
-    "embedding_lr",
-    "unembedding_lr",
-    "weight_decay",
-)
+)  # the depth sets them where they are left out, and the rates
 KEYS = parameters_of(Config)
+
+
+def keys_of_depth(flags: Collection[str]) -> list[str]:
+    """Returns what the depth sets where it is left out; a batch that a flag sets wants other rates than the depth's."""
+    rates = () if "total_batch_size" in flags else RATES_OF_DEPTH
+    return [key for key in (*KEYS_OF_DEPTH, *rates) if key not in flags]
 
 
 def check_config(config: Config) -> None:

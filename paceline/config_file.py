@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.config import KEYS, KEYS_OF_DEPTH, LENGTH_KEYS, LOW_PRECISIONS, Config, check_config, format_flags
+from paceline.config import KEYS, LENGTH_KEYS, LOW_PRECISIONS, Config, check_config, format_flags, keys_of_depth
 from paceline.encoding import not_utf8, utf16_as_utf8
 from paceline.errors import PacelineError, expand_home, nearest, nearest_choice
 from paceline.other_names import KEY_OF, translate
@@ -43,10 +43,10 @@ def load_config(file: str | Path | None, flags: Mapping[str, Any]) -> tuple[Conf
     config = Config(**override(from_file, flags))
     check_config(config)
     if file is not None and flags.get("depth", from_file.get("depth")) != from_file.get("depth"):
-        own = {key: getattr(config, key) for key in KEYS_OF_DEPTH if key in from_file and key not in flags}
+        own = {key: getattr(config, key) for key in keys_of_depth(flags) if key in from_file}
         own = {key: value for key, value in own.items() if value != KEYS[key].default}
         texts, auto = [f"{key} {own[key]}" for key in own], format_flags({key: KEYS[key].default for key in own})
-        notes += [f"{Path(file).name} keeps {', '.join(texts)}; for the depth to set this: {auto}"] if own else []
+        notes += [f"{Path(file).name} sets {', '.join(texts)}, which the depth sets with {auto}"] if own else []
     return config, notes
 
 

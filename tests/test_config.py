@@ -405,15 +405,21 @@ def test_a_file_s_rate_of_matrices_is_for_its_own_optimizer(tmp_path, name, quot
 
 
 def test_what_a_file_sets_in_place_of_the_depth_stays_where_a_flag_sets_the_depth_and_a_note_says_so(tmp_path):
-    file = write(tmp_path / "a.toml", "depth = 4\nn_embd = 128\nembedding_lr = 0.6\nweight_decay = 0.28\ntime = '2m'\n")
+    file = write(
+        tmp_path / "a.toml",
+        "depth = 4\nn_embd = 128\nembedding_lr = 0.6\nweight_decay = 0.28\ntime = '2m'\ntotal_batch_size = 4096\n",
+    )
     config, notes = load_config(file, {"depth": 8})
     assert (config.depth, config.n_embd, config.embedding_lr) == (8, 128, 0.6)
-    flags = "--n-embd auto --time auto --embedding-lr 0.3"
-    assert notes == [f"a.toml keeps n_embd 128, time 2m, embedding_lr 0.6; for the depth to set this: {flags}"]
-    assert load_config(file, {"depth": 8, "num_steps": 9, "n_embd": 256})[1] == [
-        "a.toml keeps embedding_lr 0.6; for the depth to set this: --embedding-lr 0.3"
+    flags = "--n-embd auto --total-batch-size auto --time auto --embedding-lr 0.3"
+    assert notes == [
+        f"a.toml sets n_embd 128, total_batch_size 4096, time 2m, embedding_lr 0.6, which the depth sets with {flags}"
     ]
-    by_depth = {"n_embd": None, "time": None, "embedding_lr": 0.3}
+    assert load_config(file, {"depth": 8, "num_steps": 9, "n_embd": 256})[1] == [
+        "a.toml sets total_batch_size 4096, embedding_lr 0.6, which the depth sets with --total-batch-size auto --embedding-lr 0.3"
+    ]
+    assert load_config(file, {"depth": 8, "num_steps": 9, "n_embd": 256, "total_batch_size": 8192})[1] == []
+    by_depth = {"n_embd": None, "total_batch_size": None, "time": None, "embedding_lr": 0.3}
     assert load_config(file, {"depth": 8, **by_depth}) == (Config(depth=8), [])
     assert load_config(file, {"depth": 4})[1] == []
     assert load_config(write(tmp_path / "b.toml", "depth = 4\n"), {"depth": 8})[1] == []

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.config import FLASH, Config, ModelConfig, format_flags
 from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
-from paceline.plan.algorithms import GroupSettings, group_settings
+from paceline.plan.algorithms import GroupSettings, group_settings, rate_notes
 from paceline.plan.cost import LOGITS_MIB, RunSetup, flops_per_token
 from paceline.plan.estimate import Calibrate
 from paceline.plan.machine import AttentionCase, Machine
@@ -220,8 +220,13 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         memory_share=sized.share,
         memory=sized.estimate.to_json(),
         time=config.time,
-        notes=(*sized.notes, *precision_notes(setup.low_precision, model, bf16_finish=config.bf16_finish)),
+        notes=(*sized.notes, *_notes(config, setup, total_batch_size=total, num_steps=num_steps)),
     )
+
+
+def _notes(config: Config, setup: MemorySetup, *, total_batch_size: int, num_steps: int) -> list[str]:
+    notes = precision_notes(setup.low_precision, setup.model, bf16_finish=config.bf16_finish)
+    return [*notes, *rate_notes(config, total_batch_size=total_batch_size, num_steps=num_steps)]
 
 
 def threads_of(machine: Machine, world_size: int) -> int:

@@ -8,6 +8,7 @@ import csv
 import hashlib
 import json
 import os
+import re
 import shlex
 import tomllib
 from collections import Counter
@@ -116,7 +117,7 @@ def config_in(run: RunDir) -> dict[str, Any]:
 def measured_on(config: dict[str, Any]) -> dict[str, Any]:
     """Returns on how many tokens val_bpb is measured, and of which text: a path has its last two names."""
     text = config.get("val_data") or config.get("data")
-    if isinstance(text, str) and text != "builtin" and not text.startswith("hf:"):
+    if isinstance(text, str) and text != "builtin" and not re.match("hf:|.*://", text):
         text = str(Path(*Path(text).parts[-2:]))
     return {"eval_tokens": config.get("eval_tokens"), "eval_text": text}
 

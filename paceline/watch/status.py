@@ -93,8 +93,8 @@ def run_status(run: RunDir) -> RunStatus:
     values = {**dict.fromkeys(names), **start, **read}
     state = run_state(run, events, values)
     times = [values.pop("time", None), last_event_time(events)]
-    path = log if command and state in LIVE else None if any(times) else run.config_toml
-    times += [to_utc(stamp[0] / 1e9)] if path and (stamp := file_stamp(path)) else []
+    paths = [log] if command and state in LIVE else [] if any(times) else [run.config_toml, run.preparing_json]
+    times += [to_utc(stamp[0] / 1e9) for path in paths if (stamp := file_stamp(path))]
     tags, note = read_notes(run)
     num_steps = values.pop("num_steps", None)
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):

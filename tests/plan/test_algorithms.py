@@ -7,8 +7,8 @@ import pytest
 from setups import gpt
 
 import paceline
-from paceline.config import KEYS
-from paceline.plan.algorithms import ALGORITHMS, OTHERS, Algorithm, algorithm_of, group_settings
+from paceline.config import KEYS, Config
+from paceline.plan.algorithms import ALGORITHMS, OTHERS, Algorithm, algorithm_of, group_settings, rate_notes
 from paceline.plan.shapes import MATRIX, REFERENCE_BATCH, param_shapes
 from paceline.plan.speeds import RATES
 from paceline.plan.states import state_bytes_of
@@ -103,3 +103,15 @@ def test_a_step_never_takes_more_than_half_of_a_weight(num_steps):
     by_length = longer.weight_decay * 100_000 / num_steps
     assert matrix.weight_decay * matrix.lr <= 0.5 + 1e-9
     assert matrix.weight_decay == pytest.approx(min(by_length, 0.5 / matrix.lr))
+
+
+def test_rates_of_large_batches_are_noted_for_few_steps_of_small_ones():
+    few = {"total_batch_size": 2048, "num_steps": 80}
+    [note] = rate_notes(Config(), **few)
+    assert "2,048" in note and "paceline configs tiny" in note
+    for config, sizes in (
+        (Config(matrix_lr=0.1), few),
+        (Config(), {**few, "num_steps": 5000}),
+        (Config(), {**few, "total_batch_size": 2**19}),
+    ):
+        assert rate_notes(config, **sizes) == []

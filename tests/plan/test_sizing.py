@@ -140,7 +140,7 @@ def test_a_profile_and_a_share_of_the_same_size_choose_the_same():
     assert planned(**keys, profile="aggressive") == planned(**keys, memory_share=0.90)
 
 
-ONE_LONG_ROW = {"depth": 12, "sequence_len": 8192, "total_batch_size": 8192}
+ONE_LONG_ROW = {"depth": 12, "sequence_len": 8192, "total_batch_size": 8192, "num_steps": 1000}
 SMALL_CARD = imagined_machine(find_gpu("RTX 4070"), gpus=1, hosts=1)
 
 

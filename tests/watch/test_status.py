@@ -77,6 +77,17 @@ def test_a_run_whose_lock_is_held_has_the_state_of_its_page_and_the_time_of_its_
     os.close(fd)
 
 
+def test_a_run_whose_text_is_being_prepared_is_the_latest(tmp_path):
+    make_run(tmp_path, "old")
+    run = RunDir(tmp_path / "new")
+    run.path.mkdir()
+    fd = lock_run(run)
+    run.preparing_json.write_text("{}")
+    first, _ = RunList(tmp_path).read()
+    assert (first.name, first.state) == ("new", "preparing")
+    os.close(fd)
+
+
 def test_the_last_event_decides_the_state(tmp_path):
     run = make_run(tmp_path)
     append_event(run, "finished", step=100)

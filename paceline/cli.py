@@ -224,13 +224,14 @@ def accelerate_config(args: options.AccelerateOptions) -> None:
 def evaluate(args: run_options.EvalOptions) -> None:
     if args.text_field and args.data is None:
         raise UsageError("--text-field is of the text of --data", fix="add --data SOURCE, or leave --text-field out")
-    folder = find_training_run(args.run, runs_dir=args.runs_dir)
+    folders = [find_training_run(run, runs_dir=args.runs_dir) for run in args.runs]
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: see launch/env.py
     from paceline.launch.run_text import run_data
     from paceline.train.evaluate import evaluate_run, format_evaluation
 
-    result = evaluate_run(folder, args, dataset=run_data(folder, other=args.data, text_field=args.text_field))
-    print(json.dumps(result) if args.json else format_evaluation(result))
+    for folder in folders:
+        result = evaluate_run(folder, args, dataset=run_data(folder, other=args.data, text_field=args.text_field))
+        print(json.dumps(result) if args.json else format_evaluation(result), flush=True)
 
 
 def sample(args: run_options.SampleOptions) -> None:

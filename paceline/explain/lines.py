@@ -101,9 +101,6 @@ SAMPLE_FIELDS = {"role", "messages", "prompt", "completion", "question", "task_i
 SHOWN_LEVEL = re.compile(r"(?i)(?:WARN(?:ING)?|ERROR|CRITICAL|FATAL)$")
 EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b")
 
-
-Fields = Mapping[str, Any]
-
 RECOVERED = (  # what a program does in place of what failed
     r"\b(?:proceed|continu)ing (?:without|anyway)\b|\bbut continuing\b|\bfall(?:ing|s) ?back (?:to|on)\b"
     r"|\b(?:going to|using) \S+ instead\b(?! of)|\btrying port \d|\bsome optimizations will not be enabled\b"
@@ -136,6 +133,8 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|has failed to shutdown the rendezvous"  # another node has shut it down before; a lost one shows in its own log
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
+
+Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -231,12 +230,8 @@ def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:
     is_output = "textPayload" in fields  # Google Cloud calls all that a container writes to stderr an error
     if lines and SHOWN_LEVEL.match(level) and not is_output and not EXCEPTION.match(message):
         lines[0] = f"{level.upper()}: {lines[0]}"
-    if (
-        lines
-        and "epoch" in lines[0].lower()
-        and (count := next((name for name in COUNTS if fields.get(name) == 0), ""))
-    ):
-        lines[0] += f" {count}: 0"
+    if lines and "epoch" in lines[0].lower():  # whose count is a field of its own
+        lines[0] += next((f" {name}: 0" for name in COUNTS if fields.get(name) == 0), "")
     yield from lines
     for name in TRACEBACKS:
         traceback = traceback_text(fields.get(name))

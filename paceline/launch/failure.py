@@ -21,26 +21,26 @@ import psutil
 
 from paceline.errors import TrainingFailed
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
+from paceline.explain.explanation import HEALTHY, KERNEL_LOG, UNKNOWN, Explanation, name_host
 from paceline.explain.hang_files import flight_recorder_logs, hang_fix
 from paceline.explain.lines import strip_escapes
 from paceline.explain.log import Log
+from paceline.explain.matches import PEER_DIED
 from paceline.explain.recorded_end import (
     DISK_FULL,
     EVEN_BATCHES,
     HANG,
+    HOST_MEMORY,
     KILLED,
-    PEER_DIED,
     WORKER_KILLED,
     RankError,
     explain_full_disk,
     next_command,
     read_error_file,
 )
-from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import END_PHASES, read_heartbeat
 from paceline.launch.log_tail import ERROR_START, PEER_LOST, exception_line, read_log_tail
-from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
+from paceline.launch.policy import TRAINER_CRASHES, AttemptEnd, Retry
 from paceline.launch.ssh import disk_fix
 from paceline.launch.stacks import STATES, Frame, call_site, main_frames
 from paceline.plan.host import memory_limit, physical_memory_bytes

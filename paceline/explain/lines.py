@@ -1,5 +1,5 @@
 """
-One line of a log: its text, and the rank, host and time in its prefix.
+One line of a log: its text, cut to a length, and the rank, host and time in its prefix.
 
 Launchers and loggers write rank, host and time before a line. Such prefixes nest (`worker-1: [default0]:[rank8]:
 [2026-01-02 03:04:05] text`), so they are removed one after the other until none matches.
@@ -21,6 +21,14 @@ from paceline.terminal import STEERING
 DIGITS = str.maketrans("", "", "0123456789")  # for str.translate, which removes them
 MAX_PREFIXES = 8  # on one line; real ones have four
 MAX_RANKS = 100_000
+MAX_LINE_BYTES, MAX_LINE_CHARS = (
+    1 << 16,
+    4000,
+)  # only the beginning of a longer line is parsed, and the two ends of that
+MAX_WORD_CHARS = 400  # a pattern that begins with a word takes time by the square of the word's length
+LONG_WORD = re.compile(rb"\S{401,}")
+ESCAPED = re.compile(rb'\\n *File \\?"')  # a traceback as one text, with its newlines as two characters
+GLUED = re.compile(rb"(?<=[^\s:\]])(?=\[rank\d+\]:)")  # where two ranks have written on one line
 DAYS_BEFORE_MONTH = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334)
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 
@@ -219,6 +227,31 @@ def unwrap_json(raw: bytes) -> list[bytes]:
         return [json.dumps(numbers).encode() if is_sample else raw]
     prefix = raw[:start] + prefix_of(fields).encode("utf-8", "replace")
     return [prefix + line.encode("utf-8", "replace") for line in lines]
+
+
+def split_line(raw: bytes) -> list[bytes]:
+    """The parts of a line that different ranks wrote without a newline, or the lines of text in a line of JSON or in quotes."""
+    lines = unwrap_json(raw)
+    if ESCAPED.search(raw) and lines == [raw]:
+        lines = raw.replace(b'\\"', b'"').split(b"\\n")
+    return [part for line in lines for part in GLUED.split(line)]
+
+
+def decode_line(raw: bytes) -> str:
+    """The line as text of limited length, without escape sequences."""
+    return strip_escapes(cut_middle(raw).decode("utf-8", "replace"))
+
+
+def cut_middle(raw: bytes) -> bytes:
+    """Shortens a long line and long words in it to their two ends."""
+    if len(raw) <= MAX_WORD_CHARS:
+        return raw
+    raw = LONG_WORD.sub(
+        lambda match: match[0][: MAX_WORD_CHARS // 2] + b"..." + match[0][-MAX_WORD_CHARS // 2 :], raw[:MAX_LINE_BYTES]
+    )
+    if len(raw) <= MAX_LINE_CHARS:
+        return raw
+    return raw[: MAX_LINE_CHARS * 3 // 4] + b" ... " + raw[-MAX_LINE_CHARS // 4 :]
 
 
 def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:

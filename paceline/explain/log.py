@@ -22,7 +22,7 @@ SERVED = re.compile(  # a request that was answered, vLLM's report of such, what
 )
 # a tensor that is NaN with no name before it; the numbers that differ between lines of one form; how many of the last lines have it
 UNNAMED_NAN = re.compile(r"(?:^|[,;(\[]\s*|[\d)\]]:?\s+)tensor\(nan(?=[\s,;)\]]|$)")
-DIGITS = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
+NUMBER = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
 UNNAMED, MIN_UNNAMED = "a value without a name", 5
 TRIAL = re.compile(r"\bTrial \d+ (?:finished|pruned)\b")  # of a study of Optuna
 FAILED_TRIAL = re.compile(r"\bTrial \d+ failed with parameters\b")
@@ -212,7 +212,7 @@ def find_unnamed_nan(lines: Sequence[tuple[int, str]]) -> int | None:
     forms: dict[str, list[int]] = defaultdict(list)
     for number, text in lines:
         if UNNAMED_NAN.search(text):
-            forms[DIGITS.sub("0", text)].append(number)
+            forms[NUMBER.sub("0", text)].append(number)
     return next((numbers[0] for numbers in forms.values() if len(numbers) >= MIN_UNNAMED), None)
 
 

@@ -15,10 +15,7 @@ from itertools import groupby, pairwise
 from paceline.explain.curve_verdict import (
     DIVERGED,
     LEARNED,
-    NAN,
     STANDS_STILL,
-    START_RISE,
-    STRETCHES,
     CurveFinding,
     add_findings,
     find_growth,
@@ -31,7 +28,7 @@ from paceline.explain.curve_verdict import (
     is_whole,
     may_fall,
 )
-from paceline.explain.explanation import Explanation, format_value
+from paceline.explain.explanation import HEALTHY, UNKNOWN, Explanation, format_value
 from paceline.explain.line_measures import MEAN_LOSS
 from paceline.explain.log import Log
 from paceline.explain.progress import LossPoint
@@ -48,8 +45,8 @@ from paceline.explain.series import (
     evenly_spaced,
     show_curve,
 )
-from paceline.explain.verdict import HEALTHY, UNKNOWN
-from paceline.noise import MIN_POINTS, SPIKE, STUCK_FALL, is_level, is_stuck, median
+from paceline.explain.verdict import NAN
+from paceline.noise import MIN_POINTS, SPIKE, START_RISE, STRETCHES, STUCK_FALL, is_level, is_stuck, median
 
 LOG_RISE = 1.0  # of a loss that was higher at first
 EXPLODED = 1e3  # times its first points, or 1

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.explain.catalogue import Cause, load_catalogue
-from paceline.explain.collectives import DESYNC, FIRST_TRANSFER
+from paceline.explain.collectives import CLOSED, DESYNC, FIRST_TRANSFER
 from paceline.explain.explanation import Record
 from paceline.explain.frames import PACKAGE, is_caught, is_check, is_outcome, is_own, left_program_running, match_frames
 from paceline.explain.lines import IGNORABLE
@@ -59,7 +59,6 @@ NOT_FOUND = re.compile(  # said by a script or a shell
 )
 # a way back through NCCL's functions, also when its sockets are closed at the end
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
-COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
 TYPED_KEYS = re.compile(r"(?:\^C)+")  # as a terminal shows them
 WENT_ON, BEFORE_DONE, MAX_QUOTED = 40, 8, 16  # lines behind an error, before the end, that quote an error above them
 MIN_REPEATS, MAX_ADVICE = 5, 8  # lines about an item that was left out; lines behind the advice of bitsandbytes
@@ -136,7 +135,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     ended = min((record.line for record in log.records if PROGRAM_ENDED.search(record.text)), default=None)
     continuation = continuation_of(log)
     survived: Counter[str] = Counter()  # by the start of the text
-    is_shut_down = any(COMM_ENDED.search(record.text) for record in log.records)
+    is_shut_down = any(CLOSED.search(record.text) for record in log.records)
     is_left = any("Horovod has been shut down" in record.text for record in log.records)
     harmless = [record for record in log.records if left_program_running(record, log)]
     warned = {  # the lines behind a warning that a package could not be imported
@@ -357,7 +356,7 @@ def is_forwarded(record: Record, log: Log) -> bool:
 
 def is_near_end(record: Record, log: Log) -> bool:
     """Whether no more lines follow than a buffer holds, no run that finished, and no steps behind a launcher that has ended."""
-    if log.last_lines and log.last_lines[-1][0] - record.line > BUFFERED_LINES:
+    if log.last_line - record.line > BUFFERED_LINES:
         return False
     is_over = log.progress.finished or record.kind == "banner"
     return not (is_over and len(log.steps_after(record)) >= STEPS_AFTER)

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from paceline.config import LENGTH_KEYS, Config, ModelConfig, format_flags
 from paceline.config_file import PACKAGED, find_config, load_config
-from paceline.errors import Change, Finding, PlanError, UsageError
+from paceline.errors import Finding, PlanError, UsageError
 from paceline.options import PlanOptions
 from paceline.plan.estimate import Range
 from paceline.plan.shapes import num_evaluations
-from paceline.plan.sizing import PROFILES, SIZE_KEYS, DoesNotFit
+from paceline.plan.sizing import DoesNotFit, fuller_plans
 from paceline.plan.step_time import StepSetup, StepTime, step_time
 from paceline.units import format_count, format_duration, format_percent, parse_duration
 
@@ -39,8 +39,6 @@ MEASURED_DATA, MEASURED_VOCAB = "climbmix", 32_768
 BPB_SPREAD, BPB_SPREAD_BETWEEN = 0.005, 0.015  # at a measured depth; between two
 LEAST_GAIN = 0.01  # of a lever that is shown
 GAP = 0.20  # between a measured step and the planned one, before it is a finding
-FULLEST_PROFILE = "aggressive"
-FASTER_ETHERNET = {1: 10, 10: 25, 25: 100}
 
 
 @dataclass(frozen=True)
@@ -196,11 +194,9 @@ def longer_run(
 
     left = f"{budget * (1 - used):,.2f} of {budget:g}" if budget else format_duration(time_s - advice.seconds.expected)
     remain = f"        {left} remain, as"
-    memory_ends = "does not fit" in advice.deeper
-    deeper = advice.depth + 1
-    if memory_ends and (
-        flags := [format_flags(change) for change in fuller_plans(config, advice.setup) if fits(deeper, **change)]
-    ):
+    memory_ends, deeper = "does not fit" in advice.deeper, advice.depth + 1
+    changes = fuller_plans(config, advice.setup.device, advice.setup.precision) if memory_ends else ()
+    if flags := [format_flags(change) for change in changes if fits(deeper, **change)]:
         return f"{remain} memory ends first: depth {deeper} fits with {' or with '.join(flags)}"
     more = math.floor(10 * config.tokens_per_param / used) / 10
     if not (longer := fits(advice.depth, tokens_per_param=more)):
@@ -325,41 +321,6 @@ def _changes(setup: StepSetup) -> Iterator[tuple[str, StepSetup]]:
         yield "--precision auto", replace(setup, low_precision=None)
     if not setup.compiled and setup.device == "cuda":
         yield "--compile", replace(setup, compile=True)
-
-
-def fuller_plans(config: Config, setup: StepSetup) -> Iterator[Change]:
-    """Yields the changes that leave the micro-batch to the planner, up to the fullest profile.
-
-    And those of the optimizer's states: the other place, and the other precision; and fp16 on a GPU without bf16.
-    """
-    if setup.device == "cuda" and setup.precision == "fp32" and config.precision is None:
-        yield {"precision": "fp16"}
-    opened = {key: None for key in SIZE_KEYS if getattr(config, key) is not None}
-    if opened:
-        yield opened
-    if config.memory_share is not None:
-        yield {**opened, "memory_share": PROFILES[FULLEST_PROFILE]}
-    elif config.profile != FULLEST_PROFILE:
-        yield {**opened, "profile": FULLEST_PROFILE}
-    if config.shard != "none":  # what has left the GPU makes room for rows, but takes time
-        yield {"offload": "none" if config.offload == "optimizer" else "optimizer"}
-    yield {"optimizer_states": "fp32" if config.optimizer_states == "8bit" else "8bit"}
-
-
-def faster_links(setup: StepSetup) -> Iterator[tuple[str, str]]:
-    """Yields a faster link of the same kind, in words and by its name."""
-    link = setup.link
-    if setup.world_size == 1 or link is None:
-        return
-    if match := re.fullmatch(r"PCIe (\d) x(\d+)( P2P)?", link.name):
-        generation, lanes = match[1], int(match[2])
-        if lanes < 16 and setup.spec is not None and lanes < (setup.spec.pcie_lanes or 0):
-            yield "a x16 slot for each card", f"PCIe {generation} x16{match[3] or ''}"
-    if match := re.fullmatch(r"(\d+)GbE", link.name):
-        faster = FASTER_ETHERNET.get(int(match[1]))
-        if faster is not None:
-            where = "between the hosts" if setup.hosts > 1 else "between the GPUs"
-            yield f"{faster}GbE {where}", f"{faster}GbE"
 
 
 def step_gap(setup: StepSetup, planned: StepTime, measured_s: float) -> Finding | None:

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import inf, isfinite, sqrt
 
-from paceline.explain.curve_verdict import turn_of
-from paceline.noise import ABRUPT, CLIP, clip, level_of, standard_errors_below
+from paceline.noise import ABRUPT, CLIP, clip, level_of, standard_errors_below, turn_of
 from paceline.units import unix_time
 from paceline.watch.measures import format_figure
 from paceline.watch.snapshot import Series, Snapshot

@@ -14,7 +14,6 @@ from paceline.plan.advice import (
     Price,
     advise,
     expected_bpb,
-    faster_links,
     levers,
     parse_price,
     run_cost,
@@ -23,7 +22,6 @@ from paceline.plan.advice import (
 )
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import find_gpu
-from paceline.plan.links import read_link
 from paceline.plan.shapes import horizon_tokens, model_of_depth
 from paceline.plan.sizing import DoesNotFit
 from paceline.plan.step_time import StepSetup, step_time
@@ -184,15 +182,6 @@ def test_levers_are_sorted_and_each_is_worth_a_percent():
     assert [each.gain for each in found] == sorted((each.gain for each in found), reverse=True)
     assert all(each.gain >= 0.01 for each in found)
     assert {"--compile", "--device-batch-size auto"} == {each.what for each in found}
-
-
-def test_a_narrow_slot_and_a_slow_network_have_a_faster_link():
-    in_slots = on("RTX 5090", gpt(12), gpus=2, rows=4, total=65_536)
-    assert list(faster_links(in_slots)) == [("a x16 slot for each card", "PCIe 5 x16")]
-    network = replace(in_slots, link=read_link("10GbE", in_slots.spec))
-    assert list(faster_links(network)) == [("25GbE between the GPUs", "25GbE")]
-    assert list(faster_links(replace(network, hosts=2))) == [("25GbE between the hosts", "25GbE")]
-    assert list(faster_links(on("RTX 5090", gpt(12), gpus=1, rows=4, total=65_536))) == []
 
 
 def test_without_a_time_there_are_no_levers():

@@ -15,6 +15,7 @@ from itertools import groupby, pairwise
 from paceline.explain.curve_verdict import (
     DIVERGED,
     LEARNED,
+    OVERFITS,
     STANDS_STILL,
     CurveFinding,
     add_findings,
@@ -126,7 +127,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *(() if any(map(may_fall, losses)) else find_same(points["scores"], points["held_out"])),
     ]
     if any(EARLY_STOP.search(text) for log in logs for _, text in log.last_lines):  # what the training has waited for
-        findings = [item for item in findings if item.cause != STANDS_STILL]
+        findings = [item for item in findings if item.cause not in (STANDS_STILL, OVERFITS)]
     elif (
         not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None))
     ):

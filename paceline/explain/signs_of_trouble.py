@@ -252,7 +252,7 @@ def last_texts(log: Log) -> list[str]:
 
 
 def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
-    """The last lines of the logs, behind progress and results, of which a word tells of trouble; of a thread that ended none."""
+    """The last lines of the logs, behind progress and results, that tell of trouble; none whose like was survived twice."""
     trouble = []
     for log in logs:
         threads = [record.line for record in log.records if left_program_running(record, log)]
@@ -262,12 +262,15 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         results = [number for number, text in lines if is_result(text, log)]
         last_good = max([log.last_progress_line, *results])
         was_shut_down = any(SHUT_DOWN.search(text) for _, text in log.last_lines)
+        ends = {shape_of(split_prefix(text).text) for _, text in lines}
+        alike = [record for record in log.records if shape_of(record.text) in ends]
+        survived = Counter(shape_of(record.text) for record in alike if len(log.steps_after(record)) >= STEPS_AFTER)
         trouble += [
             (number, text)
             for number, text in lines
             if number > last_good or (last_good == number == log.last_progress_line and MARKED_ERROR.match(text))
             if number <= min([number, *threads]) and is_trouble(text, at_end=True)
-            if not (was_shut_down and ENDED.search(text))
+            if survived[shape_of(split_prefix(text).text)] < 2 and not (was_shut_down and ENDED.search(text))
         ]
     return trouble
 

@@ -20,10 +20,10 @@ from urllib.parse import quote
 from paceline.config import Config, format_flags
 from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
-from paceline.plan.advice import Lever, Price, RunCost, faster_links, fuller_plans, levers, run_cost
+from paceline.plan.advice import Lever, Price, RunCost, fuller_plans, levers, run_cost
 from paceline.plan.estimate import Range, named_parts
 from paceline.plan.history import load_calibration, load_too_large
-from paceline.plan.links import link_of
+from paceline.plan.links import faster_links, link_of
 from paceline.plan.machine import Machine
 from paceline.plan.memory import checkpoint_bytes
 from paceline.plan.planner import SETUP_FIELDS, Measured, Plan, make_plan, threads_of
@@ -145,7 +145,7 @@ def other_setups(
     changes: list[tuple[str, Change, Machine, str | None]] = [
         *((format_flags(change), change, machine, link_name) for change in fuller_plans(config, setup)),
         ("twice the total batch", {"total_batch_size": 2 * setup.total_batch_size}, machine, link_name),
-        *((what, {}, machine, name) for what, name in faster_links(setup)),
+        *((what, {}, machine, name) for what, name in faster_links(setup.link, setup.spec, hosts=setup.hosts)),
     ]
     if machine.hosts > 1 and machine.gpus:
         gpus = tuple(replace(machine.gpus[0], index=index) for index in range(setup.world_size))

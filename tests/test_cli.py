@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -303,3 +304,16 @@ def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(capsys
     with pytest.raises(SystemExit, match="130"):
         paceline.main()
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_options_are_frozen_and_equal_by_their_values_and_refuse_unknown_and_missing_ones():
+    shown = run_options.RunsShowOptions(runs=("a",))
+    assert (shown.runs, shown.runs_dir, shown.json) == (("a",), "runs", False)
+    assert replace(shown, json=True) == run_options.RunsShowOptions(runs=("a",), json=True) != shown
+    assert repr(run_options.TokenizerInfoOptions(file="a")) == "TokenizerInfoOptions(json=False, file='a', text=None)"
+    assert options.PlanOptions().keys is not options.PlanOptions().keys
+    with pytest.raises(FrozenInstanceError):
+        shown.json = True
+    for values in ({}, {"runs": (), "run": "a"}):
+        with pytest.raises(TypeError):
+            run_options.RunsShowOptions(**values)

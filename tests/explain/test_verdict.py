@@ -2,6 +2,7 @@
 
 import pytest
 from log_samples import OOM, OTHER_LINES, PEER, STEPS, raised
+from rows import with_rows
 
 from paceline.explain.explanation import LogProgress, Record
 from paceline.explain.log import Log, step_of
@@ -293,7 +294,7 @@ def test_a_line_that_reports_the_end_and_a_failed_part_is_no_health():
     assert answers == ["healthy", "dataset-missing"]
 
 
-@pytest.mark.parametrize(
+@with_rows(
     "line",
     [
         "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  570.86.10",
@@ -1565,7 +1566,7 @@ def test_an_exception_that_is_logged_as_a_warning_ends_nothing():
     assert verdict("[ERROR] - not converted\n" + trace + lines).cause == "user-code-exception"
 
 
-@pytest.mark.parametrize(
+@with_rows(
     "line",
     [
         "ddp_timeout=1800,",

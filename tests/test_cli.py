@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rows import with_rows
 
 import paceline
 from paceline import options, run_options
@@ -67,7 +68,7 @@ def test_every_option_stands_in_the_help_with_its_meaning_and_its_default(name, 
             assert f"[{parameter.default}]".replace(".0]", "]") in text
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@with_rows("name", COMMANDS)
 def test_the_value_that_a_fix_suggests_for_an_option_is_one_that_it_takes(name):
     for parameter in parameters_of(TAKES[name]).values():
         if set(parameter.kinds) & {int, float}:

@@ -377,7 +377,7 @@ def test_a_link_that_is_slow_or_uneven_needs_no_speed_of_interfaces(there, back,
     assert finding.fix.startswith("ethtool eth0 and tc qdisc show dev eth0, on both")
 
 
-@pytest.mark.parametrize("host, intent", [
+@with_rows("host, intent", [
     ("cpu_box", {}), ("cpu_box", CPU), ("cpu_box", DISK), ("cpu_box", {"command": "run"}), ("cpu_box", {"port": 29500}),
     ("workstation", {}), ("workstation", CUDA), ("workstation", CPU), ("workstation", {"command": "run"}),
     ("server", {}), ("server", {**CUDA, "nproc": 8}), ("server", TWO_HOSTS),

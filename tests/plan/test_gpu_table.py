@@ -149,7 +149,7 @@ def test_a_typed_name_finds_the_card(typed_name, name):
     assert find_gpu(typed_name).name == name
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("typed_name", "message", "fix"),
     [
         (

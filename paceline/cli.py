@@ -272,7 +272,7 @@ def data(args: options.DataOptions) -> None:
     print(json.dumps(data_info(dataset), ensure_ascii=False) if args.json else text)
 
 
-def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
+def tokenizer_train(args: run_options.TokenizerTrainOptions) -> None:
     from paceline.data.tokenizer import SAMPLE_TEXT, tokenizer_info
     from paceline.launch.run_text import train_new_tokenizer
 
@@ -290,7 +290,7 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
     print(f"wrote   {args.out}: vocabulary {tokenizer.vocab_size:,}\nnext    {train}")
 
 
-def tokenizer_info(args: options.TokenizerInfoOptions) -> None:
+def tokenizer_info(args: run_options.TokenizerInfoOptions) -> None:
     from paceline.data import prepare
     from paceline.data import tokenizer as bpe
 
@@ -339,8 +339,8 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "export": (export, run_options.ExportOptions),
     "data prepare": (data, options.DataOptions),
     "data info": (data, options.DataInfoOptions),
-    "tokenizer train": (tokenizer_train, options.TokenizerTrainOptions),
-    "tokenizer info": (tokenizer_info, options.TokenizerInfoOptions),
+    "tokenizer train": (tokenizer_train, run_options.TokenizerTrainOptions),
+    "tokenizer info": (tokenizer_info, run_options.TokenizerInfoOptions),
     "completion": (completion, options.CompletionOptions),
 }
 

@@ -1,5 +1,5 @@
 """
-What the commands take that list, watch, stop, mark, report, track and use runs; as options.py.
+What the commands take that list, watch, stop, mark, report, track and use runs, or train and show tokenizers; as options.py.
 """
 
 from pathlib import Path
@@ -243,3 +243,26 @@ class EmitComposeOptions(EmitOptions):
     """
 
     target = "compose"
+
+
+class TokenizerTrainOptions(JsonOption):
+    """Train a byte-level BPE tokenizer on the training part of a text.
+
+    $ paceline tokenizer train --data ~/books --vocab-size 32768 --out books.json
+    """
+
+    out: Path | None = option(None, "the tokenizer.json to write (required)", value="FILE")
+    force: bool = option(False, "write over a file that exists")
+    data: str = option("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG]", value="SOURCE")
+    text_field: str | None = option(None, "as for `train`", value="NAME")
+    vocab_size: int = option(32_768, "tokens of the tokenizer", low=257, high=2**31 - 1)
+
+
+class TokenizerInfoOptions(JsonOption):
+    """Show a tokenizer's size, its special tokens, and how it cuts a text.
+
+    $ paceline tokenizer info books.json --text "Once upon a time"
+    """
+
+    file: Path = positional("FILE|RUN", "a tokenizer.json, or a run's name in runs/ or its folder")
+    text: str | None = option(None, "the text to cut into tokens; auto: a few lines of Python")

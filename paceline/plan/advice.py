@@ -10,9 +10,12 @@ that is far from the planned one is a finding with its likely cause.
 import math
 import re
 import shlex
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import takewhile
 from typing import Any, Literal
 
 from paceline.config import LENGTH_KEYS, Config, ModelConfig, format_flags
@@ -149,28 +152,43 @@ def advise(
     run_of_depth: returns the run of a depth; raises DoesNotFit. limit: time_s in the user's words. enough: returns the flags that
     allow a run of so many seconds. spent: says what it takes.
     """
-    best: Advice | None = None
-    shortest = math.inf
-    deeper = deepest = f"depth {DEPTHS[-1]} is the deepest that is tried"
-    for depth in DEPTHS:
+
+    @cache
+    def attempt(depth: int) -> Advice | PlanError:
         try:
-            run = run_of_depth(depth)
-        except DoesNotFit as error:
-            deeper = f"depth {depth} does not fit in memory with these settings" if deeper == deepest else deeper
-            if error.deeper_may_fit:
-                continue
-            break
-        shortest = min(shortest, run.seconds.expected)
-        if run.seconds.expected <= time_s:
-            best, deeper = run, deepest
-            continue
-        deeper = f"depth {depth} {spent(run.seconds.expected)}" if deeper == deepest else deeper
-        if best is not None or depth > 2:
-            break
+            return run_of_depth(depth)
+        except PlanError as error:
+            return error
+
+    def in_time(depth: int) -> Advice | None:
+        run = attempt(depth)
+        return run if isinstance(run, Advice) and run.seconds.expected <= time_s else None
+
+    def is_short(depth: int) -> bool:
+        """Returns whether a deeper model may also end in time."""
+        run = attempt(depth)
+        return in_time(depth) is not None or (isinstance(run, DoesNotFit) and run.deeper_may_fit)
+
+    # each depth needs more and takes longer than the one before, except that the second may be faster than the first
+    power = next((depth for depth in (4, 8, 16, 32, 64) if not in_time(depth)), len(DEPTHS))
+    depth = bisect_left(DEPTHS, True, lo=power // 2, hi=power, key=lambda depth: not in_time(depth))
+    candidates = [*DEPTHS[:depth], *takewhile(is_short, DEPTHS[depth:])]
+    best = next(filter(None, map(in_time, reversed(candidates))), None)
+    depth = best.depth + 1 if best else 1
+    if depth not in DEPTHS:
+        deeper = f"depth {DEPTHS[-1]} is the deepest that is tried"
+    elif isinstance(run := attempt(depth), Advice):
+        deeper = f"depth {depth} {spent(run.seconds.expected)}"
+    elif isinstance(run, DoesNotFit):
+        deeper = f"depth {depth} does not fit in memory with these settings"
+    else:
+        raise run
     if best is not None:
         return replace(best, deeper=deeper)
-    if shortest == math.inf:
+    runs = [run for run in map(attempt, DEPTHS[: len(candidates) + 1]) if isinstance(run, Advice)]
+    if not runs:
         raise PlanError(f"no model fits: {deeper}", fix="--sequence-len or --vocab-size smaller, or another card")
+    shortest = min(run.seconds.expected for run in runs)
     raise PlanError(f"{limit} is too little for a model of any depth", fix=f"{enough(shortest)} allows the smallest")
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from log_samples import TRACEBACK, exceptions, prefixed, raised, read
+from rows import with_rows
 
 from paceline.explain.run_folder import explain
 
@@ -112,7 +113,7 @@ AssertionError
     assert [record.text for record in exceptions(read(text))] == ["AssertionError: total % world_size == 0"]
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("expression", "cause"),
     [
         ("total_batch_size % world_tokens == 0", "batch-divisibility"),

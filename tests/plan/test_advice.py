@@ -1,8 +1,11 @@
 """What a run costs, what to train in a given time or budget, and what makes a step faster."""
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from setups import SLOW, gpt, on, on_cpu
@@ -137,6 +140,36 @@ def test_a_deeper_model_that_fits_again_as_its_weights_are_sharded_is_found():
     assert (found.depth, found.deeper) == (26, "depth 27 does not fit in memory with these settings")
     found = advice_for(run_of_depth(22).seconds.expected / 3600, gap)
     assert (found.depth, found.deeper) == (20, "depth 21 does not fit in memory with these settings")
+
+
+def test_the_depth_is_that_of_trying_one_after_another_and_few_are_tried():
+    cases = [lambda depth: depth > 30, lambda depth: depth > 42, lambda depth: depth > 128, lambda depth: depth > 5]
+    cases += [lambda depth: depth == 3, lambda depth: 20 < depth < 24 or depth > 26, lambda depth: depth > 9]
+    for (number, too_large), hours in itertools.product(enumerate(cases), (0.01, 0.02, 0.1, 0.5, 2, 12, 100, 1e3, 1e5)):
+        expected = None
+        for depth in range(1, 129):
+            with contextlib.suppress(DoesNotFit):
+                run = run_of_depth(depth, too_large=too_large)
+                if run.seconds.expected > 3600 * hours:
+                    break
+                expected = run
+            if too_large(depth) and depth >= 40:
+                break
+        assert replace(advice_for(hours, partial(run_of_depth, too_large=too_large)), deeper="") == expected, number
+    tried = Mock(side_effect=run_of_depth)
+    assert (advice_for(12, tried).depth, tried.call_count) == (20, 8)
+
+
+def test_an_error_of_the_first_deeper_model_is_raised_and_that_of_a_deeper_one_is_not():
+    def without_host_memory(depth: int, *, above: int) -> Advice:
+        if depth > above:
+            raise PlanError("no host memory", fix="")
+        return run_of_depth(depth)
+
+    depth = advice_for(12).depth
+    assert advice_for(12, partial(without_host_memory, above=depth + 1)) == advice_for(12)
+    with pytest.raises(PlanError, match="no host memory"):
+        advice_for(12, partial(without_host_memory, above=depth))
 
 
 def test_too_little_time_says_how_much_is_enough():

@@ -85,6 +85,14 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         "hub-offline", 0.85, r"(?:requests\.exceptions|httpx)\.\w*(?:Connect\w*|Timeout)\b",
         r"(?:site|dist)-packages/(?:huggingface_hub/|datasets/|transformers/utils/hub\.py)",
     ),
+    (  # of the sample that a trainer takes of its data before it begins
+        "dataset-empty", 0.85, "StopIteration", r"(?:site|dist)-packages[/\\]\w+[/\\]trainer[/\\]\w+\.py\", line \d+, in \w+\Z",
+    ),
+    (  # what is stored for each position, and as many were asked for as the sequence has
+        "sequence-too-long", 0.96,
+        r"RuntimeError: The expanded size of the tensor \((?P<length>\d+)\) must match the existing size \((?P<limit>\d+)\)",
+        r"[/\\]transformers[/\\]models[/\\]\w+[/\\]modeling_\w+\.py\", line \d+, in forward\Z",
+    ),
     ("shm-too-small", 0.96, r"OSError: \[Errno 28\]", r"multiprocessing[/\\](?:synchronize|shared_memory|heap)\.py\""),
     ("disk-full", 0.85, r"RuntimeError: Unknown error -1$", r"\bserialization\.py\", line \d+, in (?:_save|save|__exit__)\b"),
     (  # the folder of an output is missing
@@ -120,6 +128,8 @@ QUEUE = re.compile(
     r"multiprocessing[/\\](?:queues\.py.*, in _feed|connection\.py.*, in (?:close|send_bytes|_send_bytes|_send|_close))$"
 )
 NO_READER = re.compile(r"BrokenPipeError|OSError: \[Errno 9\]")
+IN_CHILD = re.compile(r"multiprocessing[/\\]process\.py\", line \d+,? in _bootstrap")  # likewise, a child process
+NOTHING_CAME = re.compile(r"(?:\w+\.)*(?:Empty|EOFError|BrokenPipeError|ConnectionResetError)\b")
 IN_THREAD = re.compile(r"threading\.py\", line \d+,? in _bootstrap")  # the first frame of what ends a thread alone
 NOT_LOADED = re.compile(r"(?i)could not|cannot|unable|fail|error")
 PACKAGE_IMPORT = re.compile(r"(?:site|dist)-packages[/\\].* in <module>$")  # the first frame is the package's own
@@ -140,6 +150,8 @@ CONTEXT_LOST = re.compile(r"illegal memory access|device-side assert|launch fail
 LEFT_OUT = re.compile(  # logged right above it, of an item of the data
     r"(?i)^\W*ERROR\b.*\b(?:line|row|sample|example|file|shard|doc(?:ument)?|record|image)s?\b.*\b(?:skipp|ignor)(?:ed|ing)\b"
 )
+WARNED = re.compile(r"\bWARN(?:ING)?\b")
+CHAIN_LINES = 6  # from an exception to the one that it led to, beside the lines of its frames
 STEPS_BEHIND, ITEMS_BEHIND, ITEMS_ABOVE = 3, 2, 3  # that show that it did; lines above, of which one is of such an item
 
 
@@ -221,8 +233,8 @@ def left_program_running(record: Record, log: Log) -> bool:
 
 
 def is_caught(record: Record, log: Log) -> bool:
-    """Whether the program says of an exception that it repeats or leaves out what failed, and the work goes on behind it."""
-    if log.is_of_trial(record):
+    """Whether the program repeats or leaves out what failed, as it says, and goes on, or a model has written the text of it."""
+    if log.is_of_trial(record) or is_quoted(record, log):
         return True
     if not record.frames or CONTEXT_LOST.search(record.text):
         return False
@@ -249,3 +261,29 @@ def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:
         return False
     ends = [other.line for other in log.records if ended_program(other) and not PACKAGE.search(other.frames[0])]
     return bool(ends) and ((is_thread and ends[0] < record.line) or (logged and ends[-1] > record.line))
+
+
+def is_warned_of(record: Record, log: Log) -> bool:
+    """Whether a logger wrote an exception, and no other that it led to, behind a warning of its own."""
+    near = log.records_between(record.line - 2, record.line - 1)
+    before = [other for other in near if other.kind == "line" and other.rank == record.rank]
+    is_logged = record.kind == "exception" and not ended_program(record)
+    behind = log.records_between(record.line + 1, record.line + CHAIN_LINES + 3 * len(record.frames))
+    is_chained = bool(behind) and behind[0].kind == "exception"
+    return is_logged and not is_chained and bool(before) and WARNED.search(before[-1].text) is not None
+
+
+def starved_parent(record: Record, log: Log) -> bool:
+    """Whether an exception ended a child process, whose parent then waited for it in vain and ended too."""
+    is_child = bool(record.frames) and IN_CHILD.search(record.frames[0]) is not None
+    behind = (other for other in log.records if other.line > record.line)
+    return is_child and any(NOTHING_CAME.match(other.text) and ended_program(other) for other in behind)
+
+
+def is_quoted(record: Record, log: Log) -> bool:
+    """Whether the only process of a log shows an error in a text that a model has written.
+
+    A buffer may put the end of such a text behind the traceback that ended the program, but not behind a signal.
+    """
+    is_real = bool(record.frames) and not record.frames[0].startswith('File "<stdin>"')
+    return not is_real and log.is_in_sample(record.line, record.text) and log.has_one_process

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from paceline.explain.collectives import STATUS, CollectiveHang
 from paceline.explain.explanation import RECORDED, Record
+from paceline.explain.frames import LOST_PEER
 from paceline.explain.log import Log
 from paceline.explain.matches import PROGRAM_ENDED, WAITING, Event
 from paceline.explain.reader import BANNER_RANK
@@ -87,9 +88,12 @@ def rank_of_device(record: Record, logs: Sequence[Log]) -> int | None:
 
 
 def only_failing_rank(logs: Sequence[Log]) -> int | None:
-    """The rank of all exceptions that have one, if it is the same."""
-    ranks = {record.rank for log in logs for record in log.records if record.kind == "exception"} - {None}
-    return ranks.pop() if len(ranks) == 1 else None
+    """The rank of all exceptions that have one, if it is the same and did not only lose another rank."""
+    failed = [
+        record for log in logs for record in log.records if record.kind == "exception" and record.rank is not None
+    ]
+    ranks = {record.rank for record in failed}
+    return ranks.pop() if len(ranks) == 1 and not all(LOST_PEER.search(record.text) for record in failed) else None
 
 
 def rank_of_process(log: Log) -> int | None:

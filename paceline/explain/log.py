@@ -41,6 +41,9 @@ MIN_STAGE, STAGE_START, STAGE_FALL, STAGE_END = 10, 3, 0.8, 3
 MIN_TRAINED = 10  # steps of a training that is short and whole
 LAST_OF = re.compile(r"(?<![\d/])(?P<last>\d{1,6})/(?P=last)(?![\d/])")
 SAVED = re.compile(r"(?i)^(?!.*\b(?:not|never|no|0|fail\w*|error)\b).*\b(?:saved|wrote|written)\b")
+SHOWS_MACHINE = re.compile(
+    r"\b(?:nvidia-smi|rocm-smi|gpustat|nvtop|htop|free|lscpu|tree|figlet|git): (?:command )?not found"
+)
 # of the training itself
 STARTER = re.compile(r"\b(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|mpiexec): ")
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
@@ -124,7 +127,13 @@ class Log:
         }
 
     def has_trained_behind(self, record: Record) -> bool:
-        """Whether a whole training follows what a shell did not find: N or more lines to step or epoch N/N, and a save."""
+        """Whether a whole training follows what a shell did not find: N or more lines to step or epoch N/N, and a save.
+
+        A program that shows the state of the machine may also be missing behind a training that was saved.
+        """
+        saved = (line for line, text in self.last_lines if SAVED.search(text))
+        if SHOWS_MACHINE.search(record.text) and any(self.last_progress_line < line < record.line for line in saved):
+            return bool(self.losses)
         last = [
             match
             for line, text in self.last_lines

@@ -23,7 +23,7 @@ from paceline.explain.frames import (
     is_warned_of,
     left_program_running,
     match_frames,
-    starved_parent,
+    others_waited,
 )  # fmt: skip
 from paceline.explain.lines import IGNORABLE
 from paceline.explain.log import LAST_LINES, Log
@@ -99,7 +99,7 @@ CANCELLED_STEP = re.compile(rf"{CANCELLED}|srun: (?:Force Terminated|forcing job
 ENDS = re.compile(rf"{CANCELLED_STEP.pattern}|(?i:ctrl ?[-+] ?c\b)")  # each time that it comes
 FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog, Slurm
     r"[Ss]top [Tt]raining$|terminating training|block: \[[\d,]+\], thread: \[[\d,]+\] Assertion "
-    r"|Watchdog caught collective operation timeout|taking the entire process down"
+    r"|Watchdog caught collective operation timeout|taking the entire process down|terminate called |what\(\):  "
     rf"|{CANCELLED}"
 )
 NOT_SET_UP = re.compile(  # which a program can go on without, as what imports bitsandbytes does
@@ -269,7 +269,7 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     if FATAL.search(record.text) and last_line - record.line <= BUFFERED_LINES:
         return False  # the process ends; the steps behind it are other processes' or were in a buffer
     near = log.records_between(record.line + 1, record.line + WENT_ON - 1)
-    if (record.kind == "signal" and any(DIED.search(other.text) for other in near)) or starved_parent(record, log):
+    if (record.kind == "signal" and any(DIED.search(other.text) for other in near)) or others_waited(record, log):
         return False
     if record.line in continuation.done or is_caught(record, log):
         return True

@@ -54,8 +54,8 @@ DONE = re.compile(
     r"(?:train|tun)ing (?:is |was |has been )?(?:successfully )?(?:completed?|finished|done)"
     r"|(?:finished|done) training|train_runtime|saved (?:the )?final"
     r"|(?:max_steps|max_epochs)=?\d*`? reached|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed"
-    r"|training has finished|\ball stages complete|run finished|finished successfully|^done\.?$|^training time \d+:\d\d:\d\d$"
-    r"|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:|^\W*end of training\b"
+    r"|training has finished|\ball stages (?:complete|finished)|run finished|finished successfully|^training time \d+:\d\d:\d\d$"
+    r"|^done\.?$|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:|^\W*end of training\b"
     r"|normal termination \(return value 0\)|^successfully completed\.$"  # HTCondor's, LSF's
     r"|\"run_stop\".{0,300}\"status\": \"success\"|terminated of its own accord .*with exit-code 0"
     r"|(?:treinamento|entrenamiento) (?:conclu|complet|finaliz|termin)[a-zí]+|training (?:ist )?(?:abgeschlossen|beendet)"

@@ -336,3 +336,40 @@ def test_the_own_error_of_a_worker_of_a_data_loader_is_why_it_exited():
     explanation = verdict(worker + traceback(exited, loader))
     assert (explanation.cause, "raise AttributeError" in explanation.fix) == ("user-code-exception", True)
     assert verdict(traceback(exited, loader)).cause == "dataloader-worker-killed"
+
+
+LOSSES = "".join(f"epoch {epoch} loss {3 - epoch / 5:.3f}\n" for epoch in range(9))
+
+
+def test_an_error_that_a_logger_says_to_go_on_after_is_survived():
+    head = 'Traceback (most recent call last):\n  File "t.py", line 6, in upload\n    send()\n'
+    error = f"{{}} upload of last.pt failed{{}}\n{head}OSError: no\n"
+    end = "INFO Training complete. Best checkpoint: last.pt\n"
+    assert verdict(LOSSES + error.format("ERROR optional", ", keeping the local copy") + end).cause == "healthy"
+    assert verdict(LOSSES + error.format("ERROR the", "") + end).cause != "healthy"
+
+
+def test_a_stage_that_a_script_skips_without_its_package_is_survived_where_all_stages_finished():
+    missing = 'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n'
+    missing += "ModuleNotFoundError: No module named 'onnx'\n"
+    end = "### stage 3/3: evaluate\naccuracy 0.9340\n### all stages finished\n"
+    assert verdict(f"{LOSSES}{missing}onnx export skipped\n{end}").cause == "healthy"
+    assert verdict(f"{LOSSES}{missing}{end}").cause == "import-error"
+
+
+def test_errors_of_what_a_program_evaluates_are_results_of_it():
+    errors = ("KeyError: 'x'", "IndexError: list index out of range", "SyntaxError: expected ':'", "KeyError: 'y'")
+    tasks = "".join(f"task {number} FAILED\n{traceback(error)}\n" for number, error in enumerate(errors))
+    assert verdict(f"{tasks}pass@1 = 0.250\nresults written to results.json\n").cause == "healthy"
+    assert verdict(f"{tasks}pass@1 = 0.250\n").cause == "user-code-exception"
+    again = traceback(errors[0]) * 4  # a script that is started again and again
+    assert verdict(f"{again}results written to results.json\n").cause == "user-code-exception"
+
+
+def test_a_print_without_a_reader_is_no_service_that_is_away():
+    explanation = verdict(
+        LOSSES + traceback("BrokenPipeError: [Errno 32] Broken pipe", ("train.py", "main"), statement="print(step)")
+    )
+    assert (explanation.cause, "has ended (head, less" in explanation.fix) == ("user-code-exception", True)
+    other = traceback("BrokenPipeError: [Errno 32] Broken pipe", ("train.py", "main"), statement="client.send(step)")
+    assert verdict(LOSSES + other).cause != "user-code-exception"

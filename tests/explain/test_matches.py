@@ -261,3 +261,22 @@ def test_the_file_that_does_not_exist_is_the_one_named_right_before_these_words(
         verdict(raised(None, f"FileNotFoundError: The `json_path` {needed}")).summary
         == "the training data data.json does not exist"
     )
+
+
+def test_a_process_that_called_terminate_does_not_survive_by_the_steps_of_others():
+    abort = (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+        "  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 24 vs 20. Is there a distributed mismatch?\n"
+    )
+    steps = "".join(f"epoch {epoch} loss 0.6{epoch}\n" for epoch in range(4))
+    log = f"{steps}{abort}{steps}failed (exitcode: -6) local_rank: 1 (pid: 21207) of binary: python\n"
+    assert explain([log.encode()]).cause == "collective-timeout-desync"
+
+
+def test_what_shows_the_state_of_a_machine_may_be_missing_behind_a_training_that_was_saved():
+    steps = "".join(f"step {step}/60 loss {3 - step / 60:.3f}\n" for step in range(0, 60, 10))
+    log = "{}saved model to last.pt\nrun.sh: line 20: {}: command not found\n[2026-11-30 12:37:50] pipeline complete\n"
+    assert explain([log.format(steps, "nvidia-smi").encode()]).cause == "healthy"
+    assert explain([log.format(steps, "torchrun").encode()]).cause == "system-tool-missing"
+    unsaved = log.replace("saved model", "no model")
+    assert explain([unsaved.format(steps, "nvidia-smi").encode()]).cause == "system-tool-missing"

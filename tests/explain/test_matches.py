@@ -266,11 +266,13 @@ def test_the_file_that_does_not_exist_is_the_one_named_right_before_these_words(
 def test_a_process_that_called_terminate_does_not_survive_by_the_steps_of_others():
     abort = (
         "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
-        "  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 24 vs 20. Is there a distributed mismatch?\n"
+        "  what():  [pair.cc:456] op.preamble.length <= op.nbytes. 24 vs 20. Is there a distributed collective mismatch?\n"
     )
     steps = "".join(f"epoch {epoch} loss 0.6{epoch}\n" for epoch in range(4))
     log = f"{steps}{abort}{steps}failed (exitcode: -6) local_rank: 1 (pid: 21207) of binary: python\n"
-    assert explain([log.encode()]).cause == "collective-timeout-desync"
+    explanation = explain([log.encode()])
+    assert explanation.cause == "collective-timeout-desync"
+    assert "24 bytes arrived where 20 were expected" in explanation.summary
 
 
 def test_what_shows_the_state_of_a_machine_may_be_missing_behind_a_training_that_was_saved():

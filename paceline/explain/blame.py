@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from paceline.explain.collectives import STATUS, CollectiveHang
 from paceline.explain.explanation import RECORDED, Record
+from paceline.explain.frames import LOST_PEER
 from paceline.explain.log import Log
 from paceline.explain.matches import PROGRAM_ENDED, WAITING, Event
 from paceline.explain.reader import BANNER_RANK
@@ -35,6 +36,10 @@ WORLD = re.compile(
 OWN_RANK = re.compile(r"\bGLOBAL_RANK: (?P<rank>\d{1,6}), MEMBER: \d")
 STOPPED_BY_LAUNCHER = re.compile(r"-15\b|-9\b|SIGTERM|SIGKILL")
 NUMBER = re.compile(r"\d+")
+# which all ranks have to do together
+LEFT = re.compile(
+    r"(?i)\bearly[ -]?stop(?:s|ped|ping)?\b|\bskip(?:s|ped|ping)?\b.{0,30}\b(?:batch|step|iteration|update)\b"
+)
 
 
 def culprit_rank(
@@ -83,9 +88,12 @@ def rank_of_device(record: Record, logs: Sequence[Log]) -> int | None:
 
 
 def only_failing_rank(logs: Sequence[Log]) -> int | None:
-    """The rank of all exceptions that have one, if it is the same."""
-    ranks = {record.rank for log in logs for record in log.records if record.kind == "exception"} - {None}
-    return ranks.pop() if len(ranks) == 1 else None
+    """The rank of all exceptions that have one, if it is the same and did not only lose another rank."""
+    failed = [
+        record for log in logs for record in log.records if record.kind == "exception" and record.rank is not None
+    ]
+    ranks = {record.rank for record in failed}
+    return ranks.pop() if len(ranks) == 1 and not all(LOST_PEER.search(record.text) for record in failed) else None
 
 
 def rank_of_process(log: Log) -> int | None:
@@ -130,6 +138,17 @@ def late_rank(waiting: Sequence[Event], logs: Sequence[Log], *, hang: Collective
             return min(lowest)
     exited = [record for record in records if record.kind == "exit" and not STOPPED_BY_LAUNCHER.search(record.text)]
     return only_silent_rank({record.rank for record in (*(event.record for event in waiting), *exited)}, logs)
+
+
+def reports_of_leaving(logs: Sequence[Log]) -> list[Record]:
+    """The last report of one rank that it stops early or skips a step, if no other rank that prints reports it as well."""
+    reports = [record for log in logs for record in log.records if record.kind == "line" and LEFT.search(record.text)]
+    ranks = {record.rank for record in reports}
+    progress = {(line, rank) for log in logs for line, rank, _ in log.last_progress}
+    lines = {line for line, _ in progress}
+    printing = {rank for _, rank in progress} | {r.rank for log in logs for r in log.records if r.line in lines}
+    is_alone = len(ranks) == 1 and None not in ranks
+    return reports[-1:] if is_alone and (printing - {None, *ranks} or ranks != {0}) else []
 
 
 def only_silent_rank(reporting: Set[int | None], logs: Sequence[Log]) -> int | None:

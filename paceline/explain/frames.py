@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from paceline.explain.explanation import Record
-from paceline.explain.log import Log
-from paceline.explain.run_bounds import ended_program, shape_of
+from paceline.explain.log import SAVED, Log
+from paceline.explain.run_bounds import ended_program, failed_at_import, shape_of
 
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\]")
 # a file that is not the user's
@@ -85,6 +85,14 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         "hub-offline", 0.85, r"(?:requests\.exceptions|httpx)\.\w*(?:Connect\w*|Timeout)\b",
         r"(?:site|dist)-packages/(?:huggingface_hub/|datasets/|transformers/utils/hub\.py)",
     ),
+    (  # of the sample that a trainer takes of its data before it begins
+        "dataset-empty", 0.85, "StopIteration", r"(?:site|dist)-packages[/\\]\w+[/\\]trainer[/\\]\w+\.py\", line \d+, in \w+\Z",
+    ),
+    (  # what is stored for each position, and as many were asked for as the sequence has
+        "sequence-too-long", 0.96,
+        r"RuntimeError: The expanded size of the tensor \((?P<length>\d+)\) must match the existing size \((?P<limit>\d+)\)",
+        r"[/\\]transformers[/\\]models[/\\]\w+[/\\]modeling_\w+\.py\", line \d+, in forward\Z",
+    ),
     ("shm-too-small", 0.96, r"OSError: \[Errno 28\]", r"multiprocessing[/\\](?:synchronize|shared_memory|heap)\.py\""),
     ("disk-full", 0.85, r"RuntimeError: Unknown error -1$", r"\bserialization\.py\", line \d+, in (?:_save|save|__exit__)\b"),
     (  # the folder of an output is missing
@@ -93,6 +101,8 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         r"|write_text|write_bytes)\b|\blogging[/\\]__init__\.py\", line \d+, in _open\b",
     ),
     ("user-code-exception", 0.5, r"FileNotFoundError: .*\n.*\bopen\(", ""),  # likewise, by the statement
+    # a print, whose reader is gone
+    ("user-code-exception", 0.6, r"BrokenPipeError: .*\n.*(?:\bprint\(|\bsys\.std(?:out|err)\.(?:write|flush)\()", ""),
     (  # the user's own call of a module, whose forward raised nothing itself
         "user-code-exception", 0.76, rf"TypeError: (?:(?!(?:{CLASSES})\.)\w+\.)?forward\(\) got an unexpected keyword argument",
         r"^(?:(?!(?:site|dist)-packages).)*\n(?:.*torch[/\\]nn[/\\](?:modules[/\\]module|parallel[/\\]\w+)\.py\", line .*\n?)+\Z",
@@ -120,6 +130,9 @@ QUEUE = re.compile(
     r"multiprocessing[/\\](?:queues\.py.*, in _feed|connection\.py.*, in (?:close|send_bytes|_send_bytes|_send|_close))$"
 )
 NO_READER = re.compile(r"BrokenPipeError|OSError: \[Errno 9\]")
+IN_CHILD = re.compile(r"multiprocessing[/\\]process\.py\", line \d+,? in _bootstrap")  # likewise, a child process
+NOTHING_CAME = re.compile(r"(?:\w+\.)*(?:Empty|EOFError|BrokenPipeError|ConnectionResetError)\b")
+LOST_PEER = re.compile(r"Connection (?:closed|reset) by peer|Broken pipe|remote process exited")
 IN_THREAD = re.compile(r"threading\.py\", line \d+,? in _bootstrap")  # the first frame of what ends a thread alone
 NOT_LOADED = re.compile(r"(?i)could not|cannot|unable|fail|error")
 PACKAGE_IMPORT = re.compile(r"(?:site|dist)-packages[/\\].* in <module>$")  # the first frame is the package's own
@@ -135,11 +148,17 @@ LOGGING = re.compile(
 LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
 # right behind an exception: what the program does in place of what failed
 CAUGHT = re.compile(r"(?i)^.{0,40}?\b(?:(?:re)?trying (?:again )?with|falling back to)\b")
+LEFT_STAGE = re.compile(r"(?i)^[\w ,.:-]{0,60}\bskipp(?:ed|ing)\b")  # by a script, without a package that it needs
 # what no process survives
 CONTEXT_LOST = re.compile(r"illegal memory access|device-side assert|launch failure|uncorrectable ECC")
 LEFT_OUT = re.compile(  # logged right above it, of an item of the data
     r"(?i)^\W*ERROR\b.*\b(?:line|row|sample|example|file|shard|doc(?:ument)?|record|image)s?\b.*\b(?:skipp|ignor)(?:ed|ing)\b"
 )
+WARNED = re.compile(  # or an error after which a program goes on, as it says
+    r"\bWARN(?:ING)?\b|\bERROR\b.*\b(?:optional|keeping|continu(?:e|es|ing)|skipp(?:ed|ing)|ignor(?:ed|ing)|falling back)\b"
+)
+MIN_EVALUATED = 3  # different errors at one place of the script: Python ends at the first that nobody has caught
+CHAIN_LINES = 6  # from an exception to the one that it led to, beside the lines of its frames
 STEPS_BEHIND, ITEMS_BEHIND, ITEMS_ABOVE = 3, 2, 3  # that show that it did; lines above, of which one is of such an item
 
 
@@ -223,14 +242,17 @@ def left_program_running(record: Record, log: Log) -> bool:
 def is_caught(record: Record, log: Log) -> bool:
     """Whether the program says of an exception that it repeats or leaves out what failed, and the work goes on behind it.
 
-    Likewise the end of a trial of Optuna, and of an engine that its server has stopped.
+    Likewise what a model has written, the end of a trial of Optuna, and of an engine that its server has stopped.
     """
-    if log.is_of_trial(record) or log.is_of_shutdown(record):
+    if log.is_of_trial(record) or log.is_of_shutdown(record) or is_quoted(record, log):
         return True
     if not record.frames or CONTEXT_LOST.search(record.text):
         return False
     following = log.records_between(record.line + 1, record.line + 3 * len(record.frames) + OUTCOME_LINES)
     notices = [*record.text.split("\n")[1:], *(other.text for other in following[:1])]
+    is_done = (log.progress.done_line or 0) > record.line
+    if is_of_evaluated(record, log) or (is_done and failed_at_import(record) and any(map(LEFT_STAGE.match, notices))):
+        return log.has_one_process
     if any(map(CAUGHT.match, notices)) and len(log.steps_after(record)) >= STEPS_BEHIND:
         return log.has_one_process
     above = log.records_between(record.line - 1 - ITEMS_ABOVE, record.line - 1)
@@ -243,6 +265,14 @@ def is_caught(record: Record, log: Log) -> bool:
     return sum(time >= report.time for time in times) >= ITEMS_BEHIND and log.has_one_process
 
 
+def is_of_evaluated(record: Record, log: Log) -> bool:
+    """Whether a program prints what failed in each thing that it evaluates: several errors at one place, and results at the end."""
+    if not log.last_lines or not SAVED.search(log.last_lines[-1][1]):
+        return False
+    at_place = {other.text for other in log.records if other.frames[:1] == record.frames[:1]}
+    return len(at_place) >= MIN_EVALUATED
+
+
 def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:
     """Whether another exception ended the program, before this thread, or after this failed import that was logged."""
     is_import = PACKAGE_IMPORT.search(record.frames[0]) is not None
@@ -252,3 +282,32 @@ def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:
         return False
     ends = [other.line for other in log.records if ended_program(other) and not PACKAGE.search(other.frames[0])]
     return bool(ends) and ((is_thread and ends[0] < record.line) or (logged and ends[-1] > record.line))
+
+
+def is_warned_of(record: Record, log: Log) -> bool:
+    """Whether a logger wrote an exception, and no other that it led to, behind a warning of its own."""
+    near = log.records_between(record.line - 2, record.line - 1)
+    before = [other for other in near if other.kind == "line" and other.rank == record.rank]
+    is_logged = record.kind == "exception" and not ended_program(record)
+    behind = log.records_between(record.line + 1, record.line + CHAIN_LINES + 3 * len(record.frames))
+    is_chained = bool(behind) and behind[0].kind == "exception"
+    return is_logged and not is_chained and bool(before) and WARNED.search(before[-1].text) is not None
+
+
+def others_waited(record: Record, log: Log) -> bool:
+    """Whether an exception ended a child or a rank, for which its parent or another rank then waited in vain, and ended too."""
+    ended = [other for other in log.records if other.line > record.line and ended_program(other)]
+    if record.frames and IN_CHILD.search(record.frames[0]):
+        return any(NOTHING_CAME.match(other.text) for other in ended)
+    lost = (other for other in ended if other.rank not in (None, record.rank) and LOST_PEER.search(other.text))
+    is_rank = record.rank is not None and ended_program(record) and not LOST_PEER.search(record.text)
+    return is_rank and any(len(log.steps_after(other)) < STEPS_BEHIND for other in lost)
+
+
+def is_quoted(record: Record, log: Log) -> bool:
+    """Whether the only process of a log shows an error in a text that a model has written.
+
+    A buffer may put the end of such a text behind the traceback that ended the program, but not behind a signal.
+    """
+    is_real = bool(record.frames) and not record.frames[0].startswith('File "<stdin>"')
+    return not is_real and log.is_in_sample(record.line, record.text) and log.has_one_process

@@ -238,7 +238,7 @@ def read_step_and_loss(text: str) -> StepLoss | None:
         return StepLoss(None, loss, name=MEAN_LOSS) if loss == 0 and LONG_RUN.search(text) else None
     has_held_out = loss is not None and has_word(lowered, HELD_OUT_WORDS)
     held_out = read_value(HELD_OUT_LOSS.search(text)) if has_held_out else None
-    has_norm = "norm" in lowered
+    has_norm = "norm" in lowered and ("skip" not in lowered or loss is None or math.isfinite(loss))
     grad_norm = read_value(find_measure(GRAD_NORM, text, lowered.index("norm") - MAX_BEFORE)) if has_norm else None
     if step is None and loss is None:
         return None if grad_norm is None or math.isfinite(grad_norm) else StepLoss(None, None, grad_norm=grad_norm)

@@ -16,6 +16,10 @@ FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a run with more errors
 SEVERAL_PROCESSES = re.compile(r"(?i)\brank(?:\b|_?\d)|torchrun|torch\.distributed|srun|mpirun|deepspeed|world[_ ]size")
 PROMPT = re.compile(r"(?:\(Pdb\+*\)|\bipdb>) *$")  # of a debugger, which waits for input
 MIN_SERVED = 3  # in a log's last lines
+SAMPLE_LINES = 24  # of a text that a model has written, to the line that ends it
+SAMPLE_END = re.compile(
+    r"(?i)\W*end (?:of )?(?:the )?(?:model )?(?:samples?|generat(?:ions?|ed text)|completions?)\b[^:]{0,30}$"
+)
 SERVED = re.compile(  # a request that was answered, vLLM's report of such, what Jupyter does for its user
     r'HTTP/\d(?:\.\d)?" 20\d\b|\bAvg generation throughput: (?!0\.0\b)\d'
     r"|\b(?:Notebook|Server|Lab)App\] (?:Saving file at|Kernel started)"
@@ -41,6 +45,9 @@ MIN_STAGE, STAGE_START, STAGE_FALL, STAGE_END = 10, 3, 0.8, 3
 MIN_TRAINED = 10  # steps of a training that is short and whole
 LAST_OF = re.compile(r"(?<![\d/])(?P<last>\d{1,6})/(?P=last)(?![\d/])")
 SAVED = re.compile(r"(?i)^(?!.*\b(?:not|never|no|0|fail\w*|error)\b).*\b(?:saved|wrote|written)\b")
+SHOWS_MACHINE = re.compile(
+    r"\b(?:nvidia-smi|rocm-smi|gpustat|nvtop|htop|free|lscpu|tree|figlet|git): (?:command )?not found"
+)
 # of the training itself
 STARTER = re.compile(r"\b(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|mpiexec): ")
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
@@ -93,6 +100,12 @@ class Log:
     def last_line(self) -> int:
         return self.last_lines[-1][0] if self.last_lines else 0
 
+    def is_in_sample(self, line: int, text: str) -> bool:
+        """Whether what stands from a line on is a part of what a model has written, since a line behind it ends such a text."""
+        near = [other.text for other in self.records_between(line + 1, line + SAMPLE_LINES)]
+        ends = [other for number, other in self.last_lines if line < number <= line + SAMPLE_LINES]
+        return any(map(SAMPLE_END.match, (*text.split("\n")[1:], *near, *ends)))
+
     @property
     def is_serving(self) -> bool:
         """Whether it ends with requests that a server has answered."""
@@ -123,7 +136,13 @@ class Log:
         }
 
     def has_trained_behind(self, record: Record) -> bool:
-        """Whether a whole training follows what a shell did not find: N or more lines to step or epoch N/N, and a save."""
+        """Whether a whole training follows what a shell did not find: N or more lines to step or epoch N/N, and a save.
+
+        A program that shows the state of the machine may also be missing behind a training that was saved.
+        """
+        saved = (line for line, text in self.last_lines if SAVED.search(text))
+        if SHOWS_MACHINE.search(record.text) and any(self.last_progress_line < line < record.line for line in saved):
+            return bool(self.losses)
         last = [
             match
             for line, text in self.last_lines

@@ -14,7 +14,17 @@ from dataclasses import dataclass, replace
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import CLOSED, DESYNC, FIRST_TRANSFER
 from paceline.explain.explanation import Record
-from paceline.explain.frames import PACKAGE, is_caught, is_check, is_outcome, is_own, left_program_running, match_frames
+from paceline.explain.frames import (
+    PACKAGE,
+    is_caught,
+    is_check,
+    is_outcome,
+    is_own,
+    is_warned_of,
+    left_program_running,
+    match_frames,
+    others_waited,
+)  # fmt: skip
 from paceline.explain.lines import IGNORABLE
 from paceline.explain.log import LAST_LINES, Log
 from paceline.explain.run_bounds import BEHIND_END, BUFFERED_LINES, PROGRAM, ended_program, failed_at_import, shape_of
@@ -27,7 +37,7 @@ WEIGHTS = {"banner": 0.5, "exception": 1.0}  # by the kind of record; ERROR_LINE
 FALLBACK = "user-code-exception"  # the cause of an exception if no other one matches
 CUDA_ERROR = "cuda-error"
 VAGUE = {FALLBACK: 0.4, "config-error": 0.66, CUDA_ERROR: 0.7}  # the highest weight of a match that tells little
-GUESS = 0.42  # the weight of keywords
+GUESS, OWN_CLASS_WEIGHT, KILL_WEIGHT = 0.42, 0.3, 0.6  # of keywords, of a class of the user's own, of a cut bar
 CODE_ERROR = re.compile(  # what Python itself says about a mistake in code
     r"(?:\w+\.)*(?:TypeError|NameError|UnboundLocalError|AttributeError|KeyError|IndexError|ZeroDivisionError|StopIteration"
     r"|RecursionError|SyntaxError|IndentationError|TabError|NotImplementedError)\b"
@@ -64,7 +74,6 @@ WENT_ON, BEFORE_DONE, MAX_QUOTED = 40, 8, 16  # lines behind an error, before th
 MIN_REPEATS, MAX_ADVICE = 5, 8  # lines about an item that was left out; lines behind the advice of bitsandbytes
 RETRIES = re.compile(r"(?i)\bretry(?:ing)? \(?(?:attempt )?\d+ ?(?:/|of) ?\d|^g?make(?:\[\d+\])?: \*\*\* ")
 HANDLED = re.compile(r"(?i)\bfail\w*, (?:re)?(?:trying|installing|falling back)\b")
-WARNED = re.compile(r"\bWARN(?:ING)?\b")
 NO_IMPORT = re.compile(r"(?i)\bfailed to import\b|\bcould not (?:be )?import")
 REPORTED = re.compile(  # what a program says before an error that it caught
     r"^.{0,100}?(?:\b(?:ERROR|FATAL)\b[\]) |-]+(?=\S)"
@@ -90,7 +99,7 @@ CANCELLED_STEP = re.compile(rf"{CANCELLED}|srun: (?:Force Terminated|forcing job
 ENDS = re.compile(rf"{CANCELLED_STEP.pattern}|(?i:ctrl ?[-+] ?c\b)")  # each time that it comes
 FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog, Slurm
     r"[Ss]top [Tt]raining$|terminating training|block: \[[\d,]+\], thread: \[[\d,]+\] Assertion "
-    r"|Watchdog caught collective operation timeout|taking the entire process down"
+    r"|Watchdog caught collective operation timeout|taking the entire process down|terminate called |what\(\):  "
     rf"|{CANCELLED}"
 )
 NOT_SET_UP = re.compile(  # which a program can go on without, as what imports bitsandbytes does
@@ -101,7 +110,6 @@ TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Kille
 NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt)(?:\w+\.)*(?:[A-Z]\w+|error)(?::|$)")
 # behind a bar that did not get to its end: of a process that could not clean up
 CUT_BAR = re.compile(r"(?<!\d)\d{1,2}%\|(?!.*\d%\|).*resource_tracker: There appear to be \d+ leaked")
-OWN_CLASS_WEIGHT, KILL_WEIGHT = 0.3, 0.6
 NOT_OWN = {"version-mismatch", "config-error"}
 USAGE = re.compile(r"error: (?:unrecognized arg|ambiguous |(?:the following )?argument)|FATAL: +could not open image ")
 
@@ -260,8 +268,8 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True  # what fails in the end says so
     if FATAL.search(record.text) and last_line - record.line <= BUFFERED_LINES:
         return False  # the process ends; the steps behind it are other processes' or were in a buffer
-    near = log.records_between(record.line + 1, record.line + WENT_ON - 1) if record.kind == "signal" else []
-    if any(DIED.search(other.text) for other in near):
+    near = log.records_between(record.line + 1, record.line + WENT_ON - 1)
+    if (record.kind == "signal" and any(DIED.search(other.text) for other in near)) or others_waited(record, log):
         return False
     if record.line in continuation.done or is_caught(record, log):
         return True
@@ -282,14 +290,6 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True
     stop = continuation.stop if ended_program(record) else math.inf
     return len(log.steps_after(record, before=stop)) >= STEPS_AFTER
-
-
-def is_warned_of(record: Record, log: Log) -> bool:
-    """Whether a logger wrote an exception behind a warning of its own."""
-    near = log.records_between(record.line - 2, record.line - 1)
-    before = [other for other in near if other.kind == "line" and other.rank == record.rank]
-    is_logged = record.kind == "exception" and not ended_program(record)
-    return is_logged and bool(before) and WARNED.search(before[-1].text) is not None
 
 
 def is_handled(record: Record, log: Log) -> bool:
@@ -331,6 +331,7 @@ def lines_before_done(log: Log) -> range:
 def is_last_word(record: Record, end: int, log: Log) -> bool:
     """Whether a traceback is the outcome, or right before the "done" that ends a log, with hardly any progress between."""
     is_near = end - record.line - record.text.count("\n") <= BEFORE_DONE and log.last_lines[0][0] <= end
+    is_near = is_near and not is_warned_of(record, log)
     return bool(record.frames) and (is_near or is_outcome(record, log)) and len(log.steps_after(record)) < STEPS_AFTER
 
 

@@ -54,8 +54,8 @@ DONE = re.compile(
     r"(?:train|tun)ing (?:is |was |has been )?(?:successfully )?(?:completed?|finished|done)"
     r"|(?:finished|done) training|train_runtime|saved (?:the )?final"
     r"|(?:max_steps|max_epochs)=?\d*`? reached|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed"
-    r"|training has finished|\ball stages complete|run finished|finished successfully|^done\.?$|^training time \d+:\d\d:\d\d$"
-    r"|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:|^\W*end of training\b"
+    r"|training has finished|\ball stages (?:complete|finished)|run finished|finished successfully|^training time \d+:\d\d:\d\d$"
+    r"|^done\.?$|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:|^\W*end of training\b"
     r"|normal termination \(return value 0\)|^successfully completed\.$"  # HTCondor's, LSF's
     r"|\"run_stop\".{0,300}\"status\": \"success\"|terminated of its own accord .*with exit-code 0"
     r"|(?:treinamento|entrenamiento) (?:conclu|complet|finaliz|termin)[a-zí]+|training (?:ist )?(?:abgeschlossen|beendet)"
@@ -72,6 +72,8 @@ DONE_WORDS = (  # one is in every text that matches; the pattern alone takes a f
 # losses of a policy; rewards of preference pairs, whose loss is one as of any classifier
 POLICY_LOSS = re.compile(r"(?!.*loss.*loss).*\b(?:td|bellman|actor|policy|pg)\d?[ _-]loss\W{1,3}\d")  # alone on a line
 PAIR_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
+
+TEST = re.compile(r"(?i)(?!.*(?<![a-z])(?:val|dev)).*(?<![a-z])test")  # another curve than that of a validation
 
 Point = TypeVar("Point")
 ProgressLine = tuple[int, int | None, int | None]  # number in the log, rank, step
@@ -256,7 +258,8 @@ class ProgressTracker:
             fell_to_zero = progress.loss == 0 and (self._last_loss or 0.0) > ABRUPT and self._is_dict
             self._is_filtered = fell_to_zero or (progress.loss == 0 and self._is_filtered)
             self._last_loss = progress.loss
-            self._add_loss(rank, self._point(progress.step, progress.name, progress.loss))
+            name = "test_loss" if progress.name == "eval_loss" and TEST.match(text) else progress.name
+            self._add_loss(rank, self._point(progress.step, name, progress.loss))
             self._add_evaluation(text, progress.name, progress.loss)
         named = (("reward", progress.reward), ("score", progress.score), ("grad_norm", progress.grad_norm))
         for points, (name, value) in zip((self.rewards, self.scores, self.gradients), named, strict=True):
@@ -311,8 +314,7 @@ class ProgressTracker:
         """The losses of one rank; none of a policy, whose loss rises while it learns."""
         if self._is_policy:
             return ()
-        has_training = any(point.name not in (PART_LOSS, "eval_loss") for point in self._losses)
-        name = "eval_loss" if has_training else "loss"
+        name = "eval_loss" if any(p.name not in (PART_LOSS, "eval_loss", "test_loss") for p in self._losses) else "loss"
         return tuple(point._replace(name=name) if point.name == PART_LOSS else point for point in self._losses)
 
     def _point(self, step: int | None, name: str, value: float) -> LossPoint:
@@ -338,8 +340,7 @@ class ProgressTracker:
             self._infinite.add(measure)
         values = self._non_finite.setdefault(measure, [])
         if len(values) < SKIPPED_STEPS:
-            number, rank, step = at
-            values.append((number, rank, self.step_of(rank) if step is None else step))
+            values.append((*at[:2], self.step_of(at[1]) if at[2] is None else at[2]))
 
     def progress(self, last_line: int | None) -> LogProgress:
         """The progress so far; last_line is the number of the log's last line."""

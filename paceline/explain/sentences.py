@@ -22,13 +22,19 @@ WHOLE_COMMANDS = ("resume",)  # values that are not of a log, and whose words ar
 MAX_CASE_RECORDS = 20  # searched for the case of a cause
 MAX_SURVIVED = 3  # causes named
 MAX_PLACES = 3  # where ranks waited, and ranks at each
+RANK = re.compile(r"^\W*rank[ _:=]?\d+\W*", re.IGNORECASE)  # at the start of a line
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!(?:torch|numpy)[/\\])(?P<name>[\w-]+)[/\\]")
+IN_PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?P<path>.+)")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
 EXIT_CODE = re.compile(r"(?:exit ?code|return code|status)\s*[:=]?\s*(?P<code>-?\d{1,5})", re.IGNORECASE)
 SIGNAL = re.compile(r"\bSIG[A-Z]{2,5}\d?\b")
 BYTES = re.compile(r"(\d{1,15})(?: bytes)?")
 MAX_DIGITS = 15  # of a duration
+# as Python shows a file that it did not find, with a quote in its name, as bytes or as an object
+QUOTED_PATH = re.compile(
+    r"No such file or directory: (?:b|\w*Path\()?(?P<quote>['\"])(?P<path>.+)(?P=quote)\)?$", re.MULTILINE
+)
 OPTIONAL = re.compile(r"\[([^\[\]]*\{[^\[\]]*)\]")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 ONE_LOG = "COMMAND > run.log 2>&1, then paceline explain run.log"
@@ -57,6 +63,8 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
         **event.values,
         "rank": rank,
     }
+    if (quoted := QUOTED_PATH.search(record.text)) and quoted["path"].startswith(event.values.get("path", quoted[0])):
+        values["path"] = quoted["path"]
     if num_bytes := BYTES.fullmatch(str(values.get("requested", ""))):
         values["requested"] = format_bytes(int(num_bytes[1]))
     for name, seconds in (("ran_ms", 0.001), ("ran_s", 1.0)):
@@ -71,21 +79,22 @@ def first_lines(text: str) -> str:
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
-def describe_places(records: Sequence[Record]) -> dict[str, str]:
-    """`observed`: where in the user's code ranks waited for one another, as their tracebacks show."""
+def describe_places(records: Sequence[Record], left: Sequence[Record]) -> dict[str, str]:
+    """`observed`: where in the user's code ranks waited for one another, and the report of one that stopped or skipped alone."""
     places: dict[int, str] = {}
     for record in records:
         is_own = any((match := FRAME.search(frame)) and not INSTALLED.search(match["file"]) for frame in record.frames)
         if record.rank is not None and is_own and (where := frame_values(record).get("where")):
             places.setdefault(record.rank, where)
+    reports = [f"only rank {record.rank} reports: {RANK.sub('', record.text)}" for record in left]
     if not places:
-        return {}
+        return {"observed": reports[0]} if reports else {}
     ranks: dict[str, list[int]] = {}
     for rank, where in sorted(places.items()):
         ranks.setdefault(where, []).append(rank)
     parts = [f"{format_ranks(numbers, limit=MAX_PLACES)} at {where}" for where, numbers in ranks.items()]
     first = parts[0].replace(" at ", " waited at ", 1)
-    return {"observed": format_list([first, *parts[1:]], limit=MAX_PLACES)}
+    return {"observed": "; ".join([*reports, format_list([first, *parts[1:]], limit=MAX_PLACES)])}
 
 
 def describe_survived(events: Sequence[Event], *, num_logs: int) -> tuple[str, ...]:
@@ -110,14 +119,17 @@ def package_of(module: str | None) -> str | None:
 
 
 def frame_values(record: Record) -> dict[str, str | None]:
-    """`where`: the innermost frame in the user's own code; `script`: the file of the outermost one; `raised_by`: a package."""
+    """`where`: the innermost frame, in the user's code if one is; `script`: the file of the outermost; `raised_by`: a package."""
     frames = [match for frame in record.frames if (match := FRAME.search(frame))]
-    frames = [frame for frame in frames if not INSTALLED.search(frame["file"])] or frames
+    own = [frame for frame in frames if not INSTALLED.search(frame["file"])]
     if not frames:
         return {}
+    frames = own or frames
     outer, inner = (frame["file"].replace("\\", "/").rpartition("/")[2] for frame in (frames[0], frames[-1]))
     name = frames[-1]["name"]
     function = f" in {name}" if name and name != "<module>" else ""
+    if not own and (in_package := IN_PACKAGE.search(frames[-1]["file"])):
+        inner = in_package["path"].replace("\\", "/")
     package = PACKAGE.search(record.frames[-1])
     raised_by = package["name"] if package else None
     script = outer if outer.endswith(".py") else None  # no cell of a notebook

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from paceline.explain.explanation import Evidence, Record, shorten
-from paceline.explain.frames import is_caught, left_program_running
+from paceline.explain.frames import is_caught, is_quoted, left_program_running
 from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.lines import IGNORABLE, split_prefix
@@ -255,7 +255,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
     """The last lines of the logs, behind progress and results, that tell of trouble; none whose like was survived twice."""
     trouble = []
     for log in logs:
-        threads = [record.line for record in log.records if left_program_running(record, log)]
+        threads = [r.line for r in log.records if left_program_running(r, log) or is_quoted(r, log)]
         lines = log.last_lines[-LAST_CHECKED:]
         if log.last_ignored is not None and lines and lines[0][0] - log.last_ignored <= WENT_ON:  # its traceback
             threads.append(log.last_ignored)
@@ -269,7 +269,9 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
             (number, text)
             for number, text in lines
             if number > last_good or (last_good == number == log.last_progress_line and MARKED_ERROR.match(text))
-            if number <= min([number, *threads]) and is_trouble(text, at_end=True)
+            if number <= min([number, *threads])
+            and is_trouble(text, at_end=True)
+            and not log.is_in_sample(number, text)
             if survived[shape_of(split_prefix(text).text)] < 2 and not (was_shut_down and ENDED.search(text))
         ]
     return trouble

@@ -89,6 +89,8 @@ STATEMENT_SHOWN = tuple(  # messages that need their statement below them, and w
         ),
         (r"TypeError: [A-Z]\w*\.__init__\(\) got an unexpected keyword argument '\w+'$", r"\(\*\*"),
         (r"KeyError: ", r"\b(?:stoi|vocab|ck|ckpt|checkpoint|\w+(?:to|2)_?i(?:d|x|dx|ndex|nt)s?)\["),
+        (r"TypeError: 'NoneType' object is not subscriptable", r"(?<!\])\[['\"][\w.-]+['\"]\]\[[^\]]*\](?!\[)"),
+        (r"BrokenPipeError: ", r"\bprint\(|\bsys\.std(?:out|err)\.(?:write|flush)\("),
         (r"AttributeError: Can't get attribute ", r"\b(?:pickle|joblib|dill|cloudpickle)\.loads?\("),
     )
 )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from paceline.explain.blame import culprit_rank, rank_blamed_by_launcher, rank_in_text
+from paceline.explain.blame import culprit_rank, rank_blamed_by_launcher, rank_in_text, reports_of_leaving
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl, is_closed
 from paceline.explain.explanation import (
@@ -177,24 +177,23 @@ def explain_event(
 ) -> Explanation:
     cause, record = culprit.cause, culprit.record
     rank = culprit_rank(culprit, candidates, logs, hang=hang)
-    step = step_of(rank, record, logs, progress)
     diverged = cause.id == NAN and progress.nan_line is not None
-    if diverged:
-        step = progress.nan_step
+    step = progress.nan_step if diverged else step_of(rank, record, logs, progress)
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
-    places = describe_places([record, *same_cause]) if cause.id in WAITING else {}
+    left = reports_of_leaving(logs) if cause.id in WAITING else []
+    places = describe_places([record, *same_cause], left) if cause.id in WAITING else {}
     values = {**places, **template_values(culprit, rank=rank, step=step, progress=progress), **values}
     of_rank = [other for other in same_cause if None in (record.rank, other.rank) or record.rank == other.rank]
     evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
-    curve = nan_records(progress) if diverged and len(logs) == 1 else []
-    evidence = (*make_evidence(curve, 1), *evidence)[:MAX_EVIDENCE]
+    before = nan_records(progress) if diverged and len(logs) == 1 else left
+    evidence = (*make_evidence(before, 1), *evidence)[:MAX_EVIDENCE]
     shown = {(item.source, item.line) for item in evidence}
     texts = {(item.rank, item.text) for item in evidence}  # of which the second traceback of a chain may repeat one
     others = [event.record for event in candidates if (event.record.source, event.record.line) not in shown]
     consequences = [other for other in others if (other.rank, shorten(other.text)) not in texts]
     rivals = sorted((event for event in roots if event.cause.id != cause.id), key=lambda event: -event.score)
     also = dict.fromkeys(rival.cause.id for rival in rivals if rival.score >= culprit.score - ALSO_NEAR)
-    if culprit.cause.id in WAITING or rank_in_text(culprit) is not None:
+    if cause.id in WAITING or rank_in_text(culprit) is not None:
         victims = [event.record for event in candidates]  # those with the same cause only wait for the culprit
     else:
         failed = {other.rank for other in same_cause}
@@ -208,7 +207,7 @@ def explain_event(
         host=culprit.values.get("host") or record.host,
         line=record.line,
         summary=fill_template(cause.summary, values),
-        fix=format_fix(cause, [record, *of_rank, *curve], values),
+        fix=format_fix(cause, [record, *of_rank, *before], values),
         evidence=evidence,
         consequences=make_evidence(consequences, MAX_CONSEQUENCES),
         progress=progress,

@@ -31,7 +31,6 @@ DEFAULT_ETHERNET_GBITS = 10
 FASTER_ETHERNET = {1: 10, 10: 25, 25: 100}
 OTHER_RATE = 4  # times faster or slower than before: a busy host alone explains a factor of two
 EXAMPLES = "1GbE, 2.5GbE, 10GbE, 25GbE, 100GbE, PCIe 4 x16, PCIe 5 x8, PCIe 5 x16 P2P, NVLink, IB HDR, IB NDR"
-FASTER_ETHERNET = {1: 10, 10: 25, 25: 100}
 
 
 @dataclass(frozen=True)

@@ -175,3 +175,22 @@ def test_the_address_of_a_lost_peer_is_whole(peer):
     )
     summary = reach_verdict([read_log([text.encode()])]).summary
     assert f"only lost the connection to {peer}; rank 0 waited at " in summary
+
+
+WAIT = (
+    "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete"
+)
+
+
+@pytest.mark.parametrize("report", ["early stopping at epoch 4", "loss is not finite at step 5, skipping batch"])
+def test_a_rank_that_alone_stops_or_skips_a_step_is_why_the_others_wait(report):
+    steps = "".join(f"[rank {rank}] step {step} loss {9 - step}\n" for step in range(5) for rank in (0, 1))
+    log = f"{steps}[rank 0] {report}\n{raised(1, WAIT)}{raised(0, WAIT)}"
+    explanation = explain([log.encode()])
+    assert f"only rank 0 reports: {report}" in explanation.summary
+    assert "let all ranks stop or skip together" in explanation.fix
+    both = explain([log.replace(f"[rank 0] {report}", f"[rank 0] {report}\n[rank 1] {report}").encode()])
+    assert (both.cause, "reports" in both.summary) == (DESYNC, False)
+    # a script whose rank 0 alone prints reports what all ranks do
+    quiet = explain([log.replace("[rank 1] step", "rows seen").encode()])
+    assert (quiet.cause, "reports" in quiet.summary) == (DESYNC, False)

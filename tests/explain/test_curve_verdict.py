@@ -1250,3 +1250,16 @@ def test_a_table_reports_the_norm_of_the_gradients_and_a_loss_near_that_of_guess
         f"Epoch: {n}\nLoss: 2.30{2 + n % 2} | Acc: 10.1%\nTest Loss: 2.302 | Test Acc: 10.0%\n" for n in range(30)
     )
     assert "ln 10, as of a guess between 10 classes" in explain([ten.encode()]).summary
+
+
+def test_losses_of_validation_and_of_a_test_on_lines_of_their_own_are_two_curves():
+    def lines(epoch, *, with_test):
+        fit, rise = 2.0 * math.exp(-epoch / 12), 0.9 * math.exp(-epoch / 4) + 0.02 * max(0, epoch - 10)
+        test = f"epoch {epoch} test loss {2.6 + rise:.4f}\n" if with_test else ""
+        return f"epoch {epoch} train loss {fit:.4f}\nepoch {epoch} val loss {1.2 + rise:.4f}\n{test}"
+
+    for with_test in (True, False):
+        log = "".join(lines(epoch, with_test=with_test) for epoch in range(1, 41))
+        explanation = explain([log.encode()])
+        assert (explanation.cause, explanation.curves[0].name) == ("validation-turns-up", "eval_loss")
+        assert len(explanation.curves[0].values) == 40

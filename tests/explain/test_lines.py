@@ -193,3 +193,9 @@ def test_mmcv_s_bar_is_work_but_no_step_and_no_end_of_a_training():
     assert reach_verdict([log]).cause == reach_verdict([read(bar)]).cause == "healthy"
     error = "srun: error: n1: task 0: lost its connection\nERROR: worker lost the socket to controller\n"
     assert reach_verdict([read(bar + error)]).cause == "unknown"
+
+
+def test_the_norm_of_a_step_that_is_skipped_for_its_loss_is_none_of_training():
+    line = "WARNING step 12: loss is nan, skipping this batch (grad_norm=inf, loss scale 32768 -> 16384)"
+    assert read_step_and_loss(line).grad_norm is None
+    assert read_step_and_loss("step 12: loss 2.1, skipping this update (grad_norm=inf)").grad_norm == float("inf")

@@ -291,3 +291,24 @@ def test_an_engine_that_its_server_has_stopped_is_no_failure():
     end = "".join(f"(APIServer pid=1770) INFO:     {text}\n" for text in words)
     assert verdict(report * 60 + stop + dead + end).cause == "healthy"
     assert verdict(report * 60 + dead + stop + end).cause == "serving-engine-failed"
+
+
+def test_a_process_that_called_terminate_does_not_survive_by_the_steps_of_others():
+    abort = (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+        "  what():  [pair.cc:456] op.preamble.length <= op.nbytes. 24 vs 20. Is there a distributed collective mismatch?\n"
+    )
+    steps = "".join(f"epoch {epoch} loss 0.6{epoch}\n" for epoch in range(4))
+    log = f"{steps}{abort}{steps}failed (exitcode: -6) local_rank: 1 (pid: 21207) of binary: python\n"
+    explanation = explain([log.encode()])
+    assert explanation.cause == "collective-timeout-desync"
+    assert "24 bytes arrived where 20 were expected" in explanation.summary
+
+
+def test_what_shows_the_state_of_a_machine_may_be_missing_behind_a_training_that_was_saved():
+    steps = "".join(f"step {step}/60 loss {3 - step / 60:.3f}\n" for step in range(0, 60, 10))
+    log = "{}saved model to last.pt\nrun.sh: line 20: {}: command not found\n[2026-11-30 12:37:50] pipeline complete\n"
+    assert explain([log.format(steps, "nvidia-smi").encode()]).cause == "healthy"
+    assert explain([log.format(steps, "torchrun").encode()]).cause == "system-tool-missing"
+    unsaved = log.replace("saved model", "no model")
+    assert explain([unsaved.format(steps, "nvidia-smi").encode()]).cause == "system-tool-missing"

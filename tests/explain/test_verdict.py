@@ -1929,3 +1929,19 @@ def test_a_loss_alone_on_each_line_that_never_changes_has_a_note():
     assert doubt in str(verdict("tensor(1.4044, grad_fn=<NllLossBackward0>)\n" * 40).notes)
     for lines in ("0\n" * 40, "1.0\n" * 40, "".join(f"{1.4 + n / 7:.9f}\n" for n in range(40))):
         assert doubt not in str(verdict(lines).notes)
+
+
+def test_a_rank_that_ended_did_not_go_on_with_the_steps_of_a_rank_that_then_lost_it():
+    steps = "".join(f"[eval rank 0] step {step}/90 acc 0.5{step}\n" for step in range(9))
+    bug = raised(1, BUG).replace("in main", "in <module>")
+    lost = raised(0, PEER).replace("in main", "in <module>")
+    explanation = verdict(steps + bug + steps + lost)
+    assert (explanation.cause, explanation.rank) == ("user-code-exception", 1)
+    assert verdict(f"{steps}{bug}{lost}{steps}training finished\n").cause == "healthy"  # started again
+
+
+def test_a_rank_that_only_lost_another_one_did_not_abort():
+    abort = "terminate called after throwing an instance of 'std::runtime_error'\n  what():  corrupt record at offset 4096\n"
+    explanation = verdict(STEPS + abort + raised(0, PEER))
+    assert (explanation.cause, explanation.rank) == ("native-abort", None)
+    assert verdict(STEPS + raised(0, BUG) + abort).rank == 0

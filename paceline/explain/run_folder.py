@@ -171,6 +171,7 @@ def run_values(run: RunDir) -> dict[str, str]:
 
 def exit_log(events: Sequence[Mapping[str, Any]], attempt: int) -> Log:
     """How each rank of an attempt ended, in the form of a launcher's report; an end that is a consequence counts as forwarded."""
+    end = find_last(events_of(events, attempt), "attempt_ended").get("state")
     records = []
     for number, event in enumerate(events, 1):
         if event.get("attempt") not in (None, attempt):
@@ -180,7 +181,7 @@ def exit_log(events: Sequence[Mapping[str, Any]], attempt: int) -> Log:
             text = f"exitcode: {code}" if signal is None else f"terminated by signal {signal}"
             kind: RecordKind = "banner" if event.get("consequence") else "exit" if signal is None else "signal"
             records.append(Record(kind, text, number, rank=event.get("rank"), source=RECORDED))
-        elif event.get("event") == "stopping" and event.get("signal"):
+        elif event.get("event") == "stopping" and event.get("signal") and end != "finished":  # else it came too late
             records.append(Record("signal", f"Received signal {event['signal']}", number, source=RECORDED))
     return Log(records=tuple(records))
 

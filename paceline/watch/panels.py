@@ -254,6 +254,7 @@ def attempts_panel(snapshot: Snapshot) -> list[Panel] | None:
             "time": unix_time(attempt.time),
             "cause": attempt.cause,
             "summary": attempt.summary,
+            "changes": attempt.changes,
             "action": action_text(attempt),
         }
         for attempt in attempts

@@ -23,6 +23,7 @@ from paceline.watch import log_reader
 from paceline.watch.about import edit_note, edit_tags, read_about, read_notes, write_notes
 from paceline.watch.events import event_text
 from paceline.watch.log_reader import LogAndMachine
+from paceline.watch.panels import fields as chart_fields
 from paceline.watch.panels import head_panel, run_row
 from paceline.watch.report import markdown_report
 from paceline.watch.status import (
@@ -81,6 +82,21 @@ def test_the_speed_of_a_resumed_run_is_that_of_its_last_attempt(tmp_path):
     append_json_line(run.events, {"time": utc(100), "event": "attempt", "attempt": 2, "world_size": 2})
     append_json_line(run.events, {"time": utc(130), "event": "finished", "step": 40})
     assert (open_reader(run.path).update().step_ms, run_status(run).tok_per_sec) == (400.0, 1000.0)
+
+
+def test_the_loss_of_a_script_is_of_another_kind_than_that_of_a_training(tmp_path):
+    for name, loss in (("good", 2.0), ("bad", 3.0)):
+        append_step(write_run(tmp_path, name, steps=0), 1, loss=loss)
+    script = RunDir(tmp_path / "script")
+    script.logs(1).mkdir(parents=True)
+    script.config_toml.write_text('command = ["x.py"]\n')
+    script.events.write_text(SCRIPT_EVENTS)
+    script.rank_log(2, 0).parent.mkdir()
+    script.rank_log(2, 0).write_text("step 1 loss 0.5\nstep 2 loss 0.25\n")
+    runs = json.loads(list_runs(RunList(tmp_path).read(), RunsOptions(sort="loss", json=True), width=None))
+    assert [(run["name"], run["loss"]) for run in runs] == [("good", 2.0), ("bad", 3.0), ("script", 0.25)]
+    abouts = [chart_fields(open_reader(path).update())["loss"]["about"] for path in (script.path, tmp_path / "good")]
+    assert abouts == [None, "nats per token"]
 
 
 def test_a_long_run_is_read_from_its_end_back_to_the_last_value_of_each_field(tmp_path):

@@ -24,7 +24,7 @@ from paceline.config import cache_dir
 from paceline.config_file import resolve_config
 from paceline.errors import INTERRUPTED, PacelineError, TrainingFailed, UsageError, check_new_file
 from paceline.other_names import unknown_command
-from paceline.rundir import find_run
+from paceline.rundir import RunDir, find_run
 from paceline.terminal import format_facts, plain_output, problem_of, show_progress, shows_colours, tolerant_output
 from paceline.typed_fields import find_training_run
 
@@ -224,24 +224,29 @@ def accelerate_config(args: options.AccelerateOptions) -> None:
 def evaluate(args: run_options.EvalOptions) -> None:
     if args.text_field and args.data is None:
         raise UsageError("--text-field is of the text of --data", fix="add --data SOURCE, or leave --text-field out")
-    folder = find_training_run(args.run, runs_dir=args.runs_dir)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: see launch/env.py
+    folders = [open_model(run, runs_dir=args.runs_dir) for run in args.runs]
     from paceline.launch.run_text import run_data
     from paceline.train.evaluate import evaluate_run, format_evaluation
 
-    result = evaluate_run(folder, args, dataset=run_data(folder, other=args.data, text_field=args.text_field))
-    print(json.dumps(result) if args.json else format_evaluation(result))
+    for folder in folders:
+        result = evaluate_run(folder, args, dataset=run_data(folder, other=args.data, text_field=args.text_field))
+        print(json.dumps(result) if args.json else format_evaluation(result), flush=True)
 
 
 def sample(args: run_options.SampleOptions) -> None:
-    folder = find_training_run(args.run, runs_dir=args.runs_dir)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    folder = open_model(args.run, runs_dir=args.runs_dir)
     from paceline.train.evaluate import sample_run
 
     write = (lambda _: None) if args.json else partial(print, end="", flush=True)
     result = sample_run(folder, args, prompt=sys.stdin.read() if args.prompt == "-" else args.prompt, write=write)
     if args.json:
         print(json.dumps(result, ensure_ascii=False))
+
+
+def open_model(run: str, *, runs_dir: str) -> RunDir:
+    """The run whose model this process computes with. The variable is read when torch is imported: see launch/env.py."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return find_training_run(run, runs_dir=runs_dir)
 
 
 def export(args: run_options.ExportOptions) -> None:
@@ -267,7 +272,7 @@ def data(args: options.DataOptions) -> None:
     print(json.dumps(data_info(dataset), ensure_ascii=False) if args.json else text)
 
 
-def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
+def tokenizer_train(args: run_options.TokenizerTrainOptions) -> None:
     from paceline.data.tokenizer import SAMPLE_TEXT, tokenizer_info
     from paceline.launch.run_text import train_new_tokenizer
 
@@ -278,14 +283,14 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
     tokenizer.save(args.out)
     if args.json:
         facts = tokenizer_info(tokenizer, sample=SAMPLE_TEXT) | {"requested_vocab_size": args.vocab_size}
-        print_facts(facts, as_json=True)
+        print(json.dumps(facts, ensure_ascii=False))
         return
     field = [f"--text-field={args.text_field}"] if args.text_field else []
     train = shlex.join(["paceline", "train", f"--data={args.data}", *field, f"--tokenizer={args.out}"])
     print(f"wrote   {args.out}: vocabulary {tokenizer.vocab_size:,}\nnext    {train}")
 
 
-def tokenizer_info(args: options.TokenizerInfoOptions) -> None:
+def tokenizer_info(args: run_options.TokenizerInfoOptions) -> None:
     from paceline.data import prepare
     from paceline.data import tokenizer as bpe
 
@@ -293,7 +298,7 @@ def tokenizer_info(args: options.TokenizerInfoOptions) -> None:
     facts = bpe.tokenizer_info(tokenizer, sample=args.text or bpe.SAMPLE_TEXT)
     if tokens := tokenizer.token_texts(tokenizer.encode(args.text or "")):
         facts["tokens"] = tokens if args.json else [*map(repr, tokens)]
-    print_facts(facts, as_json=args.json)
+    print(json.dumps(facts, ensure_ascii=False) if args.json else format_facts(facts))
 
 
 def completion(args: options.CompletionOptions) -> None:
@@ -301,10 +306,6 @@ def completion(args: options.CompletionOptions) -> None:
 
     install = next(line for line in (args.__doc__ or "").splitlines() if f"completion {args.shell}" in line)
     print(f"{shellcode(['paceline'], shell=args.shell).strip()}\n# install: {install.strip(' $')}")
-
-
-def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
-    print(json.dumps(facts, ensure_ascii=False) if as_json else format_facts(facts))
 
 
 # name -> what it does and what it takes; the dataclass's docstring is the help
@@ -338,8 +339,8 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "export": (export, run_options.ExportOptions),
     "data prepare": (data, options.DataOptions),
     "data info": (data, options.DataInfoOptions),
-    "tokenizer train": (tokenizer_train, options.TokenizerTrainOptions),
-    "tokenizer info": (tokenizer_info, options.TokenizerInfoOptions),
+    "tokenizer train": (tokenizer_train, run_options.TokenizerTrainOptions),
+    "tokenizer info": (tokenizer_info, run_options.TokenizerInfoOptions),
     "completion": (completion, options.CompletionOptions),
 }
 

@@ -1,5 +1,5 @@
 """
-The level of a noisy curve and how certain it is, quartiles, the lowest stretch, growth, leaps, where it stands still. Pure.
+The level of a noisy curve and how certain it is, quartiles, the lowest stretch, where it rises, leaps, turns or stands still. Pure.
 
 Values are clipped at three standard deviations first, so that single spikes and heavy tails are noise. Python's own module for
 statistics also computes with fractions and takes longer to load than all of this takes to run.
@@ -27,6 +27,12 @@ EVEN_RISES, MAX_EVEN_RISES = 5, GROWTH_BLOCKS * MIN_BLOCK - 2  # in a row, of a 
 # times the usual time between two lines: an evaluation; beyond it the machine slept, or its clock was set
 MAX_PAUSE = 10
 EVENNESS = 4  # times that one of them may be as large or small as their median
+# numbers of last points that are compared with an earlier stretch of the same length; standard errors by which they are higher
+STRETCHES, Z_RISE = (10, 20, 40), 5.0
+# of a loss that was never lower than in its first points; of its highest level, from which it falls again
+START_RISE, COMING_DOWN = 0.5, 0.5
+MIN_VALIDATION, MIN_AFTER = 6, 3  # points of a validation curve, and after its lowest
+VALIDATION_RISE, Z_VALIDATION = 0.02, 5.0  # as a share of the lowest; standard errors
 MIN_RISES, FEW_RISE = 2, 0.3  # of few points: one after the other, and all of them as a share of the lowest
 MIN_POINTS, JUMP_FROM, Z_FALL = 20, 10, 2.0  # of a curve that is judged; of one before a jump; standard errors
 # times the lowest stretch, the height, the number of the last points of a few; times a single first point
@@ -129,6 +135,42 @@ def falls(values: Sequence[float], max_fall: float) -> bool:
     return standard_errors_below(last, first) > Z_FALL or fell > max_fall * abs(median(first))
 
 
+def rise_to_end(values: Sequence[float], min_rise: float) -> int | None:
+    """Where a curve began to rise that is higher at its end than its lowest stretch, by a share of it and beyond its noise."""
+    for length in STRETCHES:
+        if len(values) < max(MIN_POINTS, 4 * length if length > STRETCHES[0] else 0):
+            return None
+        length = min(length, len(values) // 3)
+        last = values[-length:]
+        start = lowest_stretch(values[:-length], length)
+        before = values[start : start + length]
+        low, high = median(before), median(last)
+        stands_out = high > quartile(before, 3) and quartile(last, 1) > low
+        if length <= STRETCHES[0]:
+            stands_out = quartile(last, 1) > quartile(before, 3)
+        stands_out = stands_out and standard_errors_below(before, last) > Z_RISE
+        if length <= STRETCHES[0]:  # of which one of many is low by chance
+            jumps = 1.4826 * median(abs(after - value) for value, after in pairwise(values)) / sqrt(2)
+            stands_out = stands_out and high - low > Z_RISE * jumps * sqrt(2 / length)
+        if high <= (1 + min_rise) * low or not stands_out:
+            continue
+        smooth = running_median(values, SPIKE)
+        peak = max(smooth[start:])
+        if median(last[length // 2 :]) - low < 0.5 * (peak - low):
+            continue  # it is coming down
+        limit = max(low + 0.1 * (high - low), quartile(before, 3))
+        return max((at for at in range(len(values) - 1) if smooth[at] <= limit), default=start) + 1
+    return None
+
+
+def rise_from_start(values: Sequence[float], min_rise: float) -> int | None:
+    """0 if the whole curve is higher than its first points."""
+    first, last = values[:3], values[-max(10, len(values) // 3) :]
+    rose = len(values) >= MIN_POINTS and quartile(last, 1) > (1 + max(START_RISE, min_rise)) * max(first)
+    falls_again = median(last) < COMING_DOWN * max(running_median(values, SPIKE))
+    return 0 if rose and quartile(values[3:], 1) > max(first) and not falls_again else None
+
+
 def leap(values: Sequence[float]) -> int | None:
     """Where a curve, also one of few points, leaves its level by orders of magnitude and stays there to its end."""
     before, last = values[:-LEAP_POINTS], values[-LEAP_POINTS:]
@@ -171,6 +213,27 @@ def is_too_high(values: Sequence[float]) -> bool:
         return len(values) >= LEAP_POINTS and lowest > ABSURD
     stays = median(values[half:]) > 0.9 * median(values[:half]) or values[-1] > values[0]
     return lowest > ABSURD or (stays and min(values[half:]) > TOO_HIGH)
+
+
+def turn_of(values: Sequence[float]) -> int | None:
+    """Where a curve is lowest that rises from there to its end, beyond its noise."""
+    if len(values) < MIN_VALIDATION:
+        return turn_of_few(values)
+    smooth = [median(values[max(0, at - 1) : at + 2]) for at in range(len(values))]
+    at = min(range(len(values)), key=smooth.__getitem__)
+    after = len(values) - 1 - at
+    if after < MIN_AFTER:
+        return None
+    last = values[-max(MIN_AFTER, after // 3) :]
+    first = at if after >= MIN_VALIDATION else 0  # a steep fall before it is no noise
+    jumps = [abs(values[i + 1] - 2 * values[i] + values[i - 1]) for i in range(max(1, first), len(values) - 1)]
+    noise = max(1.4826 * median(jumps) / sqrt(6), 1e-4 * abs(smooth[at]))
+    rise = median(last) - smooth[at]
+    beyond = rise > Z_VALIDATION * noise * sqrt(1 / len(last) + 1 / 3)
+    falls_again = rise < COMING_DOWN * (max(smooth[at:]) - smooth[at])
+    if not beyond or rise <= VALIDATION_RISE * abs(smooth[at]) or min(last) <= smooth[at] or falls_again:
+        return None
+    return min(range(max(0, at - 1), at + 2), key=values.__getitem__)
 
 
 def turn_of_few(values: Sequence[float]) -> int | None:

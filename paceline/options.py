@@ -5,7 +5,7 @@ They are apart from the functions that take them: those import much, and `--help
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, FrozenInstanceError, dataclass
 from pathlib import Path
 from typing import Any, dataclass_transform
 
@@ -22,10 +22,31 @@ TRACKER_NAMES = f"these trackers, separated by commas: {', '.join(TRACKERS)}"
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Options:
-    """Each subclass is a frozen dataclass, whose docstring is the help of its command."""
+    """Each subclass is a frozen dataclass, whose docstring is the help of its command.
+
+    All have the methods of this class: dataclass would compile each class its own, a fifth of the start of every command.
+    """
 
     def __init_subclass__(cls) -> None:
-        dataclass(frozen=True, kw_only=True)(cls)
+        dataclass(init=False, repr=False, eq=False, kw_only=True)(cls)
+
+    def __init__(self, **values: Any) -> None:
+        for name, field in getattr(self, "__dataclass_fields__", {}).items():
+            if name not in values and field.default_factory is not MISSING:
+                values[name] = field.default_factory()
+            vars(self)[name] = values.pop(name, field.default)
+        missing = [name for name, value in vars(self).items() if value is MISSING]
+        if values or missing:
+            raise TypeError(f"{type(self).__name__}: unknown {[*values]}, missing {missing}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 class ConfigOptions(Options):
@@ -363,29 +384,6 @@ class DataInfoOptions(DataOptions):
 
     $ paceline data info --data ~/books --verify
     """
-
-
-class TokenizerTrainOptions(JsonOption):
-    """Train a byte-level BPE tokenizer on the training part of a text.
-
-    $ paceline tokenizer train --data ~/books --vocab-size 32768 --out books.json
-    """
-
-    out: Path | None = option(None, "the tokenizer.json to write (required)", value="FILE")
-    force: bool = option(False, "write over a file that exists")
-    data: str = option("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG]", value="SOURCE")
-    text_field: str | None = option(None, "as for `train`", value="NAME")
-    vocab_size: int = option(32_768, "tokens of the tokenizer", low=257, high=2**31 - 1)
-
-
-class TokenizerInfoOptions(JsonOption):
-    """Show a tokenizer's size, its special tokens, and how it cuts a text.
-
-    $ paceline tokenizer info books.json --text "Once upon a time"
-    """
-
-    file: Path = positional("FILE|RUN", "a tokenizer.json, or a run's name in runs/ or its folder")
-    text: str | None = option(None, "the text to cut into tokens; auto: a few lines of Python")
 
 
 class CompletionOptions(Options):

@@ -1,11 +1,11 @@
 """
-What the commands take that list, watch, stop, mark, report, track and use runs; as options.py.
+What the commands take that list, watch, stop, mark, report, track and use runs, or train and show tokenizers; as options.py.
 """
 
 from pathlib import Path
 
 from paceline.command_line import option, positional
-from paceline.options import ANY_RUN, CONFIG, RUN, TRACKERS, ConfigOptions, JsonOption, RunsOption
+from paceline.options import ANY_RUN, CONFIG, RUN, TRACKERS, ConfigOptions, JsonOption, Options, RunsOption
 
 
 class RunsOptions(JsonOption):
@@ -123,28 +123,28 @@ class WatchOptions(JsonOption, RunsOption):
     open: bool = option(False, "open the browser on the page of --web")
 
 
-class CheckpointOptions(JsonOption, RunsOption):
+class StepOption(Options):
     """Which checkpoint."""
 
-    run: str = positional("RUN", RUN)
     step: int | str | None = option(
         None, "the checkpoint's step; best: the one with the lowest val_bpb; auto: the newest good one", low=0, high=10**12,
         value="N|best", choices=("best",),
     )  # fmt: skip
 
 
-class DeviceOptions(CheckpointOptions):
+class DeviceOption(Options):
     """Where the checkpoint is loaded."""
 
     device: str | None = option(None, "auto: cuda where there is one", choices=("cuda", "cpu"))
 
 
-class EvalOptions(DeviceOptions):
-    """Measure bits per byte of a run's model on all held-out text, or on all of another text.
+class EvalOptions(JsonOption, RunsOption, StepOption, DeviceOption):
+    """Measure bits per byte of a run's model on all held-out text, or on all of another text; of several runs one after the other.
 
-    $ paceline eval books --data builtin
+    $ paceline eval books letters --data builtin
     """
 
+    runs: tuple[str, ...] = positional("RUN", f"{RUN}; or several")
     data: str | None = option(None, "builtin, a file or folder, or hf:NAME; auto: the held-out text", value="SOURCE")
     text_field: str | None = option(None, "of the text of --data, as for `train`", value="NAME")
     tokens: int | None = option(
@@ -152,12 +152,13 @@ class EvalOptions(DeviceOptions):
     )
 
 
-class SampleOptions(DeviceOptions):
+class SampleOptions(JsonOption, RunsOption, StepOption, DeviceOption):
     """Write text with a run's model, as it comes.
 
     $ paceline sample books --prompt "Once upon" --num 3
     """
 
+    run: str = positional("RUN", RUN)
     prompt: str = option("", "how the text begins; -: read it from standard input")
     num: int = option(1, "texts", low=1, high=10**6)
     tokens: int = option(200, "tokens of each text, at most", low=1, high=10**6)
@@ -166,7 +167,7 @@ class SampleOptions(DeviceOptions):
     seed: int = option(42, "seed of the random choices", low=0, high=2**63 - 1)
 
 
-class ExportOptions(CheckpointOptions):
+class ExportOptions(JsonOption, RunsOption, StepOption):
     """Write a run's model as a folder that Hugging Face transformers loads without paceline.
 
     It holds the weights in fp32, the tokenizer, and the model's code as one file. Where transformers is installed, its logits are
@@ -175,6 +176,7 @@ class ExportOptions(CheckpointOptions):
     $ paceline export books --out books-hf
     """
 
+    run: str = positional("RUN", RUN)
     out: Path | None = option(None, "the folder to write; auto: export/NAME_STEP in the run's folder", value="DIR")
 
 
@@ -241,3 +243,26 @@ class EmitComposeOptions(EmitOptions):
     """
 
     target = "compose"
+
+
+class TokenizerTrainOptions(JsonOption):
+    """Train a byte-level BPE tokenizer on the training part of a text.
+
+    $ paceline tokenizer train --data ~/books --vocab-size 32768 --out books.json
+    """
+
+    out: Path | None = option(None, "the tokenizer.json to write (required)", value="FILE")
+    force: bool = option(False, "write over a file that exists")
+    data: str = option("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG]", value="SOURCE")
+    text_field: str | None = option(None, "as for `train`", value="NAME")
+    vocab_size: int = option(32_768, "tokens of the tokenizer", low=257, high=2**31 - 1)
+
+
+class TokenizerInfoOptions(JsonOption):
+    """Show a tokenizer's size, its special tokens, and how it cuts a text.
+
+    $ paceline tokenizer info books.json --text "Once upon a time"
+    """
+
+    file: Path = positional("FILE|RUN", "a tokenizer.json, or a run's name in runs/ or its folder")
+    text: str | None = option(None, "the text to cut into tokens; auto: a few lines of Python")

@@ -86,7 +86,7 @@ CASES = [
     ("a price without a unit", lambda d: ["plan", "--price", "cheap"], 1, "cheap", "gpu-hour"),
     ("a time without a unit", lambda d: ["plan", "--gpu", "RTX 4090", "--time", "90"], 2, "--time 90", "90m"),
     ("a field of no text", lambda d: ["eval", "a", "--text-field", "body"], 2, "of the text of --data", "--data SOURCE"),
-    ("two runs", lambda d: ["eval", "a", "b"], 2, "one RUN, 2 are given", "paceline eval RUN"),
+    ("two runs", lambda d: ["sample", "a", "b"], 2, "one RUN, 2 are given", "paceline sample RUN"),
     ("a word for a command without any", lambda d: ["torch", "check", "all"], 2, "not all", "paceline torch check"),
     ("an unknown shell", lambda d: ["completion", "tcsh"], 2, "tcsh", "bash"),
     ("a single dash", lambda d: ["train", "-depth", "2"], 2, "-depth", "two dashes"),

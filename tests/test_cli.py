@@ -6,10 +6,12 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rows import with_rows
 
 import paceline
 from paceline import options, run_options
@@ -66,7 +68,7 @@ def test_every_option_stands_in_the_help_with_its_meaning_and_its_default(name, 
             assert f"[{parameter.default}]".replace(".0]", "]") in text
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@with_rows("name", COMMANDS)
 def test_the_value_that_a_fix_suggests_for_an_option_is_one_that_it_takes(name):
     for parameter in parameters_of(TAKES[name]).values():
         if set(parameter.kinds) & {int, float}:
@@ -305,3 +307,16 @@ def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(capsys
     with pytest.raises(SystemExit, match="130"):
         paceline.main()
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_options_are_frozen_and_equal_by_their_values_and_refuse_unknown_and_missing_ones():
+    shown = run_options.RunsShowOptions(runs=("a",))
+    assert (shown.runs, shown.runs_dir, shown.json) == (("a",), "runs", False)
+    assert replace(shown, json=True) == run_options.RunsShowOptions(runs=("a",), json=True) != shown
+    assert repr(run_options.TokenizerInfoOptions(file="a")) == "TokenizerInfoOptions(json=False, file='a', text=None)"
+    assert options.PlanOptions().keys is not options.PlanOptions().keys
+    with pytest.raises(FrozenInstanceError):
+        shown.json = True
+    for values in ({}, {"runs": (), "run": "a"}):
+        with pytest.raises(TypeError):
+            run_options.RunsShowOptions(**values)

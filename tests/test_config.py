@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from rows import with_rows
 
 from paceline.command_line import parse
 from paceline.config import KEYS, Config, cache_dir, format_flags
@@ -187,7 +188,7 @@ def test_nanochat_s_switch_for_fp8_is_a_precision(tmp_path):
     assert load_config(write(tmp_path / "a.py", "fp8 = False\ndtype = 'float16'\n"), {})[0].precision == "fp16"
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("args", "message", "fix"),
     [
         (["--depth", "many"], "--depth many is not an integer from 1 to 512", "--depth 4"),

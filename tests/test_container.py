@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rows import with_rows
 
 from paceline import __version__
 from paceline.launch.emit import WORKSPACE
@@ -137,7 +138,7 @@ ENTRYPOINT ["paceline"]
 """
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("good", "bad", "problem"),
     [
         ("debian:12.7.1", "debian", "FROM debian is not pinned"),

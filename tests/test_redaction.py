@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 from made_secrets import EACH, NAMES, SHAPES, filled, leaks
+from rows import with_rows
 
 from paceline.redaction import redact
 
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 LOGS = Path("/work/shared/data/failure-logs/cases.jsonl")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@with_rows("shape", SHAPES)
 def test_no_secret_is_left_in_any_shape(shape):
     random, (make, form) = Random(f"{shape} 15"), SHAPES[shape]
     made = [(secret := make(random), filled(form, random.choice(NAMES), secret)) for _ in range(EACH)]
@@ -72,7 +73,7 @@ HARMLESS = (
 )
 
 
-@pytest.mark.parametrize("text", HARMLESS)
+@with_rows("text", HARMLESS)
 def test_harmless_text_stays(text):
     assert redact(text) == text
 

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+from rows import with_rows
 
 from paceline.units import (
     format_list,
@@ -66,7 +67,7 @@ def test_a_signal_has_a_name_even_where_python_knows_none(number: int, name: str
     assert (signal_name(number), signal_number(name)) == (name, number)
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("text", "kind", "is_time", "number"),
     [
         ("5k", int, False, 5000), ("1.5 M", int, False, 1_500_000), ("2,000", int, False, 2000), ("65%", float, False, 0.65),

@@ -80,14 +80,12 @@ def compare_reports(records: Sequence[Record], ranks: Set[int]) -> CollectiveHan
         if match := GROUP.search(record.text):
             groups.setdefault(record.rank, match["group"])
         if match := WORK.search(record.text):
-            wait = Wait(parse_number(match["number"]), match["operation"], match["size"] or "")
-            waits.setdefault(record.rank, wait)
+            waits.setdefault(record.rank, wait_of(match))
         if (match := STATUS.search(record.text)) and match["completed"]:
             completed.setdefault(record.rank, int(match["completed"]))
         for match in FINGERPRINT.finditer(record.text):
             if len(match["rank"]) <= MAX_RANK_DIGITS:
-                wait = Wait(parse_number(match["number"]), match["operation"], match["size"] or "")
-                waits.setdefault(int(match["rank"]), wait)
+                waits.setdefault(int(match["rank"]), wait_of(match))
     if len(waits) > 1:
         waits.pop(None, None)
     known = {rank: replace(wait, group=groups.get(rank, "")) for rank, wait in waits.items() if rank is not None}
@@ -96,8 +94,10 @@ def compare_reports(records: Sequence[Record], ranks: Set[int]) -> CollectiveHan
     return explain_single(next(iter(waits.items()), None), completed, silent=ranks - set(waits) - set(completed))
 
 
-def parse_number(text: str | None) -> int | None:
-    return int(text) if text else None
+def wait_of(match: re.Match[str]) -> Wait:
+    """The wait that a match of WORK or FINGERPRINT reports."""
+    number = int(match["number"]) if match["number"] else None
+    return Wait(number, match["operation"], match["size"] or "")
 
 
 def compare_waits(
@@ -130,16 +130,20 @@ def compare_waits(
     if is_first(wait, completed):
         sentence = f"{ranks} {SAME_FIRST} ({wait.operation})"
         if silent:
-            return CollectiveHang(f"{sentence}, {format_ranks(sorted(silent), limit=MAX_SHOWN)} did not report any")
+            return CollectiveHang(sentence + without_report(silent))
         sentence += " and none has completed one: the ranks are in step, but no data arrived"
         return CollectiveHang(sentence, FIRST_TRANSFER, in_step=True)
     place = wait.operation if wait.number is None else f"{wait.operation}, number {wait.number:,}"
     sentence = f"{ranks} wait in the same collective ({place})"
     if silent:
-        return CollectiveHang(f"{sentence}, {format_ranks(sorted(silent), limit=MAX_SHOWN)} did not report any")
+        return CollectiveHang(sentence + without_report(silent))
     return CollectiveHang(
         f"{sentence} after others that completed: these ranks are in step", in_step=wait.number is not None
     )
+
+
+def without_report(silent: Set[int]) -> str:
+    return f", {format_ranks(sorted(silent), limit=MAX_SHOWN)} did not report any"
 
 
 def explain_single(
@@ -157,9 +161,7 @@ def explain_single(
         return CollectiveHang(f"{subject} completed no collective", FIRST_TRANSFER if not silent else None)
     rank, wait = report
     subject = "a rank" if rank is None else f"rank {rank}"
-    others = (
-        f", {format_ranks(sorted(silent), limit=MAX_SHOWN)} did not report any" if silent and rank is not None else ""
-    )
+    others = without_report(silent) if silent and rank is not None else ""
     if is_first(wait, completed):
         proven = FIRST_TRANSFER if completed and not others else None
         return CollectiveHang(

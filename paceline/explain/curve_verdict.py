@@ -9,10 +9,9 @@ What a finding is called and what helps stands in the catalogue.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.explanation import Explanation, LogProgress, format_value
+from paceline.explain.explanation import HEALTHY, UNKNOWN, Explanation, LogProgress, format_value
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import (
     ACCURACY,
@@ -32,11 +31,14 @@ from paceline.explain.series import (
     speed_of,
     thinned,
 )
-from paceline.explain.verdict import HEALTHY, UNKNOWN
+from paceline.explain.verdict import NAN
 from paceline.noise import (
+    COMING_DOWN,
     FEW_RISE,
     LEAP_POINTS,
+    MIN_AFTER,
     MIN_POINTS,
+    MIN_VALIDATION,
     NEAR_ZERO,
     SAME_VALUES,
     SPIKE,
@@ -52,26 +54,22 @@ from paceline.noise import (
     is_too_high,
     jump,
     leap,
-    lowest_stretch,
     median,
-    quartile,
     repeats_epochs,
-    running_median,
+    rise_from_start,
+    rise_to_end,
     short_rise,
     standard_errors_below,
     start_of_growth,
-    turn_of_few,
+    turn_of,
 )
 from paceline.units import format_number_of
 
-NAN, DIVERGED, STANDS_STILL = "loss-nan", "loss-diverged", "loss-stands-still"
+DIVERGED, STANDS_STILL = "loss-diverged", "loss-stands-still"
 MEMORY_GROWS, SLOWS_DOWN, OVERFITS = "memory-grows", "throughput-decays", "validation-turns-up"
 
-STRETCHES = (10, 20, 40)  # numbers of last points that are compared with an earlier stretch of the same length
-Z_RISE = 5.0  # standard errors
 LOSS_RISE, SLOWER, MIN_SLOW_S = 0.15, 0.3, 60.0  # shares of the level that are somebody's concern; for how long
-# of a loss that was never lower than in its first points; of its highest level; of its first value: below it has learned
-START_RISE, COMING_DOWN, LEARNED = 0.5, 0.5, 0.5
+LEARNED = 0.5  # of its first value: a loss below it has learned
 NOT_NORMALIZED, FROM_START = "a loss of this size that does not fall", "from its first value on"
 BELOW_ZERO = "a cross entropy below 0: the labels are not between 0 and 1"
 FAR_BELOW, NAN_GRADIENTS = 1e7, 5  # no likelihood of a batch; in a row: fp16's loss scale causes fewer NaN
@@ -79,8 +77,7 @@ REPEATED = "each epoch repeats the losses of the one before: no weight changes"
 LATEST_START = 0.1  # of the last step: a curve that begins later has lost its beginning
 MIN_GROWTH = 0.1  # of memory
 GROWTH_STARTS = (0.2, 0.4, 0.6)  # of the curve: memory grows in any run at first, and a leak may begin late
-MIN_VALIDATION, MIN_AFTER = 6, 3  # points of a validation curve, and after its lowest
-VALIDATION_RISE, Z_VALIDATION, WORSE = 0.02, 5.0, 0.98  # of the score at the lowest point, which no later one reaches
+WORSE = 0.98  # of the score at the lowest point, which no later one reaches
 FLAT_VALIDATION, MAX_FALL, LOW_ACCURACY = 0.005, 0.05, 0.5  # shares of the first value: less is no fall of a loss
 # of a validation curve alone, as a share of its first value: above it nothing shows that the run works
 NO_HEALTH, CONFIDENCE, FEW_CONFIDENCE = 0.1, 0.8, 0.6
@@ -332,63 +329,6 @@ def find_overfitting(curves: Sequence[MetricSeries], scores: Sequence[MetricSeri
 
 def finding_at(cause: str, series: MetricSeries, step: int, reason: str | None = None) -> CurveFinding:
     return CurveFinding(cause, series, next(at for at, other in enumerate(series.steps) if other >= step), reason)
-
-
-def rise_to_end(values: Sequence[float], min_rise: float) -> int | None:
-    """Where a curve began to rise that is higher at its end than its lowest stretch, by a share of it and beyond its noise."""
-    for length in STRETCHES:
-        if len(values) < max(MIN_POINTS, 4 * length if length > STRETCHES[0] else 0):
-            return None
-        length = min(length, len(values) // 3)
-        last = values[-length:]
-        start = lowest_stretch(values[:-length], length)
-        before = values[start : start + length]
-        low, high = median(before), median(last)
-        stands_out = high > quartile(before, 3) and quartile(last, 1) > low
-        if length <= STRETCHES[0]:
-            stands_out = quartile(last, 1) > quartile(before, 3)
-        stands_out = stands_out and standard_errors_below(before, last) > Z_RISE
-        if length <= STRETCHES[0]:  # of which one of many is low by chance
-            jumps = 1.4826 * median(abs(after - value) for value, after in pairwise(values)) / math.sqrt(2)
-            stands_out = stands_out and high - low > Z_RISE * jumps * math.sqrt(2 / length)
-        if high <= (1 + min_rise) * low or not stands_out:
-            continue
-        smooth = running_median(values, SPIKE)
-        peak = max(smooth[start:])
-        if median(last[length // 2 :]) - low < 0.5 * (peak - low):
-            continue  # it is coming down
-        limit = max(low + 0.1 * (high - low), quartile(before, 3))
-        return max((at for at in range(len(values) - 1) if smooth[at] <= limit), default=start) + 1
-    return None
-
-
-def rise_from_start(values: Sequence[float], min_rise: float) -> int | None:
-    """0 if the whole curve is higher than its first points."""
-    first, last = values[:3], values[-max(10, len(values) // 3) :]
-    rose = len(values) >= MIN_POINTS and quartile(last, 1) > (1 + max(START_RISE, min_rise)) * max(first)
-    comes_down = median(last) < COMING_DOWN * max(running_median(values, SPIKE))
-    return 0 if rose and quartile(values[3:], 1) > max(first) and not comes_down else None
-
-
-def turn_of(values: Sequence[float]) -> int | None:
-    """Where a curve is lowest that rises from there to its end, beyond its noise."""
-    if len(values) < MIN_VALIDATION:
-        return turn_of_few(values)
-    smooth = [median(values[max(0, at - 1) : at + 2]) for at in range(len(values))]
-    at = min(range(len(values)), key=smooth.__getitem__)
-    after = len(values) - 1 - at
-    if after < MIN_AFTER:
-        return None
-    last = values[-max(MIN_AFTER, after // 3) :]
-    first = at if after >= MIN_VALIDATION else 0  # a steep fall before it is no noise
-    jumps = [abs(values[i + 1] - 2 * values[i] + values[i - 1]) for i in range(max(1, first), len(values) - 1)]
-    noise = max(1.4826 * median(jumps) / math.sqrt(6), 1e-4 * abs(smooth[at]))
-    rise = median(last) - smooth[at]
-    beyond = rise > Z_VALIDATION * noise * math.sqrt(1 / len(last) + 1 / 3)
-    comes_down = rise < COMING_DOWN * (max(smooth[at:]) - smooth[at])
-    if not beyond or rise <= VALIDATION_RISE * abs(smooth[at]) or min(last) <= smooth[at] or comes_down:
-        return None
-    return min(range(max(0, at - 1), at + 2), key=values.__getitem__)
 
 
 def turn_with_score(series: MetricSeries, scores: Sequence[float]) -> int | None:

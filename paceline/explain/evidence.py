@@ -1,6 +1,6 @@
 """
-Evidence that no log of a rank contains: samples of the hosts' health, the curves of a run, how Slurm ended its job,
-and the kernel log.
+Evidence that no log of a rank contains: how each rank ended and how far it got by what the run recorded, samples of the hosts'
+health, the curves of a run, how Slurm ended its job, and the kernel log.
 
 health/<host>.jsonl (launch/health.py) has Xid errors, memory and disk use, and reduced clocks. The kernel log has kills and Xid
 errors too, but few users may read it: if nobody can, that is no error.
@@ -14,12 +14,16 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.explain.curve_verdict import CurveFinding, judge_curves
+from paceline.explain.explanation import KERNEL_LOG, RECORDED, LogProgress, Record, RecordKind
 from paceline.explain.log import Log
+from paceline.explain.log_text import count_lines, read_chunks
 from paceline.explain.reader import read_log
+from paceline.explain.recorded_end import events_of, find_last
 from paceline.explain.series import (
     GRADIENT,
     LOSS,
@@ -31,7 +35,8 @@ from paceline.explain.series import (
     MetricSeries,
     SeriesTable,
 )
-from paceline.rundir import RunDir, json_records, open_file, read_end
+from paceline.heartbeat import read_heartbeats
+from paceline.rundir import RunDir, json_records, open_file, read_end, read_json_lines
 from paceline.units import format_bytes, unix_time
 
 SAMPLE_BYTES = 256 << 10  # from the end of a file: some minutes of samples
@@ -61,6 +66,63 @@ MEMORY_FIELDS = (
     ("cgroup_used", "cgroup_limit", "memory of the control group"),
 )
 DISK_FIELDS = (("disk_free", "disk_total", "disk of the run folder on {host}"),)
+
+
+def exit_log(events: Sequence[Mapping[str, Any]], attempt: int) -> Log:
+    """How each rank of an attempt ended, in the form of a launcher's report; an end that is a consequence counts as forwarded."""
+    end = find_last(events_of(events, attempt), "attempt_ended").get("state")
+    records = []
+    for number, event in enumerate(events, 1):
+        if event.get("attempt") not in (None, attempt):
+            continue
+        if event.get("event") == "rank_failed":
+            code, signal = event.get("exit_code"), event.get("signal")
+            text = f"exitcode: {code}" if signal is None else f"terminated by signal {signal}"
+            kind: RecordKind = "banner" if event.get("consequence") else "exit" if signal is None else "signal"
+            records.append(Record(kind, text, number, rank=event.get("rank"), source=RECORDED))
+        elif event.get("event") == "stopping" and event.get("signal") and end != "finished":  # else it came too late
+            records.append(Record("signal", f"Received signal {event['signal']}", number, source=RECORDED))
+    return Log(records=tuple(records))
+
+
+def progress_log(run: RunDir, events: Sequence[Mapping[str, Any]]) -> Log:
+    """How far each rank got, from progress/ and metrics.jsonl, and whether the run reports its end."""
+    steps = {rank: heartbeat.step for rank, heartbeat in read_heartbeats(run).items()}
+    progress = LogProgress(last_step=max(steps.values(), default=None))
+    first = next((line for line in read_json_lines(run.metrics) if isinstance(line.get("step"), int)), None)
+    if first is not None:
+        last = dict(first)
+        for record in json_records(read_end(run.metrics, SAMPLE_BYTES)[0].splitlines()):
+            last |= record if isinstance(record.get("step"), int) else {}
+        progress = LogProgress(count_lines(run.metrics), first["step"], last["step"], last.get("loss"))
+    progress = replace(progress, finished=any(event.get("event") == "finished" for event in events))
+    return Log(progress=progress, last_steps=steps, ranks=frozenset(steps))
+
+
+def read_host_log(path: Path, host: str) -> Log:
+    """What agent and engine of another host wrote, or lines of its kernel log; each record has the host."""
+    source = str(path) if path.name.startswith("launch") else f"{KERNEL_LOG} of {host}"
+    log = read_log(read_chunks(path), source=source)
+    return replace(log, records=tuple(replace(record, host=record.host or host) for record in log.records))
+
+
+def system_logs(
+    samples: Mapping[str, Sequence[Sample]], events: Sequence[Mapping[str, Any]], far_hosts: Sequence[str]
+) -> list[Log]:
+    """The lines of this host's kernel log about an attempt's processes, and the Xid errors in the samples in the same format."""
+    start, ended = find_last(events, "attempt"), find_last(events, "attempt_ended")
+    pids, hosts = start.get("pids") or (), start.get("hosts") or {}
+
+    def ranks_on(*names: str) -> dict[int, int]:
+        """By process id; the same one may belong to another process on another host."""
+        return {pid: r for r, pid in enumerate(pids) if not hosts or any(r in hosts.get(name, ()) for name in names)}
+
+    near = {} if ended.get("state") == "finished" else ranks_on(*(hosts.keys() - far_hosts))
+    errors = read_kernel_errors(near, since=unix_time(start.get("time")), until=unix_time(ended.get("time")))
+    lines: list[tuple[str, int | None, str]] = [(line, rank, KERNEL_LOG) for rank, line in errors]
+    for host, host_samples in samples.items():
+        lines += [(line, rank, f"health/{host}") for line, rank in find_xids(host, host_samples, ranks_on(host))]
+    return [read_log([line.encode()], rank=rank, source=source) for line, rank, source in lines]
 
 
 def read_samples(path: Path, *, since: str) -> list[Sample]:

@@ -17,15 +17,16 @@ from paceline.terminal import STEERING
 from paceline.units import format_bytes, format_list, format_percent, format_ranks
 
 RecordKind = Literal["exception", "line", "signal", "exit", "banner"]
+HEALTHY, UNKNOWN = "healthy", "unknown"  # besides the ids of the catalogue
 
 # only the supervisor observes them
 SUPERVISOR_CAUSES = frozenset({
     "hang", "exited-early", "host-lost", "link-lost", "supervisor-lost", "hosts-unconnected", "hosts-path-mtu", "job-over",
 })  # fmt: skip
-REPORTED_CAUSES = frozenset(
-    {"loss-spike", "gradient-nan", "refused"}
-)  # by a rank, with their own fix; not in the catalogue
+# by a rank, with their own fix; not in the catalogue
+REPORTED_CAUSES = frozenset({"loss-spike", "gradient-nan", "refused"})
 KERNEL_LOG = "kernel log"  # how the source of its lines begins
+RECORDED = "events.jsonl"  # the source of records of how ranks ended, which the supervisor wrote
 MAX_LINES, MAX_WIDTH = 4, 200  # of one message on the screen
 MAX_TEXT = 600  # characters of a line of evidence
 MAX_VICTIMS = 16  # listed by number
@@ -39,9 +40,6 @@ BARS, NO_BAR, MARK = "▁▂▃▄▅▆▇█", "×", "│"  # × where a curve
 LOG_SCALE = 3  # times the lowest value, from which on bars show logarithms
 TABLE_COLUMNS = 7
 RED, GREEN, RESET = "\x1b[1;31m", "\x1b[32m", "\x1b[0m"
-
-
-RECORDED = "events.jsonl"  # the source of records of how ranks ended, which the supervisor wrote
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class CurveEvidence:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What failed, where, and the fix; cause is an id of the catalogue, one of the causes above, "healthy" or "unknown"."""
+    """What failed, where, and the fix; cause is an id of the catalogue, one of the causes above, HEALTHY or UNKNOWN."""
 
     cause: str
     also: tuple[str, ...] = ()
@@ -139,7 +137,7 @@ class Explanation:
     @property
     def shows_failure(self) -> bool:
         """Whether there is a failure, known or not; an unknown cause without a line means that nothing was found."""
-        return self.cause != "healthy" and (self.cause != "unknown" or self.line is not None)
+        return self.cause != HEALTHY and (self.cause != UNKNOWN or self.line is not None)
 
 
 def name_host(explanation: Explanation, hosts: Mapping[str, Sequence[int]]) -> Explanation:
@@ -159,7 +157,7 @@ def format_explanation(explanation: Explanation, *, coloured: bool = False) -> s
     explanation = without_controls(explanation)
     cause, label = explanation.cause, "fix"
     if coloured:
-        cause = f"{GREEN if cause == 'healthy' else RED}{cause}{RESET}"
+        cause = f"{GREEN if cause == HEALTHY else RED}{cause}{RESET}"
         label = f"{GREEN}{label}{RESET}"
     lines = [f"{cause}: {format_summary(explanation)}"]
     if explanation.fix:
@@ -309,7 +307,7 @@ def format_notes(explanation: Explanation) -> list[str]:
     notes = list(explanation.notes)
     if explanation.victims:
         notes.append(f"{format_ranks(explanation.victims, limit=MAX_VICTIMS)} failed only as a consequence")
-    if explanation.cause not in ("healthy", "unknown"):
+    if explanation.cause not in (HEALTHY, UNKNOWN):
         also = f"; it could also be {' or '.join(explanation.also)}" if explanation.also else ""
         is_listed = explanation.cause not in SUPERVISOR_CAUSES | REPORTED_CAUSES
         command = f"; more: paceline explain --cause {explanation.cause}" if is_listed else ""

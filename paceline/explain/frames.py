@@ -221,8 +221,11 @@ def left_program_running(record: Record, log: Log) -> bool:
 
 
 def is_caught(record: Record, log: Log) -> bool:
-    """Whether the program says of an exception that it repeats or leaves out what failed, and the work goes on behind it."""
-    if log.is_of_trial(record):
+    """Whether the program says of an exception that it repeats or leaves out what failed, and the work goes on behind it.
+
+    Likewise the end of a trial of Optuna, and of an engine that its server has stopped.
+    """
+    if log.is_of_trial(record) or log.is_of_shutdown(record):
         return True
     if not record.frames or CONTEXT_LOST.search(record.text):
         return False

@@ -12,12 +12,12 @@ from itertools import pairwise
 from typing import Literal
 
 from paceline.explain.catalogue import load_catalogue
+from paceline.explain.lines import MAX_LINE_BYTES
 from paceline.explain.progress import reports_progress
 from paceline.explain.run_bounds import START_WORD
 
 # of a log's first lines, what comes again: the first and one behind it, another two in turn, or the first, perhaps alone
 Start = Literal["first two", "two", "first"]
-MAX_LINE_BYTES = 1 << 16  # only the beginning of a longer line is parsed
 BEFORE, AFTER = 3, 24  # lines selected around one with an error word: the context and the further lines of its message
 MAX_SHAPES = 50_000  # remembered; with more the set is cleared
 # characters in each of a log's first lines, and lines, that show a new run where two recur

@@ -1,5 +1,5 @@
 """
-One line of a log: its text, and the rank, host and time in its prefix.
+One line of a log: its text, cut to a length, and the rank, host and time in its prefix.
 
 Launchers and loggers write rank, host and time before a line. Such prefixes nest (`worker-1: [default0]:[rank8]:
 [2026-01-02 03:04:05] text`), so they are removed one after the other until none matches.
@@ -21,6 +21,14 @@ from paceline.terminal import STEERING
 DIGITS = str.maketrans("", "", "0123456789")  # for str.translate, which removes them
 MAX_PREFIXES = 8  # on one line; real ones have four
 MAX_RANKS = 100_000
+MAX_LINE_BYTES, MAX_LINE_CHARS = (
+    1 << 16,
+    4000,
+)  # only the beginning of a longer line is parsed, and the two ends of that
+MAX_WORD_CHARS = 400  # a pattern that begins with a word takes time by the square of the word's length
+LONG_WORD = re.compile(rb"\S{401,}")
+ESCAPED = re.compile(rb'\\n *File \\?"')  # a traceback as one text, with its newlines as two characters
+GLUED = re.compile(rb"(?<=[^\s:\]])(?=\[rank\d+\]:)")  # where two ranks have written on one line
 DAYS_BEFORE_MONTH = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334)
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 
@@ -101,9 +109,6 @@ SAMPLE_FIELDS = {"role", "messages", "prompt", "completion", "question", "task_i
 SHOWN_LEVEL = re.compile(r"(?i)(?:WARN(?:ING)?|ERROR|CRITICAL|FATAL)$")
 EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b")
 
-
-Fields = Mapping[str, Any]
-
 RECOVERED = (  # what a program does in place of what failed
     r"\b(?:proceed|continu)ing (?:without|anyway)\b|\bbut continuing\b|\bfall(?:ing|s) ?back (?:to|on)\b"
     r"|\b(?:going to|using) \S+ instead\b(?! of)|\btrying port \d|\bsome optimizations will not be enabled\b"
@@ -136,6 +141,8 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|has failed to shutdown the rendezvous"  # another node has shut it down before; a lost one shows in its own log
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
+
+Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -222,6 +229,31 @@ def unwrap_json(raw: bytes) -> list[bytes]:
     return [prefix + line.encode("utf-8", "replace") for line in lines]
 
 
+def split_line(raw: bytes) -> list[bytes]:
+    """The parts of a line that different ranks wrote without a newline, or the lines of text in a line of JSON or in quotes."""
+    lines = unwrap_json(raw)
+    if ESCAPED.search(raw) and lines == [raw]:
+        lines = raw.replace(b'\\"', b'"').split(b"\\n")
+    return [part for line in lines for part in GLUED.split(line)]
+
+
+def decode_line(raw: bytes) -> str:
+    """The line as text of limited length, without escape sequences."""
+    return strip_escapes(cut_middle(raw).decode("utf-8", "replace"))
+
+
+def cut_middle(raw: bytes) -> bytes:
+    """Shortens a long line and long words in it to their two ends."""
+    if len(raw) <= MAX_WORD_CHARS:
+        return raw
+    raw = LONG_WORD.sub(
+        lambda match: match[0][: MAX_WORD_CHARS // 2] + b"..." + match[0][-MAX_WORD_CHARS // 2 :], raw[:MAX_LINE_BYTES]
+    )
+    if len(raw) <= MAX_LINE_CHARS:
+        return raw
+    return raw[: MAX_LINE_CHARS * 3 // 4] + b" ... " + raw[-MAX_LINE_CHARS // 4 :]
+
+
 def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:
     """The message's lines, the first with its level, and then those of the traceback."""
     has_data = "pipe" in fields or "stream_name" in fields  # of milabench, of Kaggle
@@ -231,12 +263,8 @@ def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:
     is_output = "textPayload" in fields  # Google Cloud calls all that a container writes to stderr an error
     if lines and SHOWN_LEVEL.match(level) and not is_output and not EXCEPTION.match(message):
         lines[0] = f"{level.upper()}: {lines[0]}"
-    if (
-        lines
-        and "epoch" in lines[0].lower()
-        and (count := next((name for name in COUNTS if fields.get(name) == 0), ""))
-    ):
-        lines[0] += f" {count}: 0"
+    if lines and "epoch" in lines[0].lower():  # whose count is a field of its own
+        lines[0] += next((f" {name}: 0" for name in COUNTS if fields.get(name) == 0), "")
     yield from lines
     for name in TRACEBACKS:
         traceback = traceback_text(fields.get(name))

@@ -22,10 +22,14 @@ SERVED = re.compile(  # a request that was answered, vLLM's report of such, what
 )
 # a tensor that is NaN with no name before it; the numbers that differ between lines of one form; how many of the last lines have it
 UNNAMED_NAN = re.compile(r"(?:^|[,;(\[]\s*|[\d)\]]:?\s+)tensor\(nan(?=[\s,;)\]]|$)")
-DIGITS = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
+NUMBER = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
 UNNAMED, MIN_UNNAMED = "a value without a name", 5
 TRIAL = re.compile(r"\bTrial \d+ (?:finished|pruned)\b")  # of a study of Optuna
 FAILED_TRIAL = re.compile(r"\bTrial \d+ failed with parameters\b")
+STOPS_ENGINE = re.compile(  # vLLM's server, by a signal
+    r"\[shutdown\] (?:API server: (?:shutdown triggered|stopping engine client)|EngineCore: trigger received signal=)"
+)
+ENGINE_GONE = re.compile(r"EngineDeadError\b|\bAsyncLLM output_handler failed")
 RESUMED = re.compile(  # from a checkpoint of a step
     r"(?i)(?!.*\b(?:convert|export|merg|evaluat|test)).{0,60}?\b(?:load(?:ed|ing)|resum(?:ed|ing)|restor(?:ed|ing))\b.{0,120}?"
     r"\b(?:step|iter(?:ation)?|epoch|checkpoint|ckpt)[ _=:-]{0,2}(?P<step>\d{1,12})\b"
@@ -75,6 +79,11 @@ class Log:
         above = self.records_between(record.line - 1, record.line - 1)
         is_trial = any(FAILED_TRIAL.search(other.text) for other in (record, *above))
         return is_trial and any(line > record.line and TRIAL.search(text) for line, text in self.last_lines)
+
+    def is_of_shutdown(self, record: Record) -> bool:
+        """Whether a record reports that a server's engine is gone, which the server had stopped itself."""
+        is_gone = ENGINE_GONE.search(record.text) is not None
+        return is_gone and any(STOPS_ENGINE.search(other.text) for other in self.records if other.line < record.line)
 
     @property
     def last_progress_line(self) -> int:
@@ -212,7 +221,7 @@ def find_unnamed_nan(lines: Sequence[tuple[int, str]]) -> int | None:
     forms: dict[str, list[int]] = defaultdict(list)
     for number, text in lines:
         if UNNAMED_NAN.search(text):
-            forms[DIGITS.sub("0", text)].append(number)
+            forms[NUMBER.sub("0", text)].append(number)
     return next((numbers[0] for numbers in forms.values() if len(numbers) >= MIN_UNNAMED), None)
 
 

@@ -15,10 +15,8 @@ from itertools import groupby, pairwise
 from paceline.explain.curve_verdict import (
     DIVERGED,
     LEARNED,
-    NAN,
+    OVERFITS,
     STANDS_STILL,
-    START_RISE,
-    STRETCHES,
     CurveFinding,
     add_findings,
     find_growth,
@@ -31,7 +29,7 @@ from paceline.explain.curve_verdict import (
     is_whole,
     may_fall,
 )
-from paceline.explain.explanation import Explanation, format_value
+from paceline.explain.explanation import HEALTHY, UNKNOWN, Explanation, format_value
 from paceline.explain.line_measures import MEAN_LOSS
 from paceline.explain.log import Log
 from paceline.explain.progress import LossPoint
@@ -48,8 +46,8 @@ from paceline.explain.series import (
     evenly_spaced,
     show_curve,
 )
-from paceline.explain.verdict import HEALTHY, UNKNOWN
-from paceline.noise import MIN_POINTS, SPIKE, STUCK_FALL, is_level, is_stuck, median
+from paceline.explain.verdict import NAN
+from paceline.noise import MIN_POINTS, SPIKE, START_RISE, STRETCHES, STUCK_FALL, is_level, is_stuck, median
 
 LOG_RISE = 1.0  # of a loss that was higher at first
 EXPLODED = 1e3  # times its first points, or 1
@@ -129,7 +127,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *(() if any(map(may_fall, losses)) else find_same(points["scores"], points["held_out"])),
     ]
     if any(EARLY_STOP.search(text) for log in logs for _, text in log.last_lines):  # what the training has waited for
-        findings = [item for item in findings if item.cause != STANDS_STILL]
+        findings = [item for item in findings if item.cause not in (STANDS_STILL, OVERFITS)]
     elif (
         not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None))
     ):

@@ -46,9 +46,11 @@ def read_chunks(path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
             yield from chunks_from(file, name=shlex.quote(str(path)))
     except OSError as error:
-        raise PacelineError(
-            f"{path} cannot be read: {error.strerror or error}", fix="check the path and its permissions"
-        ) from error
+        raise unreadable_log(path, error) from error
+
+
+def unreadable_log(path: Path, error: OSError) -> PacelineError:
+    return PacelineError(f"{path} cannot be read: {error.strerror or error}", fix="check the path and its permissions")
 
 
 def chunks_from(file: BinaryIO, *, name: str = "FILE") -> Iterator[bytes]:

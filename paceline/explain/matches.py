@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.explain.catalogue import Cause, load_catalogue
-from paceline.explain.collectives import DESYNC, FIRST_TRANSFER
+from paceline.explain.collectives import CLOSED, DESYNC, FIRST_TRANSFER
 from paceline.explain.explanation import Record
 from paceline.explain.frames import PACKAGE, is_caught, is_check, is_outcome, is_own, left_program_running, match_frames
 from paceline.explain.lines import IGNORABLE
 from paceline.explain.log import LAST_LINES, Log
-from paceline.explain.run_bounds import BEHIND_END, BUFFERED_LINES, ended_program, failed_at_import, shape_of
+from paceline.explain.run_bounds import BEHIND_END, BUFFERED_LINES, PROGRAM, ended_program, failed_at_import, shape_of
 from paceline.explain.tracebacks import as_raised, shown_exception
 
 MIN_STEPS = 2  # progress lines that show that a run goes on
@@ -59,7 +59,6 @@ NOT_FOUND = re.compile(  # said by a script or a shell
 )
 # a way back through NCCL's functions, also when its sockets are closed at the end
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
-COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
 TYPED_KEYS = re.compile(r"(?:\^C)+")  # as a terminal shows them
 WENT_ON, BEFORE_DONE, MAX_QUOTED = 40, 8, 16  # lines behind an error, before the end, that quote an error above them
 MIN_REPEATS, MAX_ADVICE = 5, 8  # lines about an item that was left out; lines behind the advice of bitsandbytes
@@ -75,6 +74,7 @@ GOES_ON = re.compile(
     r"(?i)\bretrying in \d|\b(?:is|are) optional\b|\bwill be disabled\b|^Using .* (?:since|because)\b|\bno out of memory\b"
     r"|^\W*(?:from [\w.]+ import \w|import [\w.]+$)|│ +(?:❱ +)?\d+ │|│ │ "  # source: below a warning, in the boxes of rich
 )
+QUOTED_COMMAND = re.compile(rf"{REPORTED.pattern}{PROGRAM} +(?:-\S+ +)*\S+\.(?:py|sh)\b")  # that failed
 MESSAGE_TYPES = ("Error", "RuntimeError", "ValueError", "KeyError", "OSError", "AssertionError")
 PYTHON_MESSAGE = re.compile(  # what Python and NumPy say about a mistake in code, without its type
     r"(?:\w+ index|\w+) out of range$|(?:float |integer )?(?:division|modulo)\b.* by zero|'\w+' object (?:is not|has no|cannot)"
@@ -103,7 +103,7 @@ NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt)(?:\w+\.)*(?:[A-Z
 CUT_BAR = re.compile(r"(?<!\d)\d{1,2}%\|(?!.*\d%\|).*resource_tracker: There appear to be \d+ leaked")
 OWN_CLASS_WEIGHT, KILL_WEIGHT = 0.3, 0.6
 NOT_OWN = {"version-mismatch", "config-error"}
-USAGE = re.compile(r"error: (?:unrecognized arguments|argument |the following arguments|ambiguous option)")
+USAGE = re.compile(r"error: (?:unrecognized arg|ambiguous |(?:the following )?argument)|FATAL: +could not open image ")
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     ended = min((record.line for record in log.records if PROGRAM_ENDED.search(record.text)), default=None)
     continuation = continuation_of(log)
     survived: Counter[str] = Counter()  # by the start of the text
-    is_shut_down = any(COMM_ENDED.search(record.text) for record in log.records)
+    is_shut_down = any(CLOSED.search(record.text) for record in log.records)
     is_left = any("Horovod has been shut down" in record.text for record in log.records)
     harmless = [record for record in log.records if left_program_running(record, log)]
     warned = {  # the lines behind a warning that a package could not be imported
@@ -217,14 +217,14 @@ def guess_events(records: Sequence[Record]) -> list[Event]:
     return [
         Event(record, cause, values, weight, False, (0, record.line), False)
         for record in records
-        if record.kind in ("exception", "line")
+        if record.kind in ("exception", "line") and not QUOTED_COMMAND.match(record.text)
         for cause, weight, values in (record.kind == "line" and matches_of_message(record.text)) or guessed(record.text)
     ]
 
 
 def matches_of_message(text: str) -> list[tuple[Cause, float, dict[str, str]]]:
     """What a line shows if it is an exception's message without its type, as `print(f"Training failed: {error}")` writes it."""
-    if WARNING_LINE.search(text) or IGNORABLE.search(text) or GOES_ON.search(text):
+    if WARNING_LINE.search(text) or IGNORABLE.search(text) or GOES_ON.search(text) or QUOTED_COMMAND.match(text):
         return []
     catalogue = load_catalogue()
     inner = REPORTED.sub("", text, count=1)
@@ -357,7 +357,7 @@ def is_forwarded(record: Record, log: Log) -> bool:
 
 def is_near_end(record: Record, log: Log) -> bool:
     """Whether no more lines follow than a buffer holds, no run that finished, and no steps behind a launcher that has ended."""
-    if log.last_lines and log.last_lines[-1][0] - record.line > BUFFERED_LINES:
+    if log.last_line - record.line > BUFFERED_LINES:
         return False
     is_over = log.progress.finished or record.kind == "banner"
     return not (is_over and len(log.steps_after(record)) >= STEPS_AFTER)

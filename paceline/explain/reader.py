@@ -16,17 +16,26 @@ from dataclasses import replace
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Record, RecordKind
 from paceline.explain.forwarded import ForwardedLines, WrappedLines, is_notebook, printed_outputs
-from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes, Start
+from paceline.explain.line_filter import AFTER, LineFilter, Shapes, Start
 from paceline.explain.line_measures import StepLoss, in_english, read_step_and_loss, strip_bars
-from paceline.explain.lines import MAX_RANKS, LogLine, has_word, split_prefix, strip_escapes, unwrap_json
+from paceline.explain.lines import (
+    MAX_LINE_BYTES,
+    MAX_LINE_CHARS,
+    MAX_RANKS,
+    LogLine,
+    cut_middle,
+    decode_line,
+    has_word,
+    split_line,
+    split_prefix,
+    strip_escapes,
+    unwrap_json,
+)
 from paceline.explain.log import LAST_LINES, Log, OpenRun
 from paceline.explain.log_text import CHUNK_BYTES, as_text, is_binary, split_start
 from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, may_start, rank_in_start, shape_of
 from paceline.explain.tracebacks import TracebackReader, as_raised
 
-MAX_LINE_CHARS = 4000
-MAX_WORD_CHARS = 400  # a pattern that begins with a word takes time by the square of the word's length
-LONG_WORD = re.compile(rb"\S{401,}")
 SAMPLE_BYTES = 1 << 16  # of a log, which show whether it is text
 NOT_TEXT, INCOMPLETE = "not a text", "the compressed file is incomplete"
 FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nearly every line has an error word
@@ -88,8 +97,6 @@ SNIPPET_RANK = re.compile(r"^\[Rank (?P<rank>\d{1,6}) Error Snippet\]:$")  # Ray
 LINTED = re.compile(  # by mypy, flake8 or ruff
     r"\S+\.pyi?:\d+(?::\d+)?: (?:(?:error|note): .* +\[[a-z-]+\]$|[A-Z]{1,3}\d{3,4}\b)"
 )
-ESCAPED = re.compile(rb'\\n *File \\?"')  # a traceback as one text, with its newlines as two characters
-GLUED = re.compile(rb"(?<=[^\s:\]])(?=\[rank\d+\]:)")  # where two ranks have written on one line
 
 
 def read_log(
@@ -353,31 +360,6 @@ class LogParser:
             if (first_line := self._run.bounds.first_line_behind(record)) is not None:
                 self._begin_run(first_line)
             self._run.add_record(record)
-
-
-def split_line(raw: bytes) -> list[bytes]:
-    """The parts of a line that different ranks wrote without a newline, or the lines of text in a line of JSON or in quotes."""
-    lines = unwrap_json(raw)
-    if ESCAPED.search(raw) and lines == [raw]:
-        lines = raw.replace(b'\\"', b'"').split(b"\\n")
-    return [part for line in lines for part in GLUED.split(line)]
-
-
-def decode_line(raw: bytes) -> str:
-    """The line as text of limited length, without escape sequences."""
-    return strip_escapes(cut_middle(raw).decode("utf-8", "replace"))
-
-
-def cut_middle(raw: bytes) -> bytes:
-    """Shortens a long line and long words in it to their two ends."""
-    if len(raw) <= MAX_WORD_CHARS:
-        return raw
-    raw = LONG_WORD.sub(
-        lambda match: match[0][: MAX_WORD_CHARS // 2] + b"..." + match[0][-MAX_WORD_CHARS // 2 :], raw[:MAX_LINE_BYTES]
-    )
-    if len(raw) <= MAX_LINE_CHARS:
-        return raw
-    return raw[: MAX_LINE_CHARS * 3 // 4] + b" ... " + raw[-MAX_LINE_CHARS // 4 :]
 
 
 def whole_lines(chunks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:

@@ -14,23 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import CACHE_SPACE
+from paceline.explain.curve_verdict import DIVERGED, STANDS_STILL
 from paceline.explain.explanation import (
+    HEALTHY,
     KERNEL_LOG,
     RECORDED,
     SUPERVISOR_CAUSES,
+    UNKNOWN,
     Explanation,
     format_failures,
     format_summary,
 )
 from paceline.explain.hang_files import hang_evidence, hang_fix
 from paceline.explain.log_text import count_lines
-from paceline.explain.verdict import HEALTHY, UNKNOWN, explain_health
+from paceline.explain.matches import PEER_DIED
+from paceline.explain.verdict import NAN, explain_health
 from paceline.file_systems import free_space
 from paceline.rundir import RunDir, is_locked, is_script_run, read_text, resume_command
 from paceline.units import unix_time
 
 DISK_FULL, STOPPED, SUPERVISOR_LOST = "disk-full", "keyboard-interrupt", "supervisor-lost"
-PREEMPTED, KILLED, PEER_DIED, HANG = "preempted-sigterm", "killed-from-outside", "peer-died", "hang"
+PREEMPTED, KILLED, HANG = "preempted-sigterm", "killed-from-outside", "hang"
 HOST_MEMORY, WORKER_KILLED = "host-oom-killed", "dataloader-worker-killed"
 MAX_ERROR_FILE_BYTES = 1 << 20
 KILL_CONFIDENCE = 0.8
@@ -40,7 +44,7 @@ HANGUP = "terminal-hangup"
 # what workers and their launcher write when the supervisor is gone
 AFTERMATH = {PREEMPTED, PEER_DIED, HANGUP}
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE", "SIGXCPU"}
-CURVE_CAUSES = ("loss-nan", "loss-diverged", "loss-stands-still")
+CURVE_CAUSES = (NAN, DIVERGED, STANDS_STILL)
 LINES_BEHIND = 40  # a failure
 EVEN_BATCHES = (
     "if it had fewer batches than the others, give all ranks as many (DistributedSampler, drop_last=True), and let none of them"

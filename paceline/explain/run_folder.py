@@ -21,25 +21,23 @@ from paceline.explain.curve_verdict import add_findings, explain_curves, judge_c
 from paceline.explain.evidence import (
     DISK_FIELDS,
     MEMORY_FIELDS,
-    SAMPLE_BYTES,
-    Sample,
     clock_texts,
+    exit_log,
     fill_texts,
-    find_xids,
     has_oom_kill,
     judge_run,
-    read_kernel_errors,
+    progress_log,
+    read_host_log,
     read_samples,
     slurm_logs,
+    system_logs,
 )
 from paceline.explain.explanation import (
-    KERNEL_LOG,
     RECORDED,
+    UNKNOWN,
     Evidence,
     Explanation,
-    LogProgress,
     Record,
-    RecordKind,
     name_host,
 )
 from paceline.explain.hang_files import RAS_NAME, companion_logs, flight_recorder_logs
@@ -65,16 +63,12 @@ from paceline.explain.recorded_end import (
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import has_json_metrics, is_metric_file, is_no_log, read_series
 from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, newest_run, ranks_of, reach_verdict
-from paceline.explain.verdict import UNKNOWN
-from paceline.heartbeat import read_heartbeats
 from paceline.rundir import (
     RunDir,
     check_readable,
     is_queued,
-    json_records,
     open_file,
     read_config,
-    read_end,
     read_json_lines,
     resume_command,
 )
@@ -108,22 +102,17 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     """Explains an attempt of a run, by default the last one; its fields are as the files have them."""
     all_events = list(read_json_lines(run.events))
     job = unstarted_job(all_events)
-    logs = slurm_logs(run, all_events, has_attempt=False) if attempt is None else []
-    numbers = [int(path.name) for path in run.path.glob("logs/*") if path.name.isdecimal()]
-    attempt = attempt or max(numbers, default=None)
-    if logs and (job or attempt is None):
-        explanation = reach_verdict(logs, values=run_values(run))
-        point = "it continued the run" if attempt else "its run began"
-        begin = f"Slurm's job {job.get('job_id')} ended before {point}: " if job else ""
-        notes = (*explanation.notes, *earlier_failures(all_events))
-        if explanation.shows_failure or attempt is None:
-            return replace(explanation, summary=f"{begin}{explanation.summary}", notes=notes)
+    if attempt is None:
+        numbers = [int(path.name) for path in run.path.glob("logs/*") if path.name.isdecimal()]
+        attempt = max(numbers, default=None)
+        if (job or attempt is None) and (ended := explain_job(run, all_events, job, has_attempt=attempt is not None)):
+            return ended
     if attempt is None:
         fix = f"paceline watch {run.quoted}" if is_queued(run) else resume_command(run)
         raise PacelineError(f"{run.name} has no logs: nothing was started", fix=fix)
     events = events_of([event for event in all_events if event is not job], attempt)
     starts = {event.get("attempt"): event.get("time") for event in all_events if event.get("event") == "attempt"}
-    start = next((event for event in events if event.get("event") == "attempt"), {})
+    start = find_last(events, "attempt")
     paths = run.health_dir.glob("*.jsonl") if start.get("time") else ()
     samples = {path.stem: read_samples(path, since=start["time"]) for path in sorted(paths)}
     hosts: dict[str, list[int]] = start.get("hosts") or {}  # the ranks on each of several
@@ -162,68 +151,25 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     return note_recoveries(explanation, run, all_events, attempt)
 
 
+def explain_job(
+    run: RunDir, events: Sequence[Mapping[str, Any]], job: Mapping[str, Any] | None, *, has_attempt: bool
+) -> Explanation | None:
+    """Explains the end of a Slurm job before the run began or was continued; None where only its attempts show a failure."""
+    logs = slurm_logs(run, events, has_attempt=False)
+    explanation = reach_verdict(logs, values=run_values(run)) if logs else None
+    if explanation is None or (has_attempt and not explanation.shows_failure):
+        return None
+    point = "it continued the run" if has_attempt else "its run began"
+    begin = f"Slurm's job {job.get('job_id')} ended before {point}: " if job else ""
+    notes = (*explanation.notes, *earlier_failures(events))
+    return replace(explanation, summary=f"{begin}{explanation.summary}", notes=notes)
+
+
 def run_values(run: RunDir) -> dict[str, str]:
     """Values from the run's config for the sentences of the catalogue."""
     size = read_config(run).get("device_batch_size")
     half = {"half_batch": str(size // 2)} if isinstance(size, int) and size > 1 else {}
     return {**half, "resume": resume_command(run)}
-
-
-def exit_log(events: Sequence[Mapping[str, Any]], attempt: int) -> Log:
-    """How each rank of an attempt ended, in the form of a launcher's report; an end that is a consequence counts as forwarded."""
-    end = find_last(events_of(events, attempt), "attempt_ended").get("state")
-    records = []
-    for number, event in enumerate(events, 1):
-        if event.get("attempt") not in (None, attempt):
-            continue
-        if event.get("event") == "rank_failed":
-            code, signal = event.get("exit_code"), event.get("signal")
-            text = f"exitcode: {code}" if signal is None else f"terminated by signal {signal}"
-            kind: RecordKind = "banner" if event.get("consequence") else "exit" if signal is None else "signal"
-            records.append(Record(kind, text, number, rank=event.get("rank"), source=RECORDED))
-        elif event.get("event") == "stopping" and event.get("signal") and end != "finished":  # else it came too late
-            records.append(Record("signal", f"Received signal {event['signal']}", number, source=RECORDED))
-    return Log(records=tuple(records))
-
-
-def progress_log(run: RunDir, events: Sequence[Mapping[str, Any]]) -> Log:
-    """How far each rank got, from progress/ and metrics.jsonl, and whether the run reports its end."""
-    steps = {rank: heartbeat.step for rank, heartbeat in read_heartbeats(run).items()}
-    progress = LogProgress(last_step=max(steps.values(), default=None))
-    first = next((line for line in read_json_lines(run.metrics) if isinstance(line.get("step"), int)), None)
-    if first is not None:
-        last = dict(first)
-        for record in json_records(read_end(run.metrics, SAMPLE_BYTES)[0].splitlines()):
-            last |= record if isinstance(record.get("step"), int) else {}
-        progress = LogProgress(count_lines(run.metrics), first["step"], last["step"], last.get("loss"))
-    progress = replace(progress, finished=any(event.get("event") == "finished" for event in events))
-    return Log(progress=progress, last_steps=steps, ranks=frozenset(steps))
-
-
-def read_host_log(path: Path, host: str) -> Log:
-    """What agent and engine of another host wrote, or lines of its kernel log; each record has the host."""
-    source = str(path) if path.name.startswith("launch") else f"{KERNEL_LOG} of {host}"
-    log = read_log(read_chunks(path), source=source)
-    return replace(log, records=tuple(replace(record, host=record.host or host) for record in log.records))
-
-
-def system_logs(
-    samples: Mapping[str, Sequence[Sample]], events: Sequence[Mapping[str, Any]], far_hosts: Sequence[str]
-) -> list[Log]:
-    """The lines of this host's kernel log about an attempt's processes, and the Xid errors in the samples in the same format."""
-    start, ended = find_last(events, "attempt"), find_last(events, "attempt_ended")
-    pids, hosts = start.get("pids") or (), start.get("hosts") or {}
-
-    def ranks_on(*names: str) -> dict[int, int]:
-        """By process id; the same one may belong to another process on another host."""
-        return {pid: r for r, pid in enumerate(pids) if not hosts or any(r in hosts.get(name, ()) for name in names)}
-
-    near = {} if ended.get("state") == "finished" else ranks_on(*(hosts.keys() - far_hosts))
-    errors = read_kernel_errors(near, since=unix_time(start.get("time")), until=unix_time(ended.get("time")))
-    lines: list[tuple[str, int | None, str]] = [(line, rank, KERNEL_LOG) for rank, line in errors]
-    for host, host_samples in samples.items():
-        lines += [(line, rank, f"health/{host}") for line, rank in find_xids(host, host_samples, ranks_on(host))]
-    return [read_log([line.encode()], rank=rank, source=source) for line, rank, source in lines]
 
 
 def correct_kill(

@@ -1,7 +1,8 @@
 """
 The sentences of an explanation: the catalogue's templates with the values of a log.
 
-The values come from the pattern's groups, from the record, and from the caller.
+The values come from the pattern's groups, from the record, and from the caller. A failure that is not in the catalogue has a fix
+that says what to look for.
 """
 
 import re
@@ -12,6 +13,7 @@ from itertools import cycle
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.explanation import LogProgress, Record
 from paceline.explain.frames import INSTALLED
+from paceline.explain.log import Log
 from paceline.explain.matches import Event
 from paceline.units import format_bytes, format_duration, format_list, format_ranks
 
@@ -29,6 +31,8 @@ BYTES = re.compile(r"(\d{1,15})(?: bytes)?")
 MAX_DIGITS = 15  # of a duration
 OPTIONAL = re.compile(r"\[([^\[\]]*\{[^\[\]]*)\]")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
+ONE_LOG = "COMMAND > run.log 2>&1, then paceline explain run.log"
+ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 QUOTING_CODE = re.compile(r"`([^`\"]*'[^`\"]*)`")  # code between backticks with a text in it
 
 
@@ -127,6 +131,27 @@ def format_fix(cause: Cause, records: Sequence[Record], values: Mapping[str, str
         texts += [f"host {record.host}", record.text, *record.frames]
     fix, groups = cause.choose_fix("\n".join(texts))
     return fill_template(fix, {**values, **clean_values(groups)}, has_commands=True)
+
+
+def unknown_fix(record: Record, logs: Sequence[Log]) -> str:
+    """How to find out more about a failure that is not in the catalogue."""
+    if record.kind == "line":
+        return f"read what stands around line {record.line:,}, and look for its text in the script or program that printed it"
+    if record.kind == "exception":
+        return (
+            "read the frames above that line; if they do not show the cause, run again with CUDA_LAUNCH_BLOCKING=1"
+            " and TORCH_SHOW_CPP_STACKTRACES=1"
+        )
+    if is_one_process(logs):
+        return f"run again with PYTHONFAULTHANDLER=1: {ONE_LOG}; also check dmesg on its host"
+    if all(record.kind != "exception" for log in logs for record in log.records):
+        return f"the failed rank's own output is missing: {ONE_LOG_PER_RANK}; also check dmesg on its host"
+    return f"run again with PYTHONFAULTHANDLER=1, NCCL_DEBUG=INFO and one log per rank: {ONE_LOG_PER_RANK}"
+
+
+def is_one_process(logs: Sequence[Log]) -> bool:
+    """Whether nothing shows several ranks."""
+    return len(logs) == 1 and logs[0].has_one_process
 
 
 def fill_template(template: str, values: Mapping[str, str], *, has_commands: bool = False) -> str:

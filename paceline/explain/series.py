@@ -22,11 +22,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.errors import PacelineError
 from paceline.explain.event_files import Report, read_event_file, read_wandb_file
 from paceline.explain.explanation import CurveEvidence
 from paceline.explain.line_measures import ERROR_NAME, HELD_OUT_PART, HELD_OUT_WORD, PART_FIELDS
-from paceline.explain.log_text import START_BYTES, message_column
+from paceline.explain.log_text import START_BYTES, message_column, unreadable_log
 from paceline.noise import median
 from paceline.rundir import json_records, open_file
 from paceline.units import format_number_of, unix_time
@@ -299,9 +298,7 @@ def read_series(files: Iterable[Path], table: SeriesTable | None = None) -> tupl
                 reader(file, table, messages.append)
                 table.end = file.tell()
         except OSError as error:
-            raise PacelineError(
-                f"{path} cannot be read: {error.strerror or error}", fix="check the path and its permissions"
-            ) from error
+            raise unreadable_log(path, error) from error
         notes += (f"{path.name}: {message}" for message in messages)
     return [series for table in tables.values() for series in table.take_series()], notes
 

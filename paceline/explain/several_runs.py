@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.explanation import Explanation
+from paceline.explain.explanation import HEALTHY, UNKNOWN, Explanation
 from paceline.explain.log import Log
 from paceline.explain.matches import MIN_STEPS, NOT_FOUND
 from paceline.explain.roots import JOB_ENDS
 from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.signs_of_trouble import ends_well
-from paceline.explain.verdict import HEALTHY, UNKNOWN, explain_one_run
+from paceline.explain.verdict import explain_one_run
 from paceline.units import format_number_of
 
 # that an earlier program of a script may not have written
@@ -42,11 +42,12 @@ RANK_FILE = re.compile(
 )
 APART_S, FINISHED_APART_S = 3600.0, 600.0  # no rank works on for so long without another; nor ends well, if it does
 ONE_RUN_APART_S = 60.0  # the logs of one run's hosts end together, nearly always
+INTERRUPTED = "keyboard-interrupt"
 ENDS_FROM_OUTSIDE = {
     "host-oom-killed",
     "killed-from-outside",
     "preempted-sigterm",
-    "keyboard-interrupt",
+    INTERRUPTED,
     "terminal-hangup",
 }
 STREAM = re.compile(r"(?:std)?(?:out|err)|\.[oe](?=\d)")  # in the name of a file, of which one run has two
@@ -188,7 +189,11 @@ def judge_runs(runs: Sequence[Run]) -> int:
     before = runs[last - 1]
     was_ended = before.log.has_end or is_from_outside(before)
     just_began = runs[last].log.is_later or (runs[last].log.is_restart and not was_ended)
-    if not shown or (just_began and runs[last].state == "silent"):
+    # by the user, who started the next one
+    was_stopped = (
+        before.explanation.cause == INTERRUPTED and runs[last].log.by_command and runs[last].num_lines > FEW_LINES
+    )
+    if not shown or ((just_began or was_stopped) and runs[last].state == "silent"):
         return last
     at = shown[-1]
     while at > 0 and runs[at - 1].state == "failed" and is_consequence(runs[at], runs[at - 1]):

@@ -184,7 +184,7 @@ def last_errors(log: Log, *, has_failed: bool) -> list[Record]:
         return []
     last_line, above = log.last_progress_line - 1, announcing(log)  # an error may name its step or loss itself
     if ends_well(log):
-        last_line = max(last_line, log.last_lines[-1][0] - WENT_ON)
+        last_line = max(last_line, log.last_line - WENT_ON)
     lines = (record for record in log.records if record.kind == "line" and record.line not in above)
     records = [record for record in lines if ERROR_PREFIX.search(record.text)]
     survived = Counter(shape_of(record.text) for record in records if record.line <= last_line)
@@ -236,8 +236,7 @@ def skipped_steps(log: Log) -> list[Record]:
 
 def announcing(log: Log) -> set[int]:
     """The lines right above exceptions that ended no program, as the log goes on."""
-    last_line = log.last_line
-    far = (record for record in log.records if record.line + WENT_ON < last_line)
+    far = (record for record in log.records if record.line + WENT_ON < log.last_line)
     survived = [record for record in far if left_program_running(record, log)]
     caught = [record for record in log.records if record.kind == "exception" and is_caught(record, log)]
     return {record.line - 1 for record in (*survived, *caught)}
@@ -253,7 +252,7 @@ def last_texts(log: Log) -> list[str]:
 
 
 def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
-    """The last lines of the logs, behind progress and results, of which a word tells of trouble; of a thread that ended none."""
+    """The last lines of the logs, behind progress and results, that tell of trouble; none whose like was survived twice."""
     trouble = []
     for log in logs:
         threads = [record.line for record in log.records if left_program_running(record, log)]
@@ -263,12 +262,15 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         results = [number for number, text in lines if is_result(text, log)]
         last_good = max([log.last_progress_line, *results])
         was_shut_down = any(SHUT_DOWN.search(text) for _, text in log.last_lines)
+        ends = {shape_of(split_prefix(text).text) for _, text in lines}
+        alike = [record for record in log.records if shape_of(record.text) in ends]
+        survived = Counter(shape_of(record.text) for record in alike if len(log.steps_after(record)) >= STEPS_AFTER)
         trouble += [
             (number, text)
             for number, text in lines
             if number > last_good or (last_good == number == log.last_progress_line and MARKED_ERROR.match(text))
             if number <= min([number, *threads]) and is_trouble(text, at_end=True)
-            if not (was_shut_down and ENDED.search(text))
+            if survived[shape_of(split_prefix(text).text)] < 2 and not (was_shut_down and ENDED.search(text))
         ]
     return trouble
 
@@ -280,15 +282,14 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
         for log in logs
         if not ends_in(SUMMARY, log)
         for passed in [passed_shapes(log)]
-        for last_line in [log.last_line]
         for above in [announcing(log)]
         for record in log.records
         if record.line not in above
-        if record.line > last_line - WENT_ON or not (passed is None or shape_of(record.text) in passed)
+        if record.line > log.last_line - WENT_ON or not (passed is None or shape_of(record.text) in passed)
         if is_trouble(record.text) and not (left_program_running(record, log) or failed_at_import(record))
         if not is_caught(record, log)
-        if not (NOT_FOUND.search(record.text) and record.line + WENT_ON < last_line)
-        if not (NOT_SET_UP.search(record.text) and record.line + MAX_ADVICE < last_line)
+        if not (NOT_FOUND.search(record.text) and record.line + WENT_ON < log.last_line)
+        if not (NOT_SET_UP.search(record.text) and record.line + MAX_ADVICE < log.last_line)
     ]
 
 
@@ -388,7 +389,7 @@ def is_ordinary(log: Log) -> bool:
     # all that a bar draws on its line is one
     ordinary = {(number, "%|" in text or text) for number, text in log.last_lines if not MONITOR.search(text)}
     begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
-    if log.last_lines and log.last_lines[-1][0] - log.first_line < MIN_OUTPUT and not ends_well(log):
+    if log.last_lines and log.last_line - log.first_line < MIN_OUTPUT and not ends_well(log):
         begins = begins or any(ANNOUNCES.search(split_prefix(text).text) for _, text in log.last_lines[-LAST_CHECKED:])
     end = "".join(text for _, text in log.last_lines)
     is_decoded = end.count("\ufffd") < MAX_UNDECODED * len(end) + 1

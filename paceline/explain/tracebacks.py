@@ -74,7 +74,9 @@ RAISED = re.compile(
 )
 BARE_ASSERTION = re.compile(r"^AssertionError:?\s*$")
 LONELY_TYPE = re.compile(r"^((?:\w+\.)*\w+:) *\n(?=\S)")  # its message is on the next line, as rich breaks it
-REQUEST_ID = re.compile(r"\(Request ID: [^)]*\)$")  # of huggingface_hub, whose message follows a blank line
+BEFORE_BLANK = re.compile(
+    r"\(Request ID: [^)]*\)$|WeightsUnpickler error: *$"
+)  # of huggingface_hub, torch.load: the rest follows
 # whose statement says what was empty or never begun, or that a file was to be written
 SHOWN_WITH_SOURCE = ("ZeroDivisionError: ", "IndexError: list index out of range", "UnboundLocalError: ")
 STATEMENT_SHOWN = tuple(  # messages that need their statement below them, and what it contains then
@@ -345,7 +347,7 @@ def continues(error: Unfinished, line: LogLine) -> bool:
     text = line.text
     if (line.time is not None and error.record.time is None) or ONE_LINE.match(error.message[0]):
         return False
-    if not text.strip() and len(error.message) == 1 and REQUEST_ID.search(error.message[0]):
+    if not text.strip() and BEFORE_BLANK.search(error.message[-1]):
         return True
     if not text.strip() or "%|" in text or len(error.message) >= MAX_MESSAGE_LINES or NOT_MESSAGE.match(text):
         return False

@@ -12,7 +12,16 @@ from dataclasses import replace
 from paceline.explain.blame import culprit_rank, rank_blamed_by_launcher, rank_in_text
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl, is_closed
-from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record, make_evidence, shorten
+from paceline.explain.explanation import (
+    HEALTHY,
+    UNKNOWN,
+    Evidence,
+    Explanation,
+    LogProgress,
+    Record,
+    make_evidence,
+    shorten,
+)
 from paceline.explain.line_measures import MEAN_LOSS
 from paceline.explain.log import UNNAMED, Log, step_of
 from paceline.explain.matches import (
@@ -34,16 +43,20 @@ from paceline.explain.roots import (
     of_last_program,
     silent_exit,
     without_consequences,
-)  # fmt: skip
+)
 from paceline.explain.run_bounds import BUFFERED_LINES, ended_program
 from paceline.explain.sentences import (
+    ONE_LOG,
+    ONE_LOG_PER_RANK,
     clean_values,
     describe_places,
     describe_survived,
     fill_template,
     format_fix,
     frame_values,
+    is_one_process,
     template_values,
+    unknown_fix,
 )
 from paceline.explain.signs_of_trouble import (
     EARLY_STOP,
@@ -65,7 +78,7 @@ from paceline.explain.signs_of_trouble import (
 from paceline.explain.tracebacks import CUT_OFF, IGNORED_INTERRUPT
 from paceline.units import format_number_of
 
-HEALTHY, UNKNOWN, DIVERGED, EMPTY = "healthy", "unknown", "loss-nan", "dataset-empty"
+NAN, EMPTY = "loss-nan", "dataset-empty"
 MIN_SCORE = 0.2  # an event with a lower score is ignored
 ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
@@ -82,27 +95,14 @@ RAISE_STEPS = "raise max_steps or num_train_epochs above the checkpoint's, or st
 NO_STEPS = "nothing was trained: the training began at its end and took no step"
 NO_BATCHES = "nothing was trained: no epoch at the end of the log ran a batch"
 RERUN_CELLS = "run its cells to the end, save the notebook, and pass it: paceline explain NOTEBOOK"
-ONE_LOG = "COMMAND > run.log 2>&1, then paceline explain run.log"
-ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 METRICS = re.compile(r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}')
 FAILED = re.compile(r"\bFAILED\b")
 
 
 def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanation:
     """The explanation of one run, the last one in each log; values: what the logs do not contain, such as the batch size."""
-    if len(logs) > 1 or any(
-        log.progress.nan_line or (log.progress.done_line or 0) > log.last_progress_line for log in logs
-    ):
-        records = [tuple(record for record in log.records if record.text != IGNORED_INTERRUPT) for log in logs]
-        logs = [replace(log, records=others) for log, others in zip(logs, records, strict=True)]
+    logs, progress = without_ignored_interrupts(logs), progress_of(logs)
     events = [event for number, log in enumerate(logs) for event in find_events(log, number=number)]
-    # with one log per rank: the progress of the log with the most steps, with the ends of all
-    parts = [log.progress for log in logs]
-    longest = max(parts, key=lambda part: (part.steps, part.last_step or 0), default=LogProgress())
-    finished = any(part.finished for part in parts)
-    is_open = not finished and not any(log.is_notebook for log in logs)  # a cell has ended
-    silent_end = is_open and longest.silent_end and all(part.silent_end for part in parts if part.steps)
-    progress = replace(longest, finished=finished, silent_end=silent_end)
     fatal = [event for event in events if event.cause.severity == "fatal" and event.score >= MIN_SCORE]
     candidates = [event for event in fatal if not event.run_continued]
     unexplained = unexplained_failures(logs, events)
@@ -116,7 +116,7 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
     if not candidates and progress.nan_line is not None:
-        return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
+        return explain_divergence(load_catalogue().causes[NAN], progress.nan_line, progress, values)
     blamed = rank_blamed_by_launcher(logs)
     if all(event.from_launcher and event.record.kind in ("exit", "signal") for event in candidates):
         open_logs = [log for log in logs if not log.progress.finished]
@@ -141,10 +141,28 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
     candidates = apply_hang(candidates, hang)
     roots = of_last_program(without_consequences(find_roots(candidates, hang), logs), logs)
     culprit = choose_culprit(roots, blamed)
-    if culprit.cause.id == DIVERGED and culprit.record.kind == "line" and progress.nan_line is not None:
+    if culprit.cause.id == NAN and culprit.record.kind == "line" and progress.nan_line is not None:
         return explain_divergence(culprit.cause, progress.nan_line, progress, values)
     explanation = explain_event(culprit, roots, candidates, logs, progress, values, hang=hang)
     return explanation if unexplained else note_steps_behind(explanation, culprit, logs)
+
+
+def without_ignored_interrupts(logs: Sequence[Log]) -> Sequence[Log]:
+    """The logs without a Ctrl-C that Python ignored, unless nothing else tells how one log ended."""
+    has_other_end = any(log.progress.nan_line or (log.progress.done_line or 0) > log.last_progress_line for log in logs)
+    if len(logs) == 1 and not has_other_end:
+        return logs
+    return [replace(log, records=tuple(r for r in log.records if r.text != IGNORED_INTERRUPT)) for log in logs]
+
+
+def progress_of(logs: Sequence[Log]) -> LogProgress:
+    """The progress of the log with the most steps, with the ends of all: each rank may have a log of its own."""
+    parts = [log.progress for log in logs]
+    longest = max(parts, key=lambda part: (part.steps, part.last_step or 0), default=LogProgress())
+    finished = any(part.finished for part in parts)
+    is_open = not finished and not any(log.is_notebook for log in logs)  # a cell has ended
+    silent_end = is_open and longest.silent_end and all(part.silent_end for part in parts if part.steps)
+    return replace(longest, finished=finished, silent_end=silent_end)
 
 
 def explain_event(
@@ -160,7 +178,7 @@ def explain_event(
     cause, record = culprit.cause, culprit.record
     rank = culprit_rank(culprit, candidates, logs, hang=hang)
     step = step_of(rank, record, logs, progress)
-    diverged = cause.id == DIVERGED and progress.nan_line is not None
+    diverged = cause.id == NAN and progress.nan_line is not None
     if diverged:
         step = progress.nan_step
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
@@ -286,7 +304,9 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, trouble)
     if any(map(is_ordinary, logs)):
         result = final_result(logs)
-        summary = f"no failure found in {count_lines(logs):,} lines, but they report no step and no end"
+        summary = (
+            f"no failure found in {sum(log.last_line for log in logs):,} lines, but they report no step and no end"
+        )
         if result:
             summary = f"{summary.removesuffix(' and no end')}; the last line is: {shorten(result)[:MAX_QUOTE]}"
         fix = "" if result or any(log.is_notebook for log in logs) else CHECK_END
@@ -312,7 +332,7 @@ def hardly_began(log: Log) -> bool:
 
 def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:
     """For logs that show neither a known failure nor that the run works: what was read. trouble: their suspicious lines."""
-    num_lines = format_number_of(count_lines(logs), "line")
+    num_lines = format_number_of(sum(log.last_line for log in logs), "line")
     fix = f"pass the whole log of every rank: {ONE_LOG_PER_RANK}"
     if is_one_process(logs):
         fix = RERUN_CELLS if logs[0].is_notebook else f"pass all that the run printed: {ONE_LOG}"
@@ -337,11 +357,6 @@ def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequenc
     ends = [Evidence(number, shorten(text)) for log in logs for number, text in log.last_lines[-1:]]
     evidence = tuple([*(trouble or ends)][:MAX_EVIDENCE])
     return Explanation(UNKNOWN, summary=summary, fix=fix, evidence=evidence, progress=progress)
-
-
-def count_lines(logs: Sequence[Log]) -> int:
-    """The number of lines up to the last one that is not blank."""
-    return sum(log.last_lines[-1][0] for log in logs if log.last_lines)
 
 
 def explain_health(progress: LogProgress) -> Explanation:
@@ -378,23 +393,3 @@ def explain_unknown(
         fix=unknown_fix(first, logs), evidence=evidence, consequences=make_evidence(victims, MAX_CONSEQUENCES),
         progress=progress, victims=ranks_of_victims(victims, first.rank),
     )  # fmt: skip
-
-
-def unknown_fix(record: Record, logs: Sequence[Log]) -> str:
-    if record.kind == "line":
-        return f"read what stands around line {record.line:,}, and look for its text in the script or program that printed it"
-    if record.kind == "exception":
-        return (
-            "read the frames above that line; if they do not show the cause, run again with CUDA_LAUNCH_BLOCKING=1"
-            " and TORCH_SHOW_CPP_STACKTRACES=1"
-        )
-    if is_one_process(logs):
-        return f"run again with PYTHONFAULTHANDLER=1: {ONE_LOG}; also check dmesg on its host"
-    if all(record.kind != "exception" for log in logs for record in log.records):
-        return f"the failed rank's own output is missing: {ONE_LOG_PER_RANK}; also check dmesg on its host"
-    return f"run again with PYTHONFAULTHANDLER=1, NCCL_DEBUG=INFO and one log per rank: {ONE_LOG_PER_RANK}"
-
-
-def is_one_process(logs: Sequence[Log]) -> bool:
-    """Whether nothing shows several ranks."""
-    return len(logs) == 1 and logs[0].has_one_process

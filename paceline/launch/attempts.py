@@ -15,7 +15,7 @@ from functools import partial
 
 from paceline.errors import INTERRUPTED, PacelineError
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.explanation import Explanation, format_explanation, format_summary
+from paceline.explain.explanation import UNKNOWN, Explanation, format_explanation, format_summary
 from paceline.explain.recorded_end import HANG, SUPERVISOR_LOST, earlier_failures, lost_supervisor_texts, next_command
 from paceline.explain.run_folder import explain_run
 from paceline.launch.failure import REJOINS, explain_end
@@ -281,7 +281,7 @@ def run_one_attempt(job: Job, number: int, signals: StopSignals) -> tuple[Outcom
     try:
         explanation = explain_run(job.run, attempt=number)
     except PacelineError as error:  # logs that cannot be read
-        explanation = Explanation("unknown", summary=error.message, fix=error.fix)
+        explanation = Explanation(UNKNOWN, summary=error.message, fix=error.fix)
     except Exception as error:  # a bug of paceline's must not hide the failure of the run
         text = f"the failure could not be explained ({type(error).__name__}: {error})"
         append_event(job.run, "note", text=f"attempt {number}: {text}")
@@ -337,7 +337,7 @@ def format_explained(outcome: Outcome, run: RunDir) -> str:
     failure, explanation = format_failure(outcome, run), outcome.explanation
     if explanation is None or outcome.failures[0].fix is not None:
         return failure  # the rank itself reported cause and fix
-    if explanation.cause not in {"unknown", *load_catalogue().causes}:  # only the supervisor knows it
+    if explanation.cause not in {UNKNOWN, *load_catalogue().causes}:  # only the supervisor knows it
         return f"{failure}\n\n{explanation.cause}: {format_summary(explanation)}\n  fix: {explanation.fix}"
     return f"{failure}\n\n{format_explanation(explanation)}"
 

@@ -21,26 +21,27 @@ import psutil
 
 from paceline.errors import TrainingFailed
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
+from paceline.explain.explanation import HEALTHY, KERNEL_LOG, UNKNOWN, Explanation, name_host
 from paceline.explain.hang_files import flight_recorder_logs, hang_fix
 from paceline.explain.lines import strip_escapes
 from paceline.explain.log import Log
+from paceline.explain.matches import PEER_DIED
 from paceline.explain.recorded_end import (
     DISK_FULL,
     EVEN_BATCHES,
     HANG,
+    HOST_MEMORY,
     KILLED,
-    PEER_DIED,
     WORKER_KILLED,
     RankError,
     explain_full_disk,
+    find_last,
     next_command,
     read_error_file,
 )
-from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import END_PHASES, read_heartbeat
 from paceline.launch.log_tail import ERROR_START, PEER_LOST, exception_line, read_log_tail
-from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
+from paceline.launch.policy import TRAINER_CRASHES, AttemptEnd, Retry
 from paceline.launch.ssh import disk_fix
 from paceline.launch.stacks import STATES, Frame, call_site, main_frames
 from paceline.plan.host import memory_limit, physical_memory_bytes
@@ -195,25 +196,9 @@ def explain_end(
     """
     all_events = list(read_json_lines(run.events))
     events = [event for event in all_events if event.get("attempt") in (None, attempt)]
-    hang = next((event for event in reversed(events) if event.get("event") == "hang"), None)
+    hang = find_last(events, "hang")
     explanation = replace(explanation, host=root.host or explanation.host)
-    lost_worker = explanation.cause == WORKER_KILLED and "Killed" in explanation.summary  # of a data loader
-    if root.cause in OF_HOSTS:
-        explanation = explain_host(explanation, root)
-    elif root.exit_code == 0:
-        log = run.rank_log(attempt, root.rank or 0)
-        fix = f"read the end of {log}: usually the script or a library called exit, or SIGTERM came before step 1"
-        fix = f"{EVEN_BATCHES}; else {fix}" if root.message == SCRIPT_EXIT else fix
-        summary = f"rank {root.rank} ended with {root.message}"
-        explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
-    elif hang is not None:
-        explanation = explain_hang(explanation, hang, run, recorder_logs=flight_recorder_logs(run, attempt, events))
-    elif was_killed(root) or (memory_ran_out and lost_worker):
-        explanation = explain_kill(explanation, root, run, memory_ran_out=memory_ran_out)
-    elif explanation.cause == PORT_IN_USE and (place := own_port(root)):
-        explanation = explain_port(explanation, root, place)
-    elif explanation.cause == BUS_ERROR and root.traceback:
-        explanation = explain_bus_error(explanation, root.traceback)
+    explanation = correct_cause(explanation, root, run, attempt, events, hang=hang, memory_ran_out=memory_ran_out)
     if explanation.cause in (UNKNOWN, HEALTHY):
         explanation = explain_full_disk(explanation, run, events, free_bytes.get(root.host or ""), host=root.host)
     if explanation.cause == HEALTHY:  # its logs show no failure, and it failed
@@ -225,8 +210,7 @@ def explain_end(
     explanation = replace(explanation, cause=error.cause or explanation.cause)
     if root.fix is not None and explanation.cause in TRAINER_CRASHES:
         explanation = replace(explanation, cause=REFUSED, summary=root.message, fix=root.fix, confidence=1.0)
-    hosts = next((event.get("hosts") for event in events if event.get("event") == "attempt"), None)
-    explanation = name_host(explanation, hosts or {})
+    explanation = name_host(explanation, find_last(events, "attempt").get("hosts") or {})
     milestones = [event["event"] for event in all_events if event.get("event") in ("attempt", "checkpoint")]
     end = AttemptEnd(
         cause=explanation.cause,
@@ -234,10 +218,41 @@ def explain_end(
         rank=root.rank if explanation.rank is None else explanation.rank,
         step=explanation.step if error.step is None else error.step,
         new_checkpoint=milestones[-1:] == ["checkpoint"],
-        error=comparable_error(explanation, root, hang or {}),
+        error=comparable_error(explanation, root, hang),
         rolled_back=error.rollback,
     )
     return end, explanation
+
+
+def correct_cause(
+    explanation: Explanation,
+    root: Failure,
+    run: RunDir,
+    attempt: int,
+    events: Sequence[Mapping[str, Any]],
+    *,
+    hang: Mapping[str, Any],
+    memory_ran_out: bool | None,
+) -> Explanation:
+    """Returns the explanation with the cause that the supervisor observed, where it knows more than the logs. hang: its event."""
+    lost_worker = explanation.cause == WORKER_KILLED and "Killed" in explanation.summary  # of a data loader
+    if root.cause in OF_HOSTS:
+        return explain_host(explanation, root)
+    if root.exit_code == 0:
+        log = run.rank_log(attempt, root.rank or 0)
+        fix = f"read the end of {log}: usually the script or a library called exit, or SIGTERM came before step 1"
+        fix = f"{EVEN_BATCHES}; else {fix}" if root.message == SCRIPT_EXIT else fix
+        summary = f"rank {root.rank} ended with {root.message}"
+        return replace(explanation, cause=EXITED, rank=root.rank, summary=summary, fix=fix, confidence=1.0)
+    if hang:
+        return explain_hang(explanation, hang, run, recorder_logs=flight_recorder_logs(run, attempt, events))
+    if was_killed(root) or (memory_ran_out and lost_worker):
+        return explain_kill(explanation, root, run, memory_ran_out=memory_ran_out)
+    if explanation.cause == PORT_IN_USE and (place := own_port(root)):
+        return explain_port(explanation, root, place)
+    if explanation.cause == BUS_ERROR and root.traceback:
+        return explain_bus_error(explanation, root.traceback)
+    return explanation
 
 
 def comparable_error(explanation: Explanation, root: Failure, hang: Mapping[str, Any]) -> str:
@@ -267,7 +282,7 @@ def retry_class(explanation: Explanation, root: Failure, *, rollback: bool) -> R
 
 
 def explain_hang(
-    explanation: Explanation, hang: dict[str, Any], run: RunDir, *, recorder_logs: Sequence[Log]
+    explanation: Explanation, hang: Mapping[str, Any], run: RunDir, *, recorder_logs: Sequence[Log]
 ) -> Explanation:
     """Explains a hang. recorder_logs: what the flight recorders show of the rank that is late."""
     # launch.log shows how the supervisor ended the rank

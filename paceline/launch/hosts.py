@@ -16,7 +16,7 @@ from paceline.config import MAX_HOSTS, Config
 from paceline.errors import UsageError
 from paceline.launch.meeting import NodeLink
 from paceline.launch.ssh import ssh_name
-from paceline.slurm import allocation
+from paceline.slurm import allocation, numbers_of
 from paceline.units import format_number_of
 
 EXAMPLE = "--hosts ada,bob, user@ada, ada:2 for two ranks, node[1-4], [fe80::1], or a file with a host on each line"
@@ -226,7 +226,7 @@ def expand_range(word: str, place: str) -> list[str]:
             raise UsageError(f"{place}: {match[0]} in {word!r} is not a range", fix="node[1-4], node[01-04,7]")
         if int(high or low) - int(low) + len(numbers) >= MAX_HOSTS:
             raise UsageError(f"{place}: {word!r} stands for more than {MAX_HOSTS:,} hosts", fix="node[1-4]")
-        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
+        numbers += numbers_of(part)
     return [word[: match.start()] + number + word[match.end() :] for number in numbers]
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.explain.recorded_end import HANG
+from paceline.explain.explanation import UNKNOWN
+from paceline.explain.recorded_end import HANG, HOST_MEMORY
 from paceline.options import Recovery
 from paceline.units import format_number_of
 
@@ -27,8 +28,7 @@ CRASHES = frozenset({
     "cufft-failure", "sigbus",
 })  # fmt: skip
 # In a script these are the author's to fix. The trainer runs no code of the user's, so there they count as crashes.
-TRAINER_CRASHES = CRASHES | {"unknown", "user-code-exception", "cuda-driver-broken", "collective-bad-tensor"}
-HOST_MEMORY = "host-oom-killed"
+TRAINER_CRASHES = CRASHES | {UNKNOWN, "user-code-exception", "cuda-driver-broken", "collective-bad-tensor"}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from paceline.launch.supervisor import Outcome
 from paceline.launch.train import changed_run
 from paceline.launch.trial import first_failure, memory_reason, read_reports, run_session, session_folder
 from paceline.options import ProfileOptions
-from paceline.plan.advice import FULLEST_PROFILE
 from paceline.plan.algorithms import ALGORITHMS
 from paceline.plan.breakdown import COMPUTE, IDLE, PARTS, SENT
 from paceline.plan.estimate import NAMES
@@ -39,7 +38,7 @@ from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.memory import fullest_state
 from paceline.plan.planner import Plan, memory_setup
 from paceline.plan.replan import MakePlan, replan
-from paceline.plan.sizing import PROFILES, divisors
+from paceline.plan.sizing import FULLEST_PROFILE, PROFILES, divisors
 from paceline.rundir import RunDir, is_locked, write_atomic
 from paceline.terminal import show_progress
 from paceline.typed_fields import find_training_run

@@ -10,10 +10,12 @@ import json
 import shlex
 import shutil
 import sys
+from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from paceline.config import LENGTH_KEYS, Config, cache_dir
@@ -51,13 +53,14 @@ from paceline.plan.shapes import param_shapes
 from paceline.rundir import RunDir, read_json_lines, resume_command, unwritable_run, write_atomic
 from paceline.terminal import show_progress
 from paceline.typed_fields import read_run_file
-from paceline.units import format_list, format_number_of
+from paceline.units import format_duration, format_list, format_ms, format_number_of, parse_duration
 
 # `resume` takes no other value of these
 FIXED_KEYS = (
     "name", "seed", "text_field", "tokenizer", "vocab_size", "depth", "n_embd", "head_dim", "n_kv_head", "sequence_len",
     "total_batch_size", "optimizer", "packing", "init_from",
 )  # fmt: skip
+LAST_LINES = 20  # of metrics.jsonl
 # they decide the rows of a step, and the first weights; the same text may be at another place
 ROW_KEYS = ("data", "val_data", "text_field", "tokenizer", "packing", "seed", "init_from")
 
@@ -96,8 +99,19 @@ def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, ot
     if changes.get("time") is not None:
         raise PacelineError(
             f"time sets the length of a new run; {run.name} keeps its {format_number_of(config.num_steps or 0, 'step')}",
-            fix=f"--num-steps {2 * (config.num_steps or 0)} makes it longer",
+            fix=longer_fix(run, config, parse_duration(str(changes["time"]))),
         )
+
+
+def longer_fix(run: RunDir, config: Config, time_s: float) -> str:
+    """Returns the length with which a run goes on for this time, as fast as its last logged steps; twice its own without them."""
+    lines = deque((line for line in read_json_lines(run.metrics) if line.get("tok_per_sec")), maxlen=LAST_LINES)
+    if not lines or not config.total_batch_size:
+        return f"--num-steps {2 * (config.num_steps or 0)} makes it longer"
+    step_s = config.total_batch_size / median(line["tok_per_sec"] for line in lines)
+    num_steps, done = max(1, round(time_s / step_s)), lines[-1]["step"]
+    about = f"{format_duration(time_s)} are about {format_number_of(num_steps, 'step')} of {format_ms(1000 * step_s)}"
+    return f"--num-steps {done + num_steps}: {about}, from step {done:,} on"
 
 
 def is_own_tokenizer(run: RunDir, path: Path) -> bool:

@@ -10,18 +10,21 @@ that is far from the planned one is a finding with its likely cause.
 import math
 import re
 import shlex
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import takewhile
 from typing import Any, Literal
 
 from paceline.config import LENGTH_KEYS, Config, ModelConfig, format_flags
 from paceline.config_file import PACKAGED, find_config, load_config
-from paceline.errors import Change, Finding, PlanError, UsageError
+from paceline.errors import Finding, PlanError, UsageError
 from paceline.options import PlanOptions
 from paceline.plan.estimate import Range
 from paceline.plan.shapes import num_evaluations
-from paceline.plan.sizing import PROFILES, SIZE_KEYS, DoesNotFit
+from paceline.plan.sizing import DoesNotFit, fuller_plans
 from paceline.plan.step_time import StepSetup, StepTime, step_time
 from paceline.units import format_count, format_duration, format_percent, parse_duration
 
@@ -39,8 +42,6 @@ MEASURED_DATA, MEASURED_VOCAB = "climbmix", 32_768
 BPB_SPREAD, BPB_SPREAD_BETWEEN = 0.005, 0.015  # at a measured depth; between two
 LEAST_GAIN = 0.01  # of a lever that is shown
 GAP = 0.20  # between a measured step and the planned one, before it is a finding
-FULLEST_PROFILE = "aggressive"
-FASTER_ETHERNET = {1: 10, 10: 25, 25: 100}
 
 
 @dataclass(frozen=True)
@@ -151,28 +152,43 @@ def advise(
     run_of_depth: returns the run of a depth; raises DoesNotFit. limit: time_s in the user's words. enough: returns the flags that
     allow a run of so many seconds. spent: says what it takes.
     """
-    best: Advice | None = None
-    shortest = math.inf
-    deeper = deepest = f"depth {DEPTHS[-1]} is the deepest that is tried"
-    for depth in DEPTHS:
+
+    @cache
+    def attempt(depth: int) -> Advice | PlanError:
         try:
-            run = run_of_depth(depth)
-        except DoesNotFit as error:
-            deeper = f"depth {depth} does not fit in memory with these settings" if deeper == deepest else deeper
-            if error.deeper_may_fit:
-                continue
-            break
-        shortest = min(shortest, run.seconds.expected)
-        if run.seconds.expected <= time_s:
-            best, deeper = run, deepest
-            continue
-        deeper = f"depth {depth} {spent(run.seconds.expected)}" if deeper == deepest else deeper
-        if best is not None or depth > 2:
-            break
+            return run_of_depth(depth)
+        except PlanError as error:
+            return error
+
+    def in_time(depth: int) -> Advice | None:
+        run = attempt(depth)
+        return run if isinstance(run, Advice) and run.seconds.expected <= time_s else None
+
+    def is_short(depth: int) -> bool:
+        """Returns whether a deeper model may also end in time."""
+        run = attempt(depth)
+        return in_time(depth) is not None or (isinstance(run, DoesNotFit) and run.deeper_may_fit)
+
+    # each depth needs more and takes longer than the one before, except that the second may be faster than the first
+    power = next((depth for depth in (4, 8, 16, 32, 64) if not in_time(depth)), len(DEPTHS))
+    depth = bisect_left(DEPTHS, True, lo=power // 2, hi=power, key=lambda depth: not in_time(depth))
+    candidates = [*DEPTHS[:depth], *takewhile(is_short, DEPTHS[depth:])]
+    best = next(filter(None, map(in_time, reversed(candidates))), None)
+    depth = best.depth + 1 if best else 1
+    if depth not in DEPTHS:
+        deeper = f"depth {DEPTHS[-1]} is the deepest that is tried"
+    elif isinstance(run := attempt(depth), Advice):
+        deeper = f"depth {depth} {spent(run.seconds.expected)}"
+    elif isinstance(run, DoesNotFit):
+        deeper = f"depth {depth} does not fit in memory with these settings"
+    else:
+        raise run
     if best is not None:
         return replace(best, deeper=deeper)
-    if shortest == math.inf:
+    runs = [run for run in map(attempt, DEPTHS[: len(candidates) + 1]) if isinstance(run, Advice)]
+    if not runs:
         raise PlanError(f"no model fits: {deeper}", fix="--sequence-len or --vocab-size smaller, or another card")
+    shortest = min(run.seconds.expected for run in runs)
     raise PlanError(f"{limit} is too little for a model of any depth", fix=f"{enough(shortest)} allows the smallest")
 
 
@@ -196,11 +212,9 @@ def longer_run(
 
     left = f"{budget * (1 - used):,.2f} of {budget:g}" if budget else format_duration(time_s - advice.seconds.expected)
     remain = f"        {left} remain, as"
-    memory_ends = "does not fit" in advice.deeper
-    deeper = advice.depth + 1
-    if memory_ends and (
-        flags := [format_flags(change) for change in fuller_plans(config, advice.setup) if fits(deeper, **change)]
-    ):
+    memory_ends, deeper = "does not fit" in advice.deeper, advice.depth + 1
+    changes = fuller_plans(config, advice.setup.device, advice.setup.precision) if memory_ends else ()
+    if flags := [format_flags(change) for change in changes if fits(deeper, **change)]:
         return f"{remain} memory ends first: depth {deeper} fits with {' or with '.join(flags)}"
     more = math.floor(10 * config.tokens_per_param / used) / 10
     if not (longer := fits(advice.depth, tokens_per_param=more)):
@@ -325,41 +339,6 @@ def _changes(setup: StepSetup) -> Iterator[tuple[str, StepSetup]]:
         yield "--precision auto", replace(setup, low_precision=None)
     if not setup.compiled and setup.device == "cuda":
         yield "--compile", replace(setup, compile=True)
-
-
-def fuller_plans(config: Config, setup: StepSetup) -> Iterator[Change]:
-    """Yields the changes that leave the micro-batch to the planner, up to the fullest profile.
-
-    And those of the optimizer's states: the other place, and the other precision; and fp16 on a GPU without bf16.
-    """
-    if setup.device == "cuda" and setup.precision == "fp32" and config.precision is None:
-        yield {"precision": "fp16"}
-    opened = {key: None for key in SIZE_KEYS if getattr(config, key) is not None}
-    if opened:
-        yield opened
-    if config.memory_share is not None:
-        yield {**opened, "memory_share": PROFILES[FULLEST_PROFILE]}
-    elif config.profile != FULLEST_PROFILE:
-        yield {**opened, "profile": FULLEST_PROFILE}
-    if config.shard != "none":  # what has left the GPU makes room for rows, but takes time
-        yield {"offload": "none" if config.offload == "optimizer" else "optimizer"}
-    yield {"optimizer_states": "fp32" if config.optimizer_states == "8bit" else "8bit"}
-
-
-def faster_links(setup: StepSetup) -> Iterator[tuple[str, str]]:
-    """Yields a faster link of the same kind, in words and by its name."""
-    link = setup.link
-    if setup.world_size == 1 or link is None:
-        return
-    if match := re.fullmatch(r"PCIe (\d) x(\d+)( P2P)?", link.name):
-        generation, lanes = match[1], int(match[2])
-        if lanes < 16 and setup.spec is not None and lanes < (setup.spec.pcie_lanes or 0):
-            yield "a x16 slot for each card", f"PCIe {generation} x16{match[3] or ''}"
-    if match := re.fullmatch(r"(\d+)GbE", link.name):
-        faster = FASTER_ETHERNET.get(int(match[1]))
-        if faster is not None:
-            where = "between the hosts" if setup.hosts > 1 else "between the GPUs"
-            yield f"{faster}GbE {where}", f"{faster}GbE"
 
 
 def step_gap(setup: StepSetup, planned: StepTime, measured_s: float) -> Finding | None:

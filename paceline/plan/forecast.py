@@ -20,15 +20,16 @@ from urllib.parse import quote
 from paceline.config import Config, format_flags
 from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
-from paceline.plan.advice import Lever, Price, RunCost, faster_links, fuller_plans, levers, run_cost
+from paceline.plan.advice import Lever, Price, RunCost, levers, run_cost
 from paceline.plan.estimate import Range, named_parts
 from paceline.plan.history import load_calibration, load_too_large
-from paceline.plan.links import link_of
+from paceline.plan.links import faster_links, link_of
 from paceline.plan.machine import Machine
 from paceline.plan.memory import checkpoint_bytes
 from paceline.plan.planner import SETUP_FIELDS, Measured, Plan, make_plan, threads_of
 from paceline.plan.precision import precision_name
 from paceline.plan.shapes import MIN_STEPS, choose_eval_tokens, num_params, steps_of_time
+from paceline.plan.sizing import fuller_plans
 from paceline.plan.speeds import load_speeds
 from paceline.plan.step_time import StepSetup, StepTime, sending_seconds, step_time
 from paceline.units import (
@@ -123,10 +124,8 @@ def hosts_cost(
     cost["tok_per_sec"] = step.tok_per_sec.expected
     one = replace(machine, hosts=1, names=(), link=None)
     with suppress(PlanError):  # it may fit on several hosts alone
-        same_batch = replace(config, total_batch_size=plan.total_batch_size, num_steps=plan.num_steps, time=None)
-        alone = make_plan(
-            same_batch, one, vocab_size=vocab_size, num_rows=0, measured=measured_here(cache), find_fix=False
-        )
+        config = replace(config, total_batch_size=plan.total_batch_size, num_steps=plan.num_steps, time=None)
+        alone = make_plan(config, one, vocab_size=vocab_size, num_rows=0, measured=measured_here(cache), find_fix=False)
         speed = step_time(step_setup(alone, one, cache=cache)).tok_per_sec
         cost["one_host_tok_per_sec"] = speed.expected if speed else None
     return cost
@@ -142,10 +141,11 @@ def other_setups(
     link_name: str | None,
 ) -> Iterator[tuple[str, StepSetup]]:
     """Yields changes and the step that `planned`, make_plan, then chooses: other flags, a larger batch, other hardware."""
+    fuller = fuller_plans(config, setup.device, setup.precision)
     changes: list[tuple[str, Change, Machine, str | None]] = [
-        *((format_flags(change), change, machine, link_name) for change in fuller_plans(config, setup)),
+        *((format_flags(change), change, machine, link_name) for change in fuller),
         ("twice the total batch", {"total_batch_size": 2 * setup.total_batch_size}, machine, link_name),
-        *((what, {}, machine, name) for what, name in faster_links(setup)),
+        *((what, {}, machine, name) for what, name in faster_links(setup.link, setup.spec, hosts=setup.hosts)),
     ]
     if machine.hosts > 1 and machine.gpus:
         gpus = tuple(replace(machine.gpus[0], index=index) for index in range(setup.world_size))

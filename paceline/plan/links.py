@@ -9,7 +9,7 @@ at x16 without P2P (nccl issue 1639, a host with five 4090), 50 to 56 with it (r
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,10 @@ INFINIBAND_GBITS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}  # four lane
 LATENCY_S = {"pcie": 30e-6, "nvlink": 15e-6, "ib": 20e-6, "ethernet": 100e-6}
 X8_X8_CARDS = 2  # a desktop board splits its sixteen lanes over two slots
 DEFAULT_ETHERNET_GBITS = 10
+FASTER_ETHERNET = {1: 10, 10: 25, 25: 100}
 OTHER_RATE = 4  # times faster or slower than before: a busy host alone explains a factor of two
 EXAMPLES = "1GbE, 2.5GbE, 10GbE, 25GbE, 100GbE, PCIe 4 x16, PCIe 5 x8, PCIe 5 x16 P2P, NVLink, IB HDR, IB NDR"
+FASTER_ETHERNET = {1: 10, 10: 25, 25: 100}
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,20 @@ def link_of(
     per_host = world_size // machine.hosts
     within = inner_link(spec, num_gpus=per_host, device=device) if per_host > 1 else None
     return between if within is None or between.bytes_per_s <= within.bytes_per_s else within
+
+
+def faster_links(link: Link | None, spec: GpuSpec | None, *, hosts: int) -> Iterator[tuple[str, str]]:
+    """Yields a faster link of the same kind, in words and by its name."""
+    if link is None:
+        return
+    if match := re.fullmatch(r"PCIe (\d) x(\d+)( P2P)?", link.name):
+        generation, lanes = match[1], int(match[2])
+        if lanes < 16 and spec is not None and lanes < (spec.pcie_lanes or 0):
+            yield "a x16 slot for each card", f"PCIe {generation} x16{match[3] or ''}"
+    if match := re.fullmatch(r"(\d+)GbE", link.name):
+        faster = FASTER_ETHERNET.get(int(match[1]))
+        if faster is not None:
+            yield f"{faster}GbE between the {'hosts' if hosts > 1 else 'GPUs'}", f"{faster}GbE"
 
 
 def read_link(name: str, spec: GpuSpec | None) -> Link:

@@ -1,5 +1,6 @@
 """
-What fits, and of that the fastest: micro-batch, loss chunks and activation checkpointing; or which changes would make it fit.
+What fits, and of that the fastest: micro-batch, loss chunks and activation checkpointing; or which changes would make it fit, or
+would use more of the memory.
 
 total_batch_size, the rows of a step and the learning rates stay: only the part of a step that is in memory at a time is chosen.
 """
@@ -19,6 +20,7 @@ from paceline.plan.shapes import NARROW, RUNGS, model_of_depth, num_params
 from paceline.units import MIB, format_bytes, format_number_of, format_percent
 
 PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # of the device's memory
+FULLEST_PROFILE = "aggressive"
 SMALLEST_LOGITS_MIB = 32
 CPU_MICRO_STEP_TOKENS = 2_048  # of an automatic device_batch_size: a larger one is no faster on a CPU
 BLIND_MICRO_STEP_TOKENS = 32_768  # the same on a GPU whose memory is not known
@@ -249,7 +251,7 @@ def changes_that_fit(config: Config, setup: MemorySetup, solver: Solver, *, shar
     card = solver.estimate(setup).card_bytes
     assert card is not None
     everything = replace(solver, rows=True, logits=True, checkpointing=True)
-    opened = {key: None for key in SIZE_KEYS if getattr(config, key) is not None}
+    opened = opened_sizes(config)
 
     def to_fit(solver: Solver, setup: MemorySetup, budget_bytes: float) -> dict[str, Any] | None:
         """Returns the values of the fit for keys that the user has set; the others are chosen again."""
@@ -297,6 +299,30 @@ def changes_that_fit(config: Config, setup: MemorySetup, solver: Solver, *, shar
         yield {"sequence_len": max(2, shorter), **smallest}
     if config.tokenizer is None:
         yield {"vocab_size": SMALL_VOCAB_SIZE, "sequence_len": 256, **smallest}
+
+
+def opened_sizes(config: Config) -> Change:
+    """Returns the change that leaves to the planner what the user has set of the micro-batch."""
+    return {key: None for key in SIZE_KEYS if getattr(config, key) is not None}
+
+
+def fuller_plans(config: Config, device: str, precision: str) -> Iterator[Change]:
+    """Yields the changes that leave the micro-batch to the planner, up to the fullest profile.
+
+    And those of the optimizer's states: the other place, and the other precision; and fp16 on a GPU without bf16.
+    """
+    if device == "cuda" and precision == "fp32" and config.precision is None:
+        yield {"precision": "fp16"}
+    opened = opened_sizes(config)
+    if opened:
+        yield opened
+    if config.memory_share is not None:
+        yield {**opened, "memory_share": PROFILES[FULLEST_PROFILE]}
+    elif config.profile != FULLEST_PROFILE:
+        yield {**opened, "profile": FULLEST_PROFILE}
+    if config.shard != "none":  # what has left the GPU makes room for rows, but takes time
+        yield {"offload": "none" if config.offload == "optimizer" else "optimizer"}
+    yield {"optimizer_states": "fp32" if config.optimizer_states == "8bit" else "8bit"}
 
 
 def optimizer_changes(

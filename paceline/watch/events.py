@@ -14,10 +14,9 @@ from typing import Any
 
 from paceline.errors import INTERRUPTED
 from paceline.explain.curve_verdict import MEMORY_GROWS, OVERFITS, SLOWS_DOWN, STANDS_STILL
-from paceline.explain.explanation import format_failures, format_summary
+from paceline.explain.explanation import HEALTHY, UNKNOWN, format_failures, format_summary
 from paceline.explain.lines import strip_escapes
 from paceline.explain.recorded_end import SUPERVISOR_LOST
-from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import Heartbeat
 from paceline.rundir import RunDir
 from paceline.units import format_bytes, format_list, format_ms, format_number_of, unix_time

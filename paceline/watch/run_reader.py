@@ -17,8 +17,8 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from paceline.errors import PacelineError
+from paceline.explain.explanation import HEALTHY, UNKNOWN
 from paceline.explain.run_folder import explain_run
-from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import Heartbeat, read_heartbeats
 from paceline.noise import seconds_per_step
 from paceline.rundir import RunDir, check_readable, is_locked, is_queued, read_text

@@ -12,8 +12,7 @@ from itertools import pairwise
 from math import inf, isfinite, sqrt
 from typing import Any
 
-from paceline.explain.curve_verdict import turn_of
-from paceline.noise import ABRUPT, CLIP, clip, level_of, standard_errors_below
+from paceline.noise import ABRUPT, CLIP, clip, level_of, standard_errors_below, turn_of
 from paceline.units import unix_time
 from paceline.watch.measures import format_figure
 from paceline.watch.snapshot import Series, Snapshot

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rows import with_rows
 from test_verdicts import HOSTS, changed
 
 from paceline.check import ready
@@ -78,11 +79,7 @@ LIBRARIES = [
 ]  # fmt: skip
 
 
-def name_of(case):
-    return f"{case[1]} {case[0]}".replace("packages.", "")[:70]
-
-
-@pytest.mark.parametrize("case", LIBRARIES, ids=name_of)
+@with_rows("case", LIBRARIES)
 def test_each_version_of_a_library_on_a_card_has_its_verdict_and_its_fix(case):
     changes, low, expected = case
     facts = changed(HOSTS["workstation"], changes)

@@ -12,6 +12,7 @@ import typing
 from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import pytest
 from probing import NAMESPACES, ask, in_mounts
 
@@ -155,6 +156,9 @@ def test_a_folder_of_another_user_is_not_writable():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "facts.schema.json").read_text())
+
+
 def text_facts(
     data: str | None = None,
     *,
@@ -183,6 +187,18 @@ def test_without_a_request_for_text_there_are_no_facts_of_text():
 def test_the_builtin_text_has_the_size_that_the_data_layer_counts():
     text = text_facts("builtin")
     assert (text["exists"], text["bytes"]) == (True, sum(file.num_bytes for file in list_files("builtin")))
+
+
+def test_a_text_for_validation_has_facts_of_its_own_and_makes_another_prepared_text(corpus, tmp_path):
+    val_data, cache = str(corpus / "0.txt"), tmp_path / "cache"
+    validator = jsonschema.Draft202012Validator(SCHEMA["$defs"]["text"] | {"$defs": SCHEMA["$defs"]})
+    for source, exists in ((val_data, True), (str(corpus / "9.txt"), False)):
+        facts = text_facts(str(corpus), val_data=source, cache_dir=cache)
+        validator.validate(facts)
+        assert (facts["val"]["exists"], facts["val"]["data"], facts["prepared"]) == (exists, source, False)
+    prepare(str(corpus), val_source=val_data, tokenizer=None, vocab_size=300, cache_dir=cache)
+    assert text_facts(str(corpus), val_data=val_data, cache_dir=cache)["prepared"]
+    assert not text_facts(str(corpus), cache_dir=cache)["prepared"]
 
 
 def test_a_folder_has_the_size_that_the_data_layer_counts(corpus):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import with_rows
 
 from paceline.check import ready
 from paceline.check.ready import (
@@ -290,11 +291,7 @@ def findings_of(id: str, hosts: list[dict[str, Any]], intent: dict[str, Any]) ->
     return [finding for finding in find_findings(hosts, Intent(**intent)) if finding.id == id]
 
 
-def names(case: tuple[Any, ...]) -> str:
-    return case[0]
-
-
-@pytest.mark.parametrize("case", CASES, ids=names)
+@with_rows("case", CASES)
 def test_a_verdict_fires_on_its_fault_and_is_silent_without_it(case):
     id, host, changes, intent, severity = case
     [first, *_] = findings_of(id, [changed(HOSTS[host], changes)], intent)
@@ -305,7 +302,7 @@ def test_a_verdict_fires_on_its_fault_and_is_silent_without_it(case):
     assert findings_of(id, [HOSTS[host]], healthy_ask) == []
 
 
-@pytest.mark.parametrize("case", PAIRS, ids=names)
+@with_rows("case", PAIRS)
 def test_a_difference_between_hosts_is_reported_with_both(case):
     id, changes = case
     first = HOSTS["server"]
@@ -380,7 +377,7 @@ def test_a_link_that_is_slow_or_uneven_needs_no_speed_of_interfaces(there, back,
     assert finding.fix.startswith("ethtool eth0 and tc qdisc show dev eth0, on both")
 
 
-@pytest.mark.parametrize("host, intent", [
+@with_rows("host, intent", [
     ("cpu_box", {}), ("cpu_box", CPU), ("cpu_box", DISK), ("cpu_box", {"command": "run"}), ("cpu_box", {"port": 29500}),
     ("workstation", {}), ("workstation", CUDA), ("workstation", CPU), ("workstation", {"command": "run"}),
     ("server", {}), ("server", {**CUDA, "nproc": 8}), ("server", TWO_HOSTS),
@@ -461,7 +458,7 @@ HEALTHY: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | 
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", HEALTHY, ids=names)
+@with_rows("case", HEALTHY)
 def test_a_fix_does_no_harm_and_a_healthy_variant_has_no_finding(case):
     id, host, changes, intent, expected = case
     findings = findings_of(id, [changed(HOSTS[host], changes)], intent)
@@ -625,7 +622,7 @@ def test_every_rule_has_its_texts():
     assert rules == {verdict.id for verdict in load_verdicts()}
 
 
-@pytest.mark.parametrize("verdict", load_verdicts(), ids=lambda verdict: verdict.id)
+@with_rows("verdict", load_verdicts())
 def test_the_texts_of_a_verdict_have_their_form(verdict: Verdict):
     assert verdict.cause.endswith(".") and verdict.fix.endswith((".", "!"))
     assert (not verdict.why.endswith(".") and verdict.why[0].islower()) or verdict.why.startswith(("NCCL", "CUDA"))

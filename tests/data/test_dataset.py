@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import with_rows
 
 from paceline.data.dataset import PACKED_FROM, BadToken, TokenSplit, batch_of_step, pack_best_fit, rows_of_step
 from paceline.errors import PacelineError
@@ -106,7 +107,7 @@ def epoch(number: int, *, num_rows: int, seed: int = 0) -> list[int]:
     return rows_of_step(number, rows_per_step=num_rows, num_rows=num_rows, seed=seed).tolist()
 
 
-@pytest.mark.parametrize("num_rows", SIZES)
+@with_rows("num_rows", SIZES)
 def test_an_epoch_holds_every_row_exactly_once(num_rows):
     for number in (0, 1, 7):
         assert sorted(epoch(number, num_rows=num_rows)) == list(range(num_rows))

@@ -11,6 +11,7 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+from rows import with_rows
 
 from paceline.explain.catalogue import FIXERS, RETRIES, load_catalogue, make_catalogue
 from paceline.explain.matches import matches_of_message
@@ -39,10 +40,6 @@ CURVES = "Curves"  # the group of causes that no line of a log shows
 CURVE_VALUES = {"series", "step", "value", "last_step", "last_value", "reason"}
 
 
-def wording_id(wording):
-    return f"{wording['cause']}: {wording['text'][:40]}"
-
-
 def test_a_known_wording_shows_its_cause_first():
     first = {
         (wording["cause"], wording["text"]): [
@@ -53,7 +50,7 @@ def test_a_known_wording_shows_its_cause_first():
     assert {shown: causes for shown, causes in first.items() if causes != [shown[0]]} == {}
 
 
-@pytest.mark.parametrize("wording", HARMLESS, ids=wording_id)
+@with_rows("wording", HARMLESS)
 def test_a_line_of_a_healthy_run_shows_nothing_that_ends_a_run(wording):
     matches = CATALOGUE.match(wording["text"], wording["kind"])
     assert [cause.id for cause, _, _ in matches if cause.severity == "fatal"] == []
@@ -78,12 +75,12 @@ def test_the_message_of_an_exception_that_a_program_caught_and_printed_shows_its
     assert sum(cause == "healthy" for _, cause in wrong) <= 1
 
 
-@pytest.mark.parametrize("wording", HARMLESS, ids=wording_id)
+@with_rows("wording", HARMLESS)
 def test_a_line_of_a_healthy_run_is_no_message_of_an_exception(wording):
     assert is_harmless(wording["text"]) or matches_of_message(wording["text"]) == []
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("error", "cause"),
     [
         ("TimeoutError: Exceeded time limit (8s) without interrupt; elapsed = 9s", "user-code-exception"),
@@ -153,7 +150,7 @@ def test_every_cause_that_a_log_can_show_is_tested_on_at_least_two_wordings():
     assert [cause.id for cause in CAUSES if counts[cause.id] < 2 and cause.group != CURVES] == []
 
 
-@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
+@with_rows("cause", CAUSES)
 def test_an_entry_is_complete(cause):
     assert cause.severity in ("fatal", "warning")
     assert cause.fixed_by in FIXERS

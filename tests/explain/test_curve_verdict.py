@@ -1159,6 +1159,14 @@ def test_a_loss_that_stands_still_until_early_stopping_has_converged():
     assert explain([f"{epochs}Epoch 00035: early stopping\n".encode()]).cause == "healthy"
 
 
+def test_a_validation_loss_that_turns_up_until_early_stopping_is_what_the_training_has_waited_for():
+    losses = [0.9, 0.7, 0.6, 0.55, 0.52, 0.5, 0.51, 0.53, 0.56, 0.6, 0.64, 0.68, 0.72, 0.77, 0.83]
+    line = "Epoch {}/100 - loss: {:.4f} - val_loss: {}\n"
+    epochs = "".join(line.format(n, 1 / n, loss) for n, loss in enumerate(losses, 1))
+    assert explain([epochs.encode()]).cause == "validation-turns-up"
+    assert explain([f"{epochs}Epoch 00015: early stopping\n".encode()]).cause == "healthy"
+
+
 def test_the_first_points_of_a_loss_are_no_level_from_which_it_rises():
     """A loss that begins high, falls within the first epoch, and rises within each later one."""
     first = [1.118, 0.811, 0.6615, 0.5819, 0.5295, 0.4981, 0.4779, 0.4656, 0.4597]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.explain import run_folder
+from paceline.explain import evidence
 from paceline.explain.evidence import KMSG, has_oom_kill, read_kernel_errors, read_kmsg
 from paceline.explain.hang_files import flight_recorder_logs
 from paceline.explain.run_folder import explain, explain_run
@@ -346,7 +346,7 @@ def test_a_rank_that_ended_well_was_not_killed(tmp_path, monkeypatch):
     run.rank_log(1, 0).write_text("".join(f"step {step}/9 | loss 2.{9 - step}\n" for step in range(1, 10)))
     append_event(run, "attempt", attempt=1, nproc=1, pids=[9])
     kmsg = kmsg_of(tmp_path / "kmsg", 0, "Memory cgroup out of memory: Killed process 9 (python)")
-    monkeypatch.setattr(run_folder, "read_kernel_errors", partial(read_kernel_errors, kmsg=kmsg))
+    monkeypatch.setattr(evidence, "read_kernel_errors", partial(read_kernel_errors, kmsg=kmsg))
     assert explain_run(run).cause == "host-oom-killed"
     append_event(run, "attempt_ended", attempt=1, state="finished", exit_code=0)
     assert explain_run(run).cause == "healthy"

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 from log_samples import raised
+from rows import with_rows
 
 from paceline.cli import COMMANDS
 from paceline.explain.catalogue import load_catalogue
@@ -284,7 +285,7 @@ def test_what_a_message_says_to_do_is_quoted(message, advice):
     assert f"the message says: {advice}" in explain([raised(None, f"ValueError: {message}").encode()]).fix
 
 
-@pytest.mark.parametrize("message", [
+@with_rows("message", [
     "no. Load average was 17 which is too high",
     "no. Call stack is empty here",
     "no. Set 3 of 4 was taken by the optimizer",

@@ -5,6 +5,7 @@ from itertools import count
 
 import pytest
 from log_samples import OOM, STEPS, exceptions, prefixed, raised, read
+from rows import with_rows
 
 from paceline.explain.forwarded import ForwardedLines, find_width
 from paceline.explain.run_folder import explain
@@ -36,7 +37,7 @@ def forwarded(text, prefix):
     return "".join(prefix.format(n=n) + line + "\n" for n, line in enumerate(text.splitlines(), 1))
 
 
-@pytest.mark.parametrize("prefix", FORWARDERS.values(), ids=FORWARDERS)
+@with_rows("prefix", FORWARDERS.values())
 def test_a_failure_is_found_behind_the_prefix_of_any_program(prefix):
     (record,) = exceptions(read(forwarded(LOG, prefix)))
     assert (record.text, record.line, len(record.frames)) == (BUG, 13, 1)
@@ -71,7 +72,7 @@ def test_the_prefix_is_learned_within_lines_of_json_too():
     assert explain(["\n".join(lines).encode()]).cause == "user-code-exception"
 
 
-@pytest.mark.parametrize("prefix", FORWARDERS.values(), ids=FORWARDERS)
+@with_rows("prefix", FORWARDERS.values())
 def test_a_failure_without_a_traceback_is_found_behind_the_prefix_of_any_program(prefix):
     lines = ["loading the model", "running on 2 GPUs", "OSError: [Errno 28] No space left on device", "leaving"]
     assert explain([forwarded("\n".join(lines), prefix).encode()]).cause == "disk-full"

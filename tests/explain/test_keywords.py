@@ -99,6 +99,15 @@ def test_the_last_words_of_a_log_that_ended_badly_are_read():
     assert explain([f"{STEPS}low on memory, cache dropped\nstep 00011/00100 | loss 2.1\n".encode()]).cause == "healthy"
 
 
+def test_data_of_no_rows_is_empty_in_other_languages_too():
+    for words, cause in (
+        ("学習データが0行になりました", "dataset-empty"),
+        ("训练数据为空", "dataset-empty"),
+        ("学習データが10行になりました", "unknown"),
+    ):
+        assert explain([f"2026-11-12 22:29:02,460 [ERROR] root: {words}。\n".encode()]).cause == cause
+
+
 def test_what_python_says_about_code_is_not_guessed():
     for error in ("KeyError: 'tokenizer'", "TypeError: got a port in use", "AttributeError: no pickle here"):
         assert explain([raised(0, error).encode()]).cause == "user-code-exception"

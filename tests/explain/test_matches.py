@@ -261,3 +261,33 @@ def test_the_file_that_does_not_exist_is_the_one_named_right_before_these_words(
         verdict(raised(None, f"FileNotFoundError: The `json_path` {needed}")).summary
         == "the training data data.json does not exist"
     )
+
+
+def test_a_line_that_quotes_the_command_that_failed_says_no_reason():
+    line = "Error in script at line 82: python evaluate.py --batch_size 1 --prompt both --dataset demo\n"
+    assert verdict(line).cause == "unknown"
+    assert verdict(line.replace("python evaluate.py ", "argument ")).cause == "config-error"
+
+
+def test_a_container_that_could_not_be_opened_did_not_run_what_follows():
+    failed = "FATAL:   could not open image /work/HOME=/opt: failed to retrieve path for /work/HOME=/opt\n"
+    cancelled = "slurmstepd: error: *** JOB 144025 ON c227 CANCELLED AT 2026-03-29T20:53:03 ***\n"
+    assert verdict(failed + "reading a file\n" * 130 + cancelled).cause == "slurm-cancelled"
+    assert verdict(failed + cancelled).cause == "container-start-failed"
+
+
+def test_an_engine_that_its_server_has_stopped_is_no_failure():
+    report = "(APIServer pid=1770) INFO 07-06 09:42:46 [loggers.py:271] Engine 000: Avg generation throughput: 609.4 tokens/s\n"
+    stop = "(EngineCore pid=1833) INFO 07-06 09:43:07 [core.py:1178] [shutdown] EngineCore: trigger received signal=SIGTERM\n"
+    error = "(APIServer pid=1770) ERROR 07-06 09:43:07 [async_llm.py:704] "
+    lines = (
+        "AsyncLLM output_handler failed.",
+        "Traceback (most recent call last):",
+        '  File "/x/site-packages/vllm/v1/engine/async_llm.py", line 660, in output_handler',
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.",
+    )
+    dead = "".join(f"{error}{line}\n" for line in lines)
+    words = ("Shutting down", "Waiting for application shutdown.", "Application shutdown complete.")
+    end = "".join(f"(APIServer pid=1770) INFO:     {text}\n" for text in words)
+    assert verdict(report * 60 + stop + dead + end).cause == "healthy"
+    assert verdict(report * 60 + dead + stop + end).cause == "serving-engine-failed"

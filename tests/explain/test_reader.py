@@ -5,6 +5,7 @@ import random
 
 import pytest
 from log_samples import TRACEBACK, exceptions, prefixed, read
+from rows import with_rows
 
 from paceline.explain import reader
 from paceline.explain.line_filter import LineFilter, Shapes
@@ -12,7 +13,7 @@ from paceline.explain.reader import INCOMPLETE, NOT_TEXT, read_log
 from paceline.explain.run_folder import explain
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("prefix", "rank", "host"),
     [
         ("[rank1]: ", 1, None),
@@ -182,7 +183,7 @@ def test_what_is_known_of_line_shapes_is_shared_by_the_logs_of_a_run():
     assert LineFilter(shapes).select([b"step 2 loss: 3"], b"step 2 loss: 3") == []
 
 
-@pytest.mark.parametrize("text", [
+@with_rows("text", [
     "Training completed", "tuning is done", "finished training", "{'train_runtime': 31.2}", "saved the final model",
     "`max_steps=60` reached", "job completed successfully", "all 12 checks passed", "all stages complete", "run finished",
     "done.", "terminated of its own accord with exit-code 0", "treinamento concluído",

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 from curve_shapes import Noise, falling
+from rows import with_rows
 
 from paceline.cli import run_command
 from paceline.explain.evidence import judge_run, metric_lines, read_run_series
@@ -109,7 +110,7 @@ def only(folder, pattern):
     return path
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
+@with_rows(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
 def test_the_names_of_common_trainers_have_a_kind(kind, name):
     assert kind_of(name) == kind
 

@@ -127,6 +127,15 @@ def test_an_error_line_whose_like_was_survived_twice_leaves_a_run_healthy():
     assert verdict(STEPS + error + OTHER_OUTPUT).cause == "unknown"
 
 
+def test_a_last_line_whose_like_was_survived_twice_is_no_trouble():
+    bar = "".join(
+        f" {at}%|#    | {at}/100 [00:{at}<02:14, 1.5s/trial, best loss: 0.8{at}]\n" for at in range(10, 60, 10)
+    )
+    line = "Unable to convert hyperparam results!\n"
+    assert verdict((bar + line) * 3).cause == "healthy"
+    assert verdict(bar + line * 3).cause == "unknown"
+
+
 def test_a_run_that_made_steps_did_not_end_because_of_the_run_before_it():
     stopped = uncaught("torch.distributed.elastic.multiprocessing.api.SignalException: Process 1701 got signal: 15")
     first = START + uncaught("ValueError: generation_batch_size (4) must be divisible by num_generations (8).")
@@ -445,6 +454,14 @@ def test_a_run_of_which_nothing_is_shown_yet_leaves_the_answer_to_an_interrupt_b
     stop = 'call.py:48: UserWarning: Detected KeyboardInterrupt, attempting graceful shutdown...\n  rank_zero_warn("Detected")\n'
     again = "GPU available: False, used: False\nTPU available: False\n"
     assert verdict(again + first + stop + again).cause == "keyboard-interrupt"
+
+
+def test_a_program_that_a_user_starts_behind_an_interrupt_is_the_one_that_is_asked_about():
+    stopped = STEPS + raised(None, "KeyboardInterrupt") + "^C\n"
+    prompt = "(base) ada@node-3:~/run$ python generate.py\n"
+    assert verdict(stopped + prompt + "Generating from 12 prompts\n" * 20).cause == "healthy"
+    assert verdict(stopped + prompt).cause == "keyboard-interrupt"
+    assert verdict(STEPS + uncaught(BUG) + prompt + "Generating from 12 prompts\n" * 20).cause == "user-code-exception"
 
 
 def test_a_command_line_that_was_refused_ended_before_the_run_behind_it():

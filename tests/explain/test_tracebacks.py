@@ -1,7 +1,8 @@
 """Tracebacks: exceptions are put together from their lines, whoever wrote between them."""
 
 import pytest
-from log_samples import TRACEBACK, exceptions, prefixed, read
+from log_samples import TRACEBACK, exceptions, prefixed, raised, read
+from rows import with_rows
 
 from paceline.explain.run_folder import explain
 
@@ -112,7 +113,7 @@ AssertionError
     assert [record.text for record in exceptions(read(text))] == ["AssertionError: total % world_size == 0"]
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("expression", "cause"),
     [
         ("total_batch_size % world_tokens == 0", "batch-divisibility"),
@@ -173,6 +174,13 @@ def test_every_line_of_a_message_may_have_a_time():
 def test_a_message_that_ends_with_a_quoted_value_is_one_line(message):
     text = TRACEBACK.replace("ValueError: sample 1841 has 3 fields", message)
     assert [record.text for record in exceptions(read(text + "Using device: cuda\n"))] == [message]
+
+
+def test_what_torch_load_found_stands_behind_a_blank_line():
+    head = "_pickle.UnpicklingError: Weights only load failed.\nPlease file: WeightsUnpickler error: \n\nUnsupported operand "
+    answers = [explain([raised(None, f"{head}{byte}\n\nCheck the documentation").encode()]) for byte in (118, 149)]
+    assert [answer.cause for answer in answers] == ["checkpoint-corrupt", "weights-only-unpickle"]
+    assert "git lfs pull" in answers[0].fix
 
 
 def test_a_warning_is_no_part_of_the_message_before_it():

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 from log_samples import read
+from rows import with_rows
 
 from paceline.explain.line_measures import StepLoss, read_columns, read_row
 from paceline.explain.run_folder import explain
 
 TABLE = Path(__file__).parent / "trainers.toml"
 TABLES = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-by_name = pytest.mark.parametrize("trainer", TABLES["trainer"], ids=lambda trainer: trainer["name"])
-by_report = pytest.mark.parametrize("report", TABLES["report"], ids=lambda report: report["name"])
+by_name = with_rows("trainer", TABLES["trainer"])
+by_report = with_rows("report", TABLES["report"])
 NUM_REPORTS = 20
 
 
@@ -106,9 +107,7 @@ def test_the_loss_that_lightning_s_bar_repeats_until_it_logs_the_next_does_not_s
     assert explained("".join(epochs)).cause == "loss-stands-still"
 
 
-@pytest.mark.parametrize(
-    "report", [item for item in TABLES["report"] if "{val}" in item["text"]], ids=lambda report: report["name"]
-)
+@with_rows("report", [item for item in TABLES["report"] if "{val}" in item["text"]])
 def test_a_validation_loss_that_turns_up_is_overfitting_whatever_its_name(report):
     log = reports(report, lambda n: 3 * math.exp(-n / 4), lambda n: 0.9 + 2.5 * math.exp(-n / 2) + 0.12 * max(0, n - 5))
     assert explained(log).cause == "validation-turns-up"

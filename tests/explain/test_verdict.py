@@ -2,6 +2,7 @@
 
 import pytest
 from log_samples import OOM, OTHER_LINES, PEER, STEPS, raised
+from rows import with_rows
 
 from paceline.explain.explanation import LogProgress, Record
 from paceline.explain.log import Log, step_of
@@ -293,7 +294,7 @@ def test_a_line_that_reports_the_end_and_a_failed_part_is_no_health():
     assert answers == ["healthy", "dataset-missing"]
 
 
-@pytest.mark.parametrize(
+@with_rows(
     "line",
     [
         "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  570.86.10",
@@ -578,7 +579,7 @@ def test_few_lines_of_output_that_end_with_a_result_are_healthy():
     assert verdict("[1/2] clip\n[2/2] scale\n").cause == "unknown"
 
 
-@pytest.mark.parametrize(
+@with_rows(
     "end",
     [
         "HumanEval accuracy: 6.10%",
@@ -605,7 +606,7 @@ def test_a_score_of_an_evaluation_and_what_says_that_it_is_done_are_results(end)
     assert verdict(f"2 items\n{end}\nERROR the policy has collapsed, halting\n").cause == "unknown"
 
 
-@pytest.mark.parametrize(
+@with_rows(
     "end",
     [
         "the run did not complete",
@@ -1487,7 +1488,7 @@ USER_FRAME = 'Traceback (most recent call last):\n  File "/home/me/train.py", li
 PACKAGE_FRAME = USER_FRAME + '  File "/x/site-packages/pkg/core.py", line 3, in run\n    go()\n'
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("text", "cause"),
     [
         (USER_FRAME + "AttributeError: module 'config' has no attribute 'FREEZE'\n", "user-code-exception"),
@@ -1565,7 +1566,7 @@ def test_an_exception_that_is_logged_as_a_warning_ends_nothing():
     assert verdict("[ERROR] - not converted\n" + trace + lines).cause == "user-code-exception"
 
 
-@pytest.mark.parametrize(
+@with_rows(
     "line",
     [
         "ddp_timeout=1800,",

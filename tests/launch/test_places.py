@@ -1,6 +1,7 @@
 """The table of contracts: from the variables of each launcher to a place, or to an error with its fix."""
 
 import pytest
+from rows import with_rows
 
 from paceline.errors import PacelineError
 from paceline.launch.places import CONTRACTS, Place, find_place, hosts_in
@@ -71,7 +72,7 @@ def test_the_innermost_launcher_counts():
     assert find_place({**SLURM, **PLAIN}).source == "NODE_RANK and NNODES"  # they agree
 
 
-@pytest.mark.parametrize("env, message, fix", [
+@with_rows("env, message, fix", [
     ({**SLURM, **PLAIN, "NODE_RANK": "0"},
      "this is node 0 of 4 by NODE_RANK and NNODES, and 1 of 4 by Slurm's variables", "unset those that are not meant"),
     ({"NODE_RANK": "1", "MASTER_ADDR": "a"}, "NODE_RANK is 1, and NNODES is not set", "set NNODES too"),

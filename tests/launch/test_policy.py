@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rows import with_rows
 
 from paceline.explain.catalogue import RETRIES, load_catalogue
 from paceline.launch import policy
@@ -91,7 +92,7 @@ EXAMPLES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+@with_rows("rule", RULES)
 def test_each_rule_decides_its_example(rule):
     history, abilities, options, decision = EXAMPLES[rule.id]
     state = Situation(history, Recovery(**options), abilities)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import with_rows
 
 from paceline.model.formats import (
     DTYPES,
@@ -67,7 +68,7 @@ def test_the_largest_element_of_a_block_of_mxfp8_is_not_clipped():
 
 
 # amax of the tensor, a block, the byte of its scale, codes, values; those of TransformerEngine's reference
-@pytest.mark.parametrize("amax, block, byte, codes, expected", [
+@with_rows("amax, block, byte, codes, expected", [
     (2688, (2688, 1344, 448, -896, 672, 224, 112), 0x7E, "752c310", (2688, 1344, 448, -896, 672, 224, 0)),
     (2688, (6, 5, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25), 0x38, "76644220", (6, 4, 4, 2, 2, 1, 1, 0)),
     (2688, (3, -3, 1.5, 0.3, 0.1), 0x30, "7f510", (3, -3, 1.5, 0.25, 0)),

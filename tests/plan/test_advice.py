@@ -1,8 +1,11 @@
 """What a run costs, what to train in a given time or budget, and what makes a step faster."""
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from setups import SLOW, gpt, on, on_cpu
@@ -14,7 +17,6 @@ from paceline.plan.advice import (
     Price,
     advise,
     expected_bpb,
-    faster_links,
     levers,
     parse_price,
     run_cost,
@@ -23,7 +25,6 @@ from paceline.plan.advice import (
 )
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import find_gpu
-from paceline.plan.links import read_link
 from paceline.plan.shapes import horizon_tokens, model_of_depth
 from paceline.plan.sizing import DoesNotFit
 from paceline.plan.step_time import StepSetup, step_time
@@ -141,6 +142,36 @@ def test_a_deeper_model_that_fits_again_as_its_weights_are_sharded_is_found():
     assert (found.depth, found.deeper) == (20, "depth 21 does not fit in memory with these settings")
 
 
+def test_the_depth_is_that_of_trying_one_after_another_and_few_are_tried():
+    cases = [lambda depth: depth > 30, lambda depth: depth > 42, lambda depth: depth > 128, lambda depth: depth > 5]
+    cases += [lambda depth: depth == 3, lambda depth: 20 < depth < 24 or depth > 26, lambda depth: depth > 9]
+    for (number, too_large), hours in itertools.product(enumerate(cases), (0.01, 0.02, 0.1, 0.5, 2, 12, 100, 1e3, 1e5)):
+        expected = None
+        for depth in range(1, 129):
+            with contextlib.suppress(DoesNotFit):
+                run = run_of_depth(depth, too_large=too_large)
+                if run.seconds.expected > 3600 * hours:
+                    break
+                expected = run
+            if too_large(depth) and depth >= 40:
+                break
+        assert replace(advice_for(hours, partial(run_of_depth, too_large=too_large)), deeper="") == expected, number
+    tried = Mock(side_effect=run_of_depth)
+    assert (advice_for(12, tried).depth, tried.call_count) == (20, 8)
+
+
+def test_an_error_of_the_first_deeper_model_is_raised_and_that_of_a_deeper_one_is_not():
+    def without_host_memory(depth: int, *, above: int) -> Advice:
+        if depth > above:
+            raise PlanError("no host memory", fix="")
+        return run_of_depth(depth)
+
+    depth = advice_for(12).depth
+    assert advice_for(12, partial(without_host_memory, above=depth + 1)) == advice_for(12)
+    with pytest.raises(PlanError, match="no host memory"):
+        advice_for(12, partial(without_host_memory, above=depth))
+
+
 def test_too_little_time_says_how_much_is_enough():
     with pytest.raises(PlanError) as error:
         advice_for(0.0001)
@@ -184,15 +215,6 @@ def test_levers_are_sorted_and_each_is_worth_a_percent():
     assert [each.gain for each in found] == sorted((each.gain for each in found), reverse=True)
     assert all(each.gain >= 0.01 for each in found)
     assert {"--compile", "--device-batch-size auto"} == {each.what for each in found}
-
-
-def test_a_narrow_slot_and_a_slow_network_have_a_faster_link():
-    in_slots = on("RTX 5090", gpt(12), gpus=2, rows=4, total=65_536)
-    assert list(faster_links(in_slots)) == [("a x16 slot for each card", "PCIe 5 x16")]
-    network = replace(in_slots, link=read_link("10GbE", in_slots.spec))
-    assert list(faster_links(network)) == [("25GbE between the GPUs", "25GbE")]
-    assert list(faster_links(replace(network, hosts=2))) == [("25GbE between the hosts", "25GbE")]
-    assert list(faster_links(on("RTX 5090", gpt(12), gpus=1, rows=4, total=65_536))) == []
 
 
 def test_without_a_time_there_are_no_levers():

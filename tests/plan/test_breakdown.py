@@ -1,6 +1,7 @@
 """Where a step went, from traces as torch.profiler writes them: microseconds, and Kineto's categories and arguments."""
 
 import pytest
+from rows import with_rows
 
 from paceline.plan.breakdown import break_down, memory_by_kind
 
@@ -118,7 +119,7 @@ def test_on_a_cpu_a_message_is_waited_for_where_nothing_runs_until_it_has_come()
     assert result["hidden_ms"] == pytest.approx(0.23)
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("around", "name", "part"),
     [
         ([], "aten::addmm", "matmuls"),

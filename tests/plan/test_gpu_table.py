@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rows import with_rows
 
 from paceline.errors import PlanError
 from paceline.plan.gpu_table import find_gpu, gpu_table, spec_of
@@ -89,7 +90,7 @@ MEASURED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+@with_rows("gpu", GPUS)
 def test_every_figure_has_a_source_and_none_is_named_for_a_figure_that_is_missing(gpu):
     known = {figure for figure in FIGURES if getattr(gpu, figure) is not None}
     assert set(gpu.sources) == known | {"peak_flops"}
@@ -97,13 +98,13 @@ def test_every_figure_has_a_source_and_none_is_named_for_a_figure_that_is_missin
     assert gpu.memory_mib > 4096 and gpu.bytes_per_s > 1e11 and 50 <= gpu.watts <= 1400
 
 
-@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+@with_rows("gpu", GPUS)
 def test_every_name_and_alias_finds_its_own_row(gpu):
     assert all(find_gpu(name) is gpu for name in (gpu.name, *gpu.aliases))
     assert all(spec_of(name, gpu.memory_mib * MIB) is gpu for name in gpu.driver_names)
 
 
-@pytest.mark.parametrize(("driver", "name"), DRIVER.items(), ids=lambda value: str(value))
+@with_rows(("driver", "name"), DRIVER.items())
 def test_a_drivers_name_and_memory_give_the_row(driver, name):
     typed_name, mib = driver
     assert spec_of(typed_name, mib * MIB) is BY_NAME[name]
@@ -123,7 +124,7 @@ def test_the_gpus_of_recorded_hosts_are_known_with_capability_and_slot(host):
         assert spec.watts == card["power_limit_default_w"]
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("typed_name", "name"),
     [
         ("rtx5090", "RTX 5090"),
@@ -148,7 +149,7 @@ def test_a_typed_name_finds_the_card(typed_name, name):
     assert find_gpu(typed_name).name == name
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("typed_name", "message", "fix"),
     [
         (
@@ -194,25 +195,25 @@ def test_many_cards_of_one_name_are_counted_and_not_all_listed():
         find_gpu("RTX")
 
 
-@pytest.mark.parametrize(("name", "tops"), AI_TOPS.items())
+@with_rows(("name", "tops"), AI_TOPS.items())
 def test_derived_peaks_agree_with_the_ai_tops_nvidia_prints(name, tops):
     peaks = BY_NAME[name].peak_flops
     printed = 2 * peaks["fp4"] if "fp4" in peaks else 4 * peaks["fp8"]
     assert printed == pytest.approx(tops * 1e12, rel=0.003)
 
 
-@pytest.mark.parametrize(("name", "tflops"), FP32.items())
+@with_rows(("name", "tflops"), FP32.items())
 def test_derived_peaks_agree_with_the_fp32_figures_of_the_data_sheets(name, tflops):
     assert BY_NAME[name].peak_flops["fp32"] == pytest.approx(tflops * 1e12, rel=0.025)
 
 
-@pytest.mark.parametrize(("name", "tflops"), MEASURED.items())
+@with_rows(("name", "tflops"), MEASURED.items())
 def test_a_peak_is_neither_far_under_nor_far_over_what_was_measured(name, tflops):
     peaks = BY_NAME[name].peak_flops
     assert 0.6 < tflops * 1e12 / peaks.get("bf16", peaks["fp16"]) < 1.2
 
 
-@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu.capability], ids=lambda gpu: gpu.name)
+@with_rows("gpu", [gpu for gpu in GPUS if gpu.capability])
 def test_a_card_has_the_precisions_of_its_generation(gpu):
     first = {"fp8": (8, 9), "fp4": (10, 0), "bf16": (8, 0), "tf32": (8, 0)}
     assert all(gpu.capability >= first[precision] for precision in gpu.peak_flops if precision in first)

@@ -4,7 +4,7 @@ import pytest
 
 from paceline.errors import PlanError
 from paceline.plan.gpu_table import find_gpu
-from paceline.plan.links import inner_link, link_of, read_link
+from paceline.plan.links import faster_links, inner_link, link_of, read_link
 from paceline.plan.machine import HostLink, Machine, imagined_machine
 
 CPUS = Machine(gpus=(), cpu_cores=2, cpu_bf16=True, memory_bytes=0)
@@ -153,3 +153,11 @@ def test_a_link_named_for_one_device_is_refused():
 def test_cpus_and_unknown_cards_have_none_until_they_are_measured():
     assert link_of(None, CPUS, world_size=2, device="cpu", comm=None) is None
     assert inner_link(None, num_gpus=2, device="cuda") is None
+
+
+def test_a_narrow_slot_and_a_slow_network_have_a_faster_link():
+    spec = find_gpu("RTX 5090")
+    assert list(faster_links(scenario(), spec, hosts=1)) == [("a x16 slot for each card", "PCIe 5 x16")]
+    assert list(faster_links(read_link("10GbE", spec), spec, hosts=1)) == [("25GbE between the GPUs", "25GbE")]
+    assert list(faster_links(scenario(text="10GbE", hosts=2), spec, hosts=2)) == [("25GbE between the hosts", "25GbE")]
+    assert list(faster_links(scenario(gpus=1), spec, hosts=1)) == []

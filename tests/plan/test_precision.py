@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rows import with_rows
 
 from paceline.config import Config, ModelConfig, check_config
 from paceline.errors import PacelineError, PlanError
@@ -72,7 +73,7 @@ REFUSALS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("card, keys, says, fix", REFUSALS, ids=[f"{card} {keys}" for card, keys, _, _ in REFUSALS])
+@with_rows("card, keys, says, fix", REFUSALS)
 def test_what_a_card_cannot_compute_is_refused_with_ways_that_give_a_plan(card, keys, says, fix):
     with pytest.raises(PlanError) as error:
         plan_of(card, **keys)

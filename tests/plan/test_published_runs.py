@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from nanochat import UNSURE, allocated_of, card_of, peak_bytes, runs_of, verdict_of
+from rows import with_rows
 
 from paceline.units import GIB
 
@@ -60,7 +61,7 @@ def test_a_run_that_died_asking_for_memory_would_have_needed_at_least_that():
             assert allocated_of(run).high >= (run["oom"]["allocated_gib"] + run["oom"]["tried_gib"]) * GIB, run["id"]
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("run", "truth"),
     [
         (point(20, 4, gpu="RTX 3090 24GB", world_size=1), "fits"),

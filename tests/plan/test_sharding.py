@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+from rows import with_rows
 
 from paceline.config import ModelConfig
 from paceline.plan.algorithms import newton_schulz_flops
@@ -76,7 +77,7 @@ def test_muon_never_splits_a_matrix_and_loads_differ_by_one_matrix_at_most(world
         assert max(loads) - min(loads) <= largest
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@with_rows("world_size", WORLD_SIZES)
 def test_tensors_lie_in_their_bucket_without_overlap_and_aligned(world_size):
     for optimizer in ("muon", "adamw"):
         plan = shard_plan(shapes_of(5), world_size=world_size, optimizer=optimizer)
@@ -90,7 +91,7 @@ def test_tensors_lie_in_their_bucket_without_overlap_and_aligned(world_size):
             assert ends[-1] <= bucket.segment * world_size
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@with_rows("world_size", WORLD_SIZES)
 def test_a_split_tensor_is_cut_at_aligned_row_borders(world_size):
     shapes = (ParamShape("embedding", (1003, 24), "wte"), ParamShape("odd", (301, 57), "wte"))
     plan = shard_plan(shapes, world_size=world_size, optimizer="muon")

@@ -152,6 +152,15 @@ def test_eval_scores_both_splits_of_another_text(unbroken, capsys, tmp_path):
     assert json_of(capsys, "eval", str(unbroken), *words)["data"] == str(lines)
 
 
+def test_eval_of_several_runs_prints_a_line_for_each(unbroken, capsys):
+    capsys.readouterr()
+    assert run_command(["eval", str(unbroken), str(unbroken), "--tokens=64", "--device=cpu", "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == second and first["run"] == unbroken.name
+    assert run_command(["eval", str(unbroken), "none", "--device=cpu"]) == 1
+    assert capsys.readouterr().out == ""  # before any of them is measured
+
+
 @pytest.mark.parametrize(("requested", "scored"), [(10, 64), (64, 64), (200, 192)])
 def test_eval_takes_whole_rows_and_reports_what_it_scored(unbroken, capsys, requested, scored):
     assert json_of(capsys, "eval", str(unbroken), f"--tokens={requested}", "--device=cpu")["tokens"] == scored

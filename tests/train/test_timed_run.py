@@ -1,6 +1,7 @@
 """A run whose length is a time: the number of steps is measured once, and is the run's from then on."""
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -35,6 +36,9 @@ def test_a_time_becomes_a_number_of_steps_that_a_resume_keeps(tmp_path):
 
     refused = shop.finish(shop.command("resume", str(timed), time="8h"), code=1)
     assert f"time sets the length of a new run; timed keeps its {num_steps} steps" in refused
+    fix = re.search(r"--num-steps (\d+): 8h are about ([\d,]+) steps of .*, from step ([\d,]+) on", refused)
+    longer, more, done = (int(number.replace(",", "")) for number in fix.groups())
+    assert longer == done + more and done == num_steps
 
 
 @pytest.mark.soak

@@ -1,6 +1,6 @@
 """One function renders an event: the views and the launching terminal use the same words."""
 
-import pytest
+from rows import with_rows
 
 from paceline.heartbeat import Heartbeat
 from paceline.watch.events import attempt_views, event_line, event_text, event_view, live_state, unsaved_texts
@@ -55,7 +55,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize(("event", "text"), TEXTS, ids=lambda value: value if isinstance(value, str) else "")
+@with_rows(("event", "text"), TEXTS)
 def test_an_event_becomes_one_line_of_text(event, text):
     assert event_text(event) == text
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rows import with_rows
 
 from paceline.launch.health import live_samples
 from paceline.watch.log_reader import LogAndMachine, TrainingLogReader, framework_of, read_line
@@ -50,7 +51,7 @@ LINES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "expected"), LINES.items())
+@with_rows(("line", "expected"), LINES.items())
 def test_a_line_of_each_trainer_is_understood(line, expected):
     result = read_line(line)
     assert (framework_of(line), result.step, result.num_steps, result.values) == expected

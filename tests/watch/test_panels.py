@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import asdict, replace
 
-import pytest
+from rows import with_rows
 from snapshots import GIB, NOW, STATES, broken, failed, finished, gpu, recovered, script, starting, training, two_hosts
 
 from paceline.watch.device_panels import marks
@@ -24,7 +24,7 @@ def test_a_loss_that_is_nan_is_a_tile_with_a_warning():
     assert tile == {"name": "loss", "value": "nan", "difference": "NaN or infinite", "worse": True}
 
 
-@pytest.mark.parametrize("name", STATES)
+@with_rows("name", STATES)
 def test_every_state_has_its_panels_as_json(name):
     panels = json.loads(to_text(run_panels(STATES[name](NOW), now=NOW)))
     assert panels["head"]["badge"]["state"] == STATES[name](NOW).state

@@ -649,7 +649,7 @@ def test_a_setting_that_a_resume_changed_is_reported_with_all_its_values(tmp_pat
             append_event(run, "attempt_ended", attempt=attempt, state="finished")
     changes = "from step 100 on: matrix_lr 0.05 in place of 0.1, num_steps 200 in place of 100, compile false in place of auto"
     shown = [format_run(open_reader(run.path).update()) for run in runs]
-    assert f"UTC: finished\n  {changes}\n" in shown[0] and " on: " not in shown[1]
+    assert f"UTC: finished\n  {changes}" in shown[0] and " on: " not in shown[1]
     assert "UTC: finished; from step 100 on: " in markdown_report(runs[0].path, now=START)
     rows = {name: values for name, *values in differing_settings(*(run.path for run in runs))}
     assert rows == {

@@ -5,6 +5,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
+from rows import with_rows
 from snapshots import (
     GIB,
     NOW,
@@ -50,7 +51,7 @@ SUMMARIES = {
 }
 
 
-@pytest.mark.parametrize("name", SUMMARIES)
+@with_rows("name", SUMMARIES)
 def test_each_state_has_one_sentence(name):
     expected = SUMMARIES[name]
     assert summarize(STATES[name](NOW), now=NOW) == (expected and Summary(*expected))
@@ -158,7 +159,7 @@ def pace(value):
     return {"plan": None, "series": {"step_ms": curve(value, now=NOW)}}
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("changed", "text"),
     [
         ({"updated": NOW - 125}, "No output or heartbeat for 2m05s."),

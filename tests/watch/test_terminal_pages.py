@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rows import with_rows
 from snapshots import NOW, STATES, failed, hostile, recovered, script, training, two_hosts, unknown_log
 
 from paceline.terminal import cells, cut
@@ -66,7 +67,7 @@ def test_the_header_shows_progress_and_remaining_time():
     ]
 
 
-@pytest.mark.parametrize(
+@with_rows(
     ("state", "texts"),
     [
         ("starting", ["◐ starting", "· No step is finished yet: compile."]),

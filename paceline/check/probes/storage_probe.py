@@ -245,9 +245,9 @@ def probe_text(request: Json) -> Json:
         list_text = partial(list_files, data, val_source=val_data, text_field=text_field)
         find = partial(find_prepared, list_text, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size)
         facts |= find(cache_dir=Path(request["cache_dir"])) if can_exist else {"prepared": False}
-    for source in filter(None, (data, val_data)):
-        if source.startswith(HUB) and local_path(source) is None and not facts["prepared"]:
-            facts.setdefault("hub", probe_hub(source))
+    sources = [text for text in (data, val_data) if text and text.startswith(HUB) and local_path(text) is None]
+    if sources and not facts["prepared"]:
+        facts["hub"] = probe_hub(sources[0])
     return {"text": {"vocab_size": vocab_size, **facts, "tokenizer": tokenizer_facts}}
 
 

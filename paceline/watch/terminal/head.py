@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import Any
 
+from paceline.explain.explanation import HEALTHY
 from paceline.terminal import ELLIPSIS, cut
 from paceline.units import format_count, format_duration, format_energy, format_percent, format_ranks
 from paceline.watch.measures import METRICS, format_measure, format_time
@@ -148,7 +149,7 @@ def shortened(lines: list[Line], height: int, width: int) -> list[Line]:
 def failure_of(snapshot: Snapshot) -> dict[str, Any] | None:
     """The explanation of what broke; None for a run that did not break, and for an unexplained one."""
     explanation = snapshot.explanation
-    is_failure = explanation and explanation.get("cause") != "healthy" and snapshot.state in BROKEN
+    is_failure = explanation and explanation.get("cause") != HEALTHY and snapshot.state in BROKEN
     return explanation if is_failure else None
 
 
@@ -222,7 +223,7 @@ def why_page(snapshot: Snapshot, *, width: int) -> list[Line]:
 
 def explanation_lines(explanation: dict[str, Any], *, width: int) -> list[Line]:
     why = why_panel(explanation)
-    sign, style = ("✓", "good") if why["cause"] == "healthy" else ("✗", "error")
+    sign, style = ("✓", "good") if why["cause"] == HEALTHY else ("✗", "error")
     lines = paragraph(f"{why['cause']}: {why['summary']}", width, (f" {sign} ", style), style=style)
     lines += paragraph(str(why["fix"]), width, ARROW, style="strong") if why["fix"] else []
     victims = explanation.get("victims")

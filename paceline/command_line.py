@@ -185,7 +185,7 @@ class Parameter:
 
 @cache
 def parameters_of(owner: type) -> dict[str, Parameter]:
-    """A dataclass's parameters by field name: its own, those of inherited classes, and the keys that it takes and does not hide."""
+    """A dataclass's parameters by field name: its own, the keys that it takes and does not hide, and those of inherited classes."""
     hints, items = typing.get_type_hints(owner), {item.name: item for item in fields(owner)}
     parameters: dict[str, Parameter] = {}
     for holder in (owner, *reversed(owner.__mro__[1:])):
@@ -200,8 +200,9 @@ def parameters_of(owner: type) -> dict[str, Parameter]:
                 parameters[name] = Parameter(name, kinds, many, ... if default is MISSING else default, **attributes)
     for item in items.values():
         if "owner" in item.metadata:
-            keys = parameters_of(item.metadata["owner"])
-            parameters |= {name: keys[name] for name in item.metadata["names"] or keys if name not in parameters}
+            own, keys = inspect.get_annotations(owner), parameters_of(item.metadata["owner"])
+            keys = {name: keys[name] for name in item.metadata["names"] or keys if name not in parameters}
+            parameters = {name: parameters[name] for name in parameters if name in own} | keys | parameters
     return parameters
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from paceline.config import KEYS, LENGTH_KEYS, LOW_PRECISIONS, Config, check_config, format_flags, keys_of_depth
 from paceline.encoding import not_utf8, utf16_as_utf8
 from paceline.errors import PacelineError, expand_home, nearest, nearest_choice
-from paceline.other_names import KEY_OF, translate
+from paceline.other_names import KEY_OF, KEY_REMARKS, translate
 from paceline.rundir import RunDir
 from paceline.typed_fields import find_training_run, toml_line
 from paceline.units import format_list
@@ -216,10 +216,10 @@ def unknown_key(name: str, *, where: str, value: Any = "") -> PacelineError:
         return PacelineError(
             f"{_prefix(where)}[{name}] is a table, keys are flat", fix="write its keys without the [section] line"
         )
-    ours = KEY_OF.get(name)
-    if ours:
-        fix = f"{ours} = {format_toml_value(value)}"
-        return PacelineError(f"{_prefix(where)}unknown key {name}; paceline calls it {ours}", fix=fix)
+    if ours := KEY_OF.get(name):
+        kind, remark = KEY_REMARKS.get(name, ("", ""))
+        fix = f"{ours} = {format_toml_value(value)}{remark}"
+        return PacelineError(f"{_prefix(where)}unknown key {name}{kind}; paceline calls it {ours}", fix=fix)
     near = nearest(name, [*KEYS, *KEY_OF])
     near = KEY_OF.get(near or "", near)
     fix = f"did you mean {near}?" if near else "paceline train --help lists all keys"

@@ -54,6 +54,10 @@ KEY_OF = {other: key for key, names in NAMES.items() for other in names.split()}
 VALUES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "no": "fp32"}  # of precision
 DUMMY = "dummy"  # nanochat's name of a run without W&B
 ADAMW_RATE = ("learning_rate", "lr")
+KEY_REMARKS = dict.fromkeys(  # what a name is, and when its value fits our key
+    ADAMW_RATE,
+    (", a rate of AdamW", ' beside optimizer = "adamw"; for Muon leave it out, its rates are of another size'),
+)
 SWITCH_KEYS = ("compile", "activation_checkpointing")
 SWITCHES = ("use_dummy_wandb", "always_save_checkpoint", "wandb_log")  # and those of HARMLESS that are true or false
 

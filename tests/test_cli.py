@@ -105,6 +105,8 @@ def test_the_help_of_train_shows_every_key_with_its_default(capsys):
     text = capsys.readouterr().out
     for key in KEYS:
         assert f"--{key.replace('_', '-')}" in text
+    headings = re.findall(r"^(\w+):$", text, re.MULTILINE)
+    assert headings[1:5] == ["run", "text", "model", "batch"] and headings.index("trouble") < headings.index("Slurm")
 
 
 @pytest.mark.parametrize(("columns", "name"), [("80", "train"), ("120", "watch"), ("50", "plan"), ("50", "")])

@@ -391,6 +391,13 @@ def test_a_learning_rate_of_adamw_is_no_rate_of_muon(tmp_path):
     assert (config.matrix_lr, notes) == (6e-4, [])
 
 
+@pytest.mark.parametrize("line", ["lr = 3e-4", "learning_rate = 3e-4"])
+def test_a_toml_file_with_a_rate_of_adamw_is_told_which_optimizer_it_is_for(tmp_path, line):
+    with pytest.raises(PacelineError, match="a rate of AdamW; paceline calls it matrix_lr") as error:
+        load_config(write(tmp_path / "a.toml", line), {})
+    assert error.value.fix.startswith('matrix_lr = 0.0003 beside optimizer = "adamw"; for Muon leave it out')
+
+
 @pytest.mark.parametrize(("name", "quote"), [("a.toml", '"'), ("a.py", "'")])
 def test_a_file_s_rate_of_matrices_is_for_its_own_optimizer(tmp_path, name, quote):
     file = write(tmp_path / name, "matrix_lr = 0.1\n")

@@ -23,7 +23,7 @@ from paceline.explain.explanation import KERNEL_LOG, RECORDED, LogProgress, Reco
 from paceline.explain.log import Log
 from paceline.explain.log_text import count_lines, read_chunks
 from paceline.explain.reader import read_log
-from paceline.explain.recorded_end import find_last
+from paceline.explain.recorded_end import events_of, find_last
 from paceline.explain.series import (
     GRADIENT,
     LOSS,
@@ -70,6 +70,7 @@ DISK_FIELDS = (("disk_free", "disk_total", "disk of the run folder on {host}"),)
 
 def exit_log(events: Sequence[Mapping[str, Any]], attempt: int) -> Log:
     """How each rank of an attempt ended, in the form of a launcher's report; an end that is a consequence counts as forwarded."""
+    end = find_last(events_of(events, attempt), "attempt_ended").get("state")
     records = []
     for number, event in enumerate(events, 1):
         if event.get("attempt") not in (None, attempt):
@@ -79,7 +80,7 @@ def exit_log(events: Sequence[Mapping[str, Any]], attempt: int) -> Log:
             text = f"exitcode: {code}" if signal is None else f"terminated by signal {signal}"
             kind: RecordKind = "banner" if event.get("consequence") else "exit" if signal is None else "signal"
             records.append(Record(kind, text, number, rank=event.get("rank"), source=RECORDED))
-        elif event.get("event") == "stopping" and event.get("signal"):
+        elif event.get("event") == "stopping" and event.get("signal") and end != "finished":  # else it came too late
             records.append(Record("signal", f"Received signal {event['signal']}", number, source=RECORDED))
     return Log(records=tuple(records))
 

@@ -111,6 +111,8 @@ class Digest:
         kind = event.get("event")
         if kind == "stopping" and self.stop_shown:
             return  # the supervisor and the workers may both write it
+        if kind == "sample" and event.get("step") == self.num_steps:
+            return  # the closing lines have the last one whole
         self.stop_shown = kind == "stopping" or (self.stop_shown and kind != "attempt")
         ending = self.ending(event) if kind == "stopping" else ""
         if kind == "finding":

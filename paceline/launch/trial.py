@@ -141,7 +141,7 @@ def with_length(config: Config, plan: Plan, speed: Speed) -> tuple[Config, str]:
         cost=speed.eval_s_per_token * plan.total_batch_size / speed.step_s,
     )
     step = f"{speed.step_s:.2f} s" if speed.step_s >= 0.1 else format_ms(1000 * speed.step_s)
-    text = f"length  {format_number_of(num_steps, 'step')}: {step} a step, {config.time} requested"
+    text = f"time    {config.time} at {step} a step: {format_number_of(num_steps, 'step')}"
     if (run_s := num_steps * speed.step_s) > time_s:
         shorter = f"--num-steps {max(1, int(time_s / speed.step_s))}"
         text += f"; these are the fewest of a run by time and take about {format_duration(run_s)}: {shorter} is shorter"

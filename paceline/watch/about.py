@@ -23,6 +23,7 @@ from paceline.errors import PacelineError
 from paceline.run_options import RunsNoteOptions, RunsTagOptions
 from paceline.rundir import RunDir, find_run, open_file, read_json_lines, unwritable_run, write_atomic
 from paceline.units import format_bytes
+from paceline.watch.events import is_complete, setting_changes
 from paceline.watch.growing_file import GrowingFile, parse_lines
 from paceline.watch.measures import format_time
 
@@ -131,13 +132,22 @@ def group_key(config: dict[str, Any]) -> str | None:
 
 
 def setup_of(run: RunDir, hosts: list[dict[str, str]], plan: dict[str, Any]) -> dict[str, Any]:
-    """Returns the ranks and hosts of the last attempt, the GPUs, versions and commit of all hosts, and the choices of the plan."""
-    attempts = [event for event in read_json_lines(run.events) if event.get("event") == "attempt"]
+    """Returns the ranks and hosts of the last attempt, the GPUs, versions and commit of all hosts, and the choices of the plan.
+
+    A setting that a resume changed has all its values: "0.1, 0.05 from step 320".
+    """
+    events = list(filter(is_complete, read_json_lines(run.events)))
+    attempts = [event for event in events if event.get("event") == "attempt"]
     setup: dict[str, Any] = {"ranks": str(attempts[-1].get("world_size"))} if attempts else {}
     setup |= {"hosts": str(len(hosts))} if hosts else {}
     facts = {name: ", ".join(dict.fromkeys(host[name] for host in hosts if name in host)) for name in COMPARED_FACTS}
     choices = {name: plan[name] for name in COMPARED_CHOICES if plan.get(name) is not None}
-    return setup | {name: text for name, text in facts.items() if text} | choices
+    values: dict[str, str] = {}
+    for _, step, changes in setting_changes(events):
+        values |= {
+            key: f"{values.get(key, before)}, {now} from step {step:,}" for key, (before, now) in changes.items()
+        }
+    return setup | {name: text for name, text in facts.items() if text} | choices | values
 
 
 def expected(plan: dict[str, Any]) -> dict[str, Any] | None:

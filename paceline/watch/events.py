@@ -5,6 +5,7 @@ Everything that shows events renders them here, so they read the same everywhere
 view and reports, `event_line` for what `paceline train` prints.
 """
 
+import json
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,6 +45,8 @@ STATELESS = {
     "checkpoint", "sample", "note", "memory", "step_time", "finding", "attempt_ended", "verdict", "decision", "save_failed",
     "stopping", "silence", "damaged",
 }  # fmt: skip
+# keys of a config that say where a run is, or its length in another unit than steps
+UNCOMPARED_KEYS = ("name", "runs_dir", "cache_dir", "epochs", "time", "tokens_per_param")
 BEFORE_ATTEMPTS = {"launch", "script", "note", "finding"}
 INTERRUPTED_JOB = f"{INTERRUPTED}:0"  # exit code and signal, as Slurm shows them
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
@@ -252,7 +255,30 @@ def attempt_views(events: Sequence[JsonRecord]) -> list[AttemptView]:
             attempts[number] |= {name: event.get(name) for name in ATTEMPT_FIELDS.get(kind, ())}
             with suppress(TypeError, ValueError):  # a damaged step
                 attempts[number] |= {"summary": format_summary(event)} if kind == "verdict" else {}
+    for number, step, changes in setting_changes(events):
+        if number in attempts:
+            texts = [f"{key} {now} in place of {before}" for key, (before, now) in changes.items()]
+            attempts[number] |= {"changes": one_line(f"from step {step:,} on: {', '.join(texts)}", TEXT_CHARS)}
     return [AttemptView(number, **values) for number, values in attempts.items()]
+
+
+def setting_changes(events: Iterable[JsonRecord]) -> Iterator[tuple[int, int, dict[str, tuple[str, str]]]]:
+    """Yields each attempt that resumed with other settings, the step from which they hold, and by key both values."""
+    number, before, now = 0, dict[str, Any](), dict[str, Any]()
+    for event in events:
+        kind, config = event.get("event"), event.get("config")
+        if kind == "launch" and isinstance(config, dict):
+            now = {key: format_setting(value) for key, value in config.items() if key not in UNCOMPARED_KEYS}
+        elif kind == "attempt":
+            number, before = event.get("attempt", 0), before or now
+        elif kind == "resumed":
+            if changes := {key: (before[key], now[key]) for key in before if now.get(key, before[key]) != before[key]}:
+                yield number, event["step"], changes
+            before = now
+
+
+def format_setting(value: Any) -> str:
+    return "auto" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def lost_hosts(events: Iterable[JsonRecord]) -> list[str]:

@@ -183,6 +183,7 @@ def fields(snapshot: Snapshot) -> dict[str, Panel]:
     for name in [name for name in METRICS if name in drawn] + sorted(drawn - METRICS.keys()):
         measure, last = METRICS.get(name), format_figure(name, snapshot.series[name].values[-1])
         about, unit, steady = (measure.about, measure.unit, measure.steady) if measure else (None, None, False)
+        about = None if name == "loss" and snapshot.kind != "training" else about  # a script's may be of any unit
         shown[name] = {"about": about, "unit": unit, "steady": steady, "last": last}
     return shown
 
@@ -252,8 +253,7 @@ def attempts_panel(snapshot: Snapshot) -> list[Panel] | None:
             "number": attempt.attempt,
             "badge": badge(ATTEMPT_STATES.get(state := attempt_outcome(snapshot, attempt), state)),
             "time": unix_time(attempt.time),
-            "cause": attempt.cause,
-            "summary": attempt.summary,
+            **{name: getattr(attempt, name) for name in ("cause", "summary", "changes")},
             "action": action_text(attempt),
         }
         for attempt in attempts

@@ -167,6 +167,7 @@ def time_spent(snapshot: Snapshot) -> list[str]:
 def attempts(snapshot: Snapshot) -> Iterator[str]:
     for attempt in snapshot.attempts:
         line = f"{attempt.attempt}. {format_time(attempt.time)} UTC: {attempt_outcome(snapshot, attempt)}"
+        line += f"; {escape(attempt.changes)}" if attempt.changes else ""
         line += f"; {attempt.cause}: {escape(attempt.summary)}" if attempt.summary else ""
         action = action_text(attempt)
         yield line + (f"; {escape(action)}" if action else "")

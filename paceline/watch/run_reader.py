@@ -41,7 +41,8 @@ from paceline.watch.events import (
 from paceline.watch.goodput import LINE_FIELDS, goodput, last_writes, step_lines
 from paceline.watch.growing_file import GrowingFile, JsonRecord, parse_lines
 from paceline.watch.log_reader import LogCurves
-from paceline.watch.snapshot import LIVE, EventView, Goodput, HostView, LogView, RankView, Snapshot, State
+from paceline.watch.snapshot import BROKEN, LIVE, EventView, Goodput, HostView, LogView, RankView, Snapshot, State
+from paceline.watch.trend import mean_speed
 
 MAX_EVENTS = 500
 SCRIPT_RANKS = 8  # ranks of a script whose logs are read for steps and losses
@@ -103,8 +104,7 @@ class RunReader:
         """Returns the snapshot of a folder that is not a run yet, or no longer is."""
         now, record = time.time(), self._content(self.run.preparing_json, json.loads, {})
         started, since, updated = (unix_time(record.get(name)) for name in ("started", "since", "time"))
-        share = record.get("share")
-        work = {"label": str(record.get("label")), "share": share, "eta_s": None}
+        work = {"label": str(record.get("label")), "share": (share := record.get("share")), "eta_s": None}
         if isinstance(share, float) and 0 < share <= 1 and updated > since:
             work["eta_s"] = max(0.0, (updated - since) * (1 - share) / share - (now - updated))
         gone = Snapshot(self.run.name, str(self.run.path), "training", "gone")
@@ -147,8 +147,7 @@ class RunReader:
         job = self._job.read(self._job_id()) if state in LIVE else None
         if state == "queued" and job and job.is_over:
             state = "stopped"
-        is_failure = state in ("failed", "broken", "recovering")
-        is_failure = is_failure or (state == "finished" and any(attempt.summary for attempt in attempts[-1:]))
+        is_hidden = state == "finished" and any(attempt.summary for attempt in attempts[-1:])
         started = unix_time(self.events[0]["time"]) if self.events else None
         until = now if self.running else updated or now
         steps, times = self.metrics.column("step"), self.metrics.column("time")
@@ -178,7 +177,7 @@ class RunReader:
             "goodput": spent,
             "findings": self._content(self.run.findings, json.loads, []),
             "slurm": format_job(job),
-            "explanation": self._explanation(state) if is_failure else None,
+            "explanation": self._explanation(state) if is_hidden or state in BROKEN else None,
             **dict(zip(("tags", "note"), read_notes(self.run), strict=True)),
         }
 
@@ -190,6 +189,8 @@ class RunReader:
         measures: JsonRecord = {name: latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
         if fields["state"] in ("starting", "recovering"):
             measures |= dict.fromkeys(("tok_per_sec", "step_ms", "mfu"))  # nothing has a speed now
+        elif fields["state"] not in LIVE:
+            measures |= mean_speed(self._attempt_lines())
         return Snapshot(
             kind="training",
             step=step,
@@ -343,8 +344,7 @@ class RunReader:
             return None
         recent = self._attempt_lines()
         step_s = seconds_per_step([line["step"] for line in recent], [unix_time(line.get("time")) for line in recent])
-        if step_s is None:
-            step_s = self.metrics.latest.get("step_ms", math.nan) / 1000
+        step_s = self.metrics.latest.get("step_ms", math.nan) / 1000 if step_s is None else step_s
         return max(0.0, num_steps - step) * step_s if 0 <= step_s < math.inf else None
 
     def _explanation(self, state: State) -> dict[str, Any] | None:

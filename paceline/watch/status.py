@@ -28,6 +28,7 @@ from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines, re
 from paceline.watch.measures import format_bpb, format_figure, format_step, format_time
 from paceline.watch.snapshot import LIVE, Snapshot, State
 from paceline.watch.summary import attempt_outcome, goodput_line, goodput_table, host_place
+from paceline.watch.trend import mean_speed
 
 END_BYTES = 64 << 10  # read of metrics.jsonl for a list of runs, unless a field is further back
 MAX_END_BYTES = 4 << 20
@@ -92,6 +93,8 @@ def run_status(run: RunDir) -> RunStatus:
     start: dict[str, Any] = {"step": None if command else 0, **measured_on(config_in(run))}
     values = {**dict.fromkeys(names), **start, **read}
     state = run_state(run, events, values)
+    if not command and state not in LIVE:
+        values |= {name: speed for name, speed in end_speed(run, events).items() if name in names}
     times = [values.pop("time", None), last_event_time(events)]
     paths = [log] if command and state in LIVE else [] if any(times) else [run.config_toml, run.preparing_json]
     times += [to_utc(stamp[0] / 1e9) for path in paths if (stamp := file_stamp(path))]
@@ -130,6 +133,14 @@ def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
         if is_whole or len(values) == len(names):
             break
     return values
+
+
+def end_speed(run: RunDir, events: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Returns the mean speed of a run that has ended, from the end of metrics.jsonl without the lines of earlier attempts."""
+    start = next((str(event["time"]) for event in reversed(events) if event.get("event") == "attempt"), "")
+    return mean_speed(
+        [line for line in parse_lines(read_end(run.metrics, END_BYTES)[0]) if str(line.get("time")) >= start]
+    )
 
 
 def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[str, Any]:
@@ -244,6 +255,7 @@ def format_run(snapshot: Snapshot) -> str:
     for attempt in snapshot.attempts:
         head = f"attempt {attempt.attempt}, {format_time(attempt.time)} UTC"
         lines.append(f"{head}: {attempt_outcome(snapshot, attempt)}")
+        lines += [f"  {attempt.changes}"] if attempt.changes else []
         if attempt.summary:
             lines.append(f"  {attempt.cause}: {attempt.summary}")
         elif snapshot.explanation and attempt is snapshot.attempts[-1]:  # nobody was left to record it

@@ -7,9 +7,10 @@ half of those lines is clearly higher than the newer one, the curve was falling,
 """
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import inf, isfinite, sqrt
+from typing import Any
 
 from paceline.noise import ABRUPT, CLIP, clip, level_of, standard_errors_below, turn_of
 from paceline.units import unix_time
@@ -21,6 +22,7 @@ WHOLE_LINES = 4 * STRETCH_LINES  # the end of a curve that is never thinned: a s
 MIN_STRETCH, MIN_BEFORE, MIN_PART = 5, 20, 8
 Z_RISE, Z_FALL, Z_LEVEL = 4.2, 3.0, 1.0  # standard errors
 MIN_RISE = 0.01  # of the level: a smaller one is nobody's concern
+MEAN_LINES = 20
 PACE_LINES, MIN_PACE_LINES = 5, 10  # whose median is the present pace, and how many show a past
 SLOWER = 1.5
 
@@ -91,6 +93,24 @@ def step_times(snapshot: Snapshot) -> list[float]:
         since = unix_time(attempt.time) if attempt.world_size != before.world_size else since
     times = series.times or [inf] * len(series.values)
     return [value for value, time in zip(series.values, times, strict=True) if time >= since and isfinite(value)]
+
+
+def mean_speed(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns step_ms, tok_per_sec and mfu of a run that has ended: means over the steps of its last MEAN_LINES lines.
+
+    The last line alone often covers one step: the number of steps need not be a multiple of log_every. lines: of one attempt
+    in metrics.jsonl; the first of them only tells where the next one begins. Empty where no speed is known.
+    """
+    numbers = [line for line in lines if all(type(line.get(name)) in (int, float) for name in ("step", "step_ms"))]
+    pairs = [(last["step"] - line["step"], last["step_ms"]) for line, last in pairwise(numbers[-MEAN_LINES - 1 :])]
+    num_steps, total_ms = sum(count for count, _ in pairs), sum(count * step_ms for count, step_ms in pairs)
+    if not (num_steps and total_ms):
+        return {}
+    last, mean_ms = numbers[-1], total_ms / num_steps
+    speeds = {name: last[name] for name in ("tok_per_sec", "mfu") if type(last.get(name)) in (int, float)}
+    return {"step_ms": round(mean_ms, 2)} | {
+        name: round(v * last["step_ms"] / mean_ms, 4) for name, v in speeds.items()
+    }
 
 
 def fell_to_zero(snapshot: Snapshot) -> bool:

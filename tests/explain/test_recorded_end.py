@@ -280,6 +280,37 @@ def test_a_requeued_run_whose_ranks_were_killed_while_they_saved_is_not_called_w
     assert explain_run(run).fix.startswith("job 4711 continues the run")
 
 
+@pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_behind_the_last_step_stopped_nothing(run, signal):
+    append_event(run, "checkpoint", step=8)
+    append_event(run, "stopping", attempt=1, signal=signal)
+    append_event(run, "finished", step=8)
+    append_event(run, "attempt_ended", attempt=1, state="finished", exit_code=0)
+    explanation = explain_run(run)
+    assert explanation.cause == "healthy" and "step 1 to 8" in explanation.summary
+
+
+def test_a_run_that_was_made_longer_and_then_stopped_was_stopped(run):
+    append_event(run, "finished", step=8)
+    append_event(run, "attempt_ended", attempt=1, state="finished", exit_code=0)
+    run.logs(2).mkdir()
+    run.rank_log(2, 0).write_text("step 9 | loss 2.9\n")
+    append_event(run, "attempt", attempt=2, world_size=2, pids=[103, 104])
+    append_event(run, "stopping", attempt=2, signal="SIGINT")
+    assert explain_run(run).cause == "keyboard-interrupt"
+    append_event(run, "attempt_ended", attempt=2, state="interrupted", exit_code=130)
+    assert explain_run(run).cause == "keyboard-interrupt"
+
+
+def test_an_error_behind_the_last_step_is_a_failure_after_a_stop_too(run):
+    with run.rank_log(1, 1).open("a") as log:
+        log.write(raised(1, "OSError: [Errno 28] No space left on device"))
+    append_event(run, "stopping", attempt=1, signal="SIGINT")
+    append_event(run, "rank_failed", attempt=1, rank=1, exit_code=1, signal=None, message="OSError")
+    append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=1)
+    assert explain_run(run).cause == "disk-full"
+
+
 def test_the_exit_code_of_an_interrupt_is_none_where_nobody_has_asked_for_a_stop(run):
     append_event(run, "rank_failed", attempt=1, rank=1, exit_code=130, signal=None, message="no output")
     append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=130)

@@ -81,6 +81,14 @@ def test_a_pipe_gets_a_line_for_each_step_and_event_in_order(run, stream, digest
     ]
 
 
+def test_the_sample_of_the_last_step_is_left_to_the_closing_lines(run, stream):
+    digest = Digest(run, num_steps=10, total_batch_size=1, stream=stream)
+    for step in (5, 10):
+        append_event(run, "sample", step=step, text="def main(): pass")
+    digest.close()
+    assert stream.getvalue().splitlines() == ["step 00005/00010 | sample: def main(): pass"]
+
+
 def test_a_half_written_line_is_shown_once_it_is_whole(run, stream, digest):
     line = json.dumps(metrics(1)).encode() + b"\n"
     with run.metrics.open("ab", buffering=0) as file:

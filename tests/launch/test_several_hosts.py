@@ -149,7 +149,7 @@ def test_a_changed_plan_reaches_a_host_that_has_the_one_before_and_so_does_a_new
     again = hosts.paceline("h1", *timed, "--time", "20s")  # a trial on both, and another length
     assert again.returncode == 0, again.stderr
     num_steps = json.loads(run.plan_json.read_text())["num_steps"]
-    assert f"length  {num_steps:,} steps: " in again.stdout and num_steps >= 60
+    assert f" a step: {num_steps:,} steps" in again.stdout and num_steps >= 60
     assert max(line["step"] for line in read_json_lines(run.metrics)) == num_steps
     copies = (hosts.folder / "h2" / "cache" / "paceline" / "runs").iterdir()
     assert [[path.name for path in copy.iterdir()] for copy in copies] == [["a"], ["a"]]  # none of the trial

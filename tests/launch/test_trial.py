@@ -151,7 +151,7 @@ def test_a_time_becomes_steps_and_automatic_evaluations_a_tenth_of_it():
     config = replace(SMALL, num_steps=None, time="2m", eval_every=0)
     plan = planned(num_steps=None, time="2m")
     config, text = with_length(config, plan, Speed(start_s=20.0, step_s=0.5, eval_s_per_token=0.0005))
-    assert text == "length  180 steps: 0.50 s a step, 2m requested"
+    assert text == "time    2m at 0.50 s a step: 180 steps"
     assert (config.time, config.num_steps, config.eval_tokens) == (None, 180, 16_384)  # below 20,000
 
 
@@ -159,7 +159,7 @@ def test_a_machine_that_is_too_slow_for_the_time_takes_the_fewest_steps():
     config = replace(SMALL, num_steps=None, time="2m", eval_tokens=1000)
     config, text = with_length(config, planned(num_steps=None, time="2m"), Speed(5.0, 9.0, 0.001))
     text, fewest = text.split("; ")
-    assert text == "length  60 steps: 9.00 s a step, 2m requested"
+    assert text == "time    2m at 9.00 s a step: 60 steps"
     assert fewest == "these are the fewest of a run by time and take about 9m00s: --num-steps 12 is shorter"
     assert (config.num_steps, config.eval_tokens) == (60, 1000)
 

@@ -27,8 +27,8 @@ def test_a_time_becomes_a_number_of_steps_that_a_resume_keeps(tmp_path):
     num_steps = config["num_steps"]
     assert num_steps >= 60
     assert plan["num_steps"] == metrics(timed)[-1]["step"] == num_steps
-    [line] = [line for line in printed.splitlines() if "1s requested" in line]
-    assert line.startswith(f"length  {num_steps} steps: ")
+    [line] = [line for line in printed.splitlines() if line.startswith("time    1s at ")]
+    assert line.partition(" a step: ")[2].startswith(f"{num_steps} steps")
     assert f"{config['eval_tokens']:,} of them in each evaluation" in printed
     assert line in [event["text"] for event in events(timed, "note")]
     assert f"step {num_steps:05d}/{num_steps:05d} | loss" in printed

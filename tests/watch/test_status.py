@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from run_folders import START, utc, write_run
+from run_folders import START, append_step, utc, write_run
 
 from paceline.cli import run_command
 from paceline.command_line import parse
@@ -23,6 +23,7 @@ from paceline.watch import log_reader
 from paceline.watch.about import edit_note, edit_tags, read_about, read_notes, write_notes
 from paceline.watch.events import event_text
 from paceline.watch.log_reader import LogAndMachine
+from paceline.watch.panels import fields as chart_fields
 from paceline.watch.panels import head_panel, run_row
 from paceline.watch.report import markdown_report
 from paceline.watch.status import (
@@ -38,7 +39,7 @@ from paceline.watch.status import (
 )
 from paceline.watch.summary import summarize
 from paceline.watch.terminal.pages import format_once
-from paceline.watch.terminal.runs import format_runs, list_runs
+from paceline.watch.terminal.runs import differing_settings, format_runs, list_runs
 
 
 def make_run(folder, name="a"):
@@ -55,6 +56,47 @@ def make_run(folder, name="a"):
 def test_a_run_that_ended_without_reporting_why_is_broken(tmp_path):
     status = run_status(make_run(tmp_path))
     assert (status.state, status.step, status.num_steps, status.val_bpb) == ("broken", 60, 100, 1.25)
+
+
+def test_the_speed_of_a_run_that_has_ended_is_a_mean_over_the_steps_of_its_last_lines(tmp_path):
+    run = write_run(tmp_path, "a", steps=0, end=None)
+    for step, step_ms in ((1, 9000.0), (10, 500.0), (20, 600.0), (21, 1050.0)):  # the last line is of one step
+        append_step(run, step, step_ms=step_ms, tok_per_sec=12_000_000 / step_ms, mfu=60 / step_ms)
+    fd = lock_run(run)
+    live = (run_status(run).tok_per_sec, open_reader(run.path).update().step_ms)
+    os.close(fd)
+    append_event(run, "finished", step=21)
+    snapshot = open_reader(run.path).update()
+    mean_ms = (9 * 500 + 10 * 600 + 1050) / 20
+    assert live == (pytest.approx(12_000_000 / 1050), 1050.0)
+    assert (snapshot.step_ms, snapshot.mfu) == (mean_ms, pytest.approx(60 / mean_ms, abs=1e-4))
+    assert snapshot.tok_per_sec == run_status(run).tok_per_sec == pytest.approx(12_000_000 / mean_ms)
+
+
+def test_the_speed_of_a_resumed_run_is_that_of_its_last_attempt(tmp_path):
+    run = write_run(tmp_path, "a", steps=0, end=None)
+    for step, second in ((10, 10), (20, 20), (30, 110), (40, 120)):
+        append_json_line(
+            run.metrics, {"step": step, "step_ms": 10.0 * step, "tok_per_sec": 1000.0, "time": utc(second)}
+        )
+    append_json_line(run.events, {"time": utc(100), "event": "attempt", "attempt": 2, "world_size": 2})
+    append_json_line(run.events, {"time": utc(130), "event": "finished", "step": 40})
+    assert (open_reader(run.path).update().step_ms, run_status(run).tok_per_sec) == (400.0, 1000.0)
+
+
+def test_the_loss_of_a_script_is_of_another_kind_than_that_of_a_training(tmp_path):
+    for name, loss in (("good", 2.0), ("bad", 3.0)):
+        append_step(write_run(tmp_path, name, steps=0), 1, loss=loss)
+    script = RunDir(tmp_path / "script")
+    script.logs(1).mkdir(parents=True)
+    script.config_toml.write_text('command = ["x.py"]\n')
+    script.events.write_text(SCRIPT_EVENTS)
+    script.rank_log(2, 0).parent.mkdir()
+    script.rank_log(2, 0).write_text("step 1 loss 0.5\nstep 2 loss 0.25\n")
+    runs = json.loads(list_runs(RunList(tmp_path).read(), RunsOptions(sort="loss", json=True), width=None))
+    assert [(run["name"], run["loss"]) for run in runs] == [("good", 2.0), ("bad", 3.0), ("script", 0.25)]
+    abouts = [chart_fields(open_reader(path).update())["loss"]["about"] for path in (script.path, tmp_path / "good")]
+    assert abouts == [None, "nats per token"]
 
 
 def test_a_long_run_is_read_from_its_end_back_to_the_last_value_of_each_field(tmp_path):
@@ -591,6 +633,30 @@ def test_the_setup_of_a_run_has_the_choices_of_its_plan_and_local_changes(tmp_pa
         "precision": "bf16",
     }
     assert read_about(run)["setup"] == setup
+
+
+def test_a_setting_that_a_resume_changed_is_reported_with_all_its_values(tmp_path):
+    first = {"name": "a", "matrix_lr": 0.1, "num_steps": 100, "time": "4m", "compile": None, "data": "builtin"}
+    second = {**first, "name": "c", "matrix_lr": 0.05, "num_steps": 200, "time": None, "compile": False}
+    runs = [write_run(tmp_path, name, matrix_lr=config["matrix_lr"]) for name, config in (("a", second), ("b", first))]
+    for run, config in zip(runs, (second, first), strict=True):
+        run.events.unlink()
+        for attempt, resumed, launched in ((1, [], first), (2, [100], config)):
+            append_event(run, "launch", config=launched)
+            append_event(run, "attempt", attempt=attempt, world_size=2)
+            for step in resumed:
+                append_event(run, "resumed", step=step)
+            append_event(run, "attempt_ended", attempt=attempt, state="finished")
+    changes = "from step 100 on: matrix_lr 0.05 in place of 0.1, num_steps 200 in place of 100, compile false in place of auto"
+    shown = [format_run(open_reader(run.path).update()) for run in runs]
+    assert f"UTC: finished\n  {changes}" in shown[0] and " on: " not in shown[1]
+    assert "UTC: finished; from step 100 on: " in markdown_report(runs[0].path, now=START)
+    rows = {name: values for name, *values in differing_settings(*(run.path for run in runs))}
+    assert rows == {
+        "matrix_lr": ["0.1, 0.05 from step 100", "0.1"],
+        "num_steps": ["100, 200 from step 100", "200"],
+        "compile": ["auto, false from step 100", "n/a"],
+    }
 
 
 def test_tags_and_a_note_are_in_the_run_folder_and_damaged_ones_are_none(tmp_path):

@@ -1,6 +1,7 @@
 """The terminal view itself: every key, live changes, few repaints."""
 
 import asyncio
+import os
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from snapshots import NOW, STATES, failed, recovered, training, two_hosts
 from textual.events import AppBlur, AppFocus
 
 from paceline.errors import PacelineError
-from paceline.rundir import append_json_line
+from paceline.rundir import append_json_line, lock_run
 from paceline.watch.snapshot import LogView, Snapshot
 from paceline.watch.status import RunList, open_reader
 from paceline.watch.terminal.app import LineView, WatchApp
@@ -392,6 +393,28 @@ def test_a_run_is_chosen_among_many_opened_and_compared_with_the_one_that_is_ope
             assert " > run-008" in (await press("escape"))
             assert seen(app).startswith(" run-119") and (await press("enter")).startswith(" run-008")
             assert app.page == "overview"
+
+    asyncio.run(asyncio.wait_for(run(), MOST_S))
+
+
+def test_the_last_line_names_the_run_that_goes_on_beside_the_one_that_is_shown(tmp_path):
+    write_run(tmp_path, "sweep-1", steps=3)
+    following = write_run(tmp_path, "sweep-2", steps=3, end=None)
+
+    async def run():
+        runs = RunList(tmp_path)
+        app = WatchApp(open_reader(tmp_path / "sweep-1"), interval_s=3600, clock=lambda: NOW, run_list=runs)
+        async with app.run_test(size=(80, 24)) as pilot:
+            await settle(app, pilot)
+            assert "o sweep" not in seen(app)
+            lock = lock_run(following)
+            app.action_read()
+            await settle(app, pilot)
+            assert "o sweep-2 is running" in seen(app).splitlines()[-1]
+            await pilot.press("o")
+            await settle(app, pilot)
+            assert "o sweep-2" not in seen(app) and "sweep-2" in seen(app)
+            os.close(lock)
 
     asyncio.run(asyncio.wait_for(run(), MOST_S))
 

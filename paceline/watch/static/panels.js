@@ -51,13 +51,14 @@ function drawWhy({ cause, place, summary, fix, is_command: isCommand, blocks, su
 }
 
 function drawAttempts(attempts) {
-  const item = ({ number, badge, time, cause, summary, action }) =>
+  const item = ({ number, badge, time, changes, cause, summary, action }) =>
     el(
       'li',
       span('number', number),
       el(
         'div',
         el('p', stateBadge(badge), span('faint', formatTime(time))),
+        p('muted', changes),
         summary && el('p', el('b', cause), `  ${summary}`),
         p('muted', action),
       ),

@@ -72,6 +72,8 @@ class RunsPage {
     return runs.toSorted((one, other) => {
       const [a, b] = [values.get(one), values.get(other)];
       if (!isKnown(a) || !isKnown(b)) return isKnown(b) - isKnown(a);
+      const isScript = [one, other].map(({ texts }) => Boolean(texts.command));
+      if (name === 'loss' && isScript[0] !== isScript[1]) return isScript[0] - isScript[1]; // a loss of another kind
       return isRising ? order(a, b) : order(b, a);
     });
   }

@@ -186,7 +186,7 @@ class WatchApp(App[None]):
         snapshot, text, message = self.snapshot, None, None
         try:
             snapshot = await asyncio.to_thread(reader.update)
-            if self.page == "runs" and self.run_list:
+            if self.run_list:
                 runs = await asyncio.to_thread(self.run_list.read)
                 self.run_choice = replace(self.run_choice, runs=runs)
             if self.page == "compare" and (other := self.other):
@@ -226,7 +226,7 @@ class WatchApp(App[None]):
                     self.body.scroll_end(animate=False, x_axis=False)
 
     def draw(self) -> None:
-        width, body, snapshot = self.size.width, self.body, self.snapshot
+        width, body, snapshot, runs = self.size.width, self.body, self.snapshot, self.run_choice
         if snapshot is None:
             self.head.show([EMPTY, fit(((f"  {self.error or 'reading ...'}", "faint"),), width)])
         else:
@@ -237,11 +237,11 @@ class WatchApp(App[None]):
             height = max(0, self.size.height - len(lines) - 1)
             follows = self.page in TAIL_PAGES and body.scroll_offset.y >= body.max_scroll_y
             show = partial(page_lines, self.page, snapshot, now=self.now, width=width, height=height)
-            show = partial(show, wrapped=self.log_choice.wrapped, runs=self.run_choice)
-            body.show(show(choice=self.curve_choice, log=self.log_text))
+            body.show(show(choice=self.curve_choice, log=self.log_text, wrapped=self.log_choice.wrapped, runs=runs))
             if follows:
                 body.scroll_end(animate=False, immediate=True, x_axis=False)
-        self.keys = page_keys(self.page, width=width, held=self.held, copied=self.copied, snapshot=snapshot)
+        keys = partial(page_keys, self.page, width=width, held=self.held, copied=self.copied)
+        self.keys = keys(snapshot=snapshot, active=runs.active(snapshot))
         self.key_bar.show([key_line(self.keys)])
 
     def on_resize(self) -> None:

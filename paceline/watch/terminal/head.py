@@ -247,6 +247,8 @@ def attempt_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
         style = {"finished": "good", "failed": "error"}.get(outcome, "")
         start = f"{format_time(attempt.time)} UTC  "
         lines.append(((f" {attempt.attempt:>3}  ", "strong"), (start, "faint"), (outcome, style)))
+        if attempt.changes:
+            lines += paragraph(attempt.changes, width, MARGIN, MARGIN, style="faint")
         if attempt.summary:
             lines += paragraph(f"{attempt.cause}: {attempt.summary}", width, MARGIN, MARGIN)
         if action := action_text(attempt):

@@ -47,6 +47,7 @@ CONTROLS: dict[int, int | str] = {  # of clean
     **dict.fromkeys((*range(128, 160), *range(0xD800, 0xE000)), "�"),
 }
 
+MAX_LABEL = 24  # columns of another run's name in the last line
 PAGES = ("overview", "curves", "machines", "events", "log", "why")
 HELP_PAGE = "help"
 KEY_HELP = (
@@ -224,14 +225,23 @@ def key_line(keys: Iterable[Key]) -> Line:
     return ((" ", ""), *chain.from_iterable(key.line for key in keys))
 
 
-def page_keys(page: str, *, width: int, held: bool, copied: bool = False, snapshot: Snapshot | None) -> list[Key]:
-    """Returns the keys of the last line, with the names of all pages where there is room."""
+def page_keys(
+    page: str, *, width: int, held: bool, copied: bool = False, snapshot: Snapshot | None, active: Sequence[str] = ()
+) -> list[Key]:
+    """Returns the keys of the last line, with the names of all pages where there is room. active: other runs that go on."""
     keys = extra_keys(page, snapshot, copied=copied) if snapshot else []
     keys += [Key("space", "continue", "hold", active=True)] if held else []
     keys += [Key("?", "help", f"page('{HELP_PAGE}')", active=page == HELP_PAGE), Key("q", "quit", "quit")]
     pages = [Key(str(i), name, f"page('{name}')", active=name == page) for i, name in enumerate(PAGES, 1)]
     runs = Key("o", "runs", "page('runs')", active=page == "runs")
-    if width_of(key_line([*pages, runs, *keys])) <= width + 1:
+    if active and page != "runs":
+        others = (
+            f"{cut(clean(active[0]), MAX_LABEL)} is running"
+            if len(active) == 1
+            else f"{len(active)} others are running"
+        )
+        runs = runs._replace(label=others, active=True)
+    if runs.active or width_of(key_line([*pages, runs, *keys])) <= width + 1:
         keys.insert(0, runs)
     if width_of(key_line([*pages, *keys])) > width + 1:
         pages = [key if key.active else key._replace(label="") for key in pages]

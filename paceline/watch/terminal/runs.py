@@ -49,6 +49,10 @@ class RunChoice:
     other: Snapshot | None = None  # None: it is being read
     settings: Sequence[Setting] = ()  # that differ
 
+    def active(self, shown: Snapshot | None) -> list[str]:
+        """Returns the names of the runs that go on, without that of the one which is shown."""
+        return [run.name for run in self.runs if run.state in LIVE and (shown is None or run.name != shown.name)]
+
     @property
     def path(self) -> Path:
         return Path(self.runs[min(self.chosen, len(self.runs) - 1)].path)
@@ -135,11 +139,16 @@ def both_curves(pair: tuple[Snapshot, Snapshot], name: str, *, width: int, heigh
 def list_runs(runs: Sequence[RunStatus], options: RunsOptions, *, width: int | None) -> str:
     """Returns those of the runs, the latest first, that the options ask for, in their order; runs without a value are last."""
 
-    def place(run: RunStatus) -> tuple[bool, Any]:
+    def place(run: RunStatus) -> tuple[bool, bool, Any]:
         value = getattr(run, options.sort)
+        is_other = options.sort == "loss" and run.command is not None  # a script's loss is of another kind
         if value is None or value != value:  # NaN
-            return True, 0
-        return False, natural_order(Path(value)) if isinstance(value, str) else SIGNS.get(options.sort, 1) * value
+            return True, is_other, 0
+        return (
+            False,
+            is_other,
+            natural_order(Path(value)) if isinstance(value, str) else SIGNS.get(options.sort, 1) * value,
+        )
 
     states = parse_states(options.state)
     tagged = [run for run in runs if {*options.tag} <= {*run.tags}]

@@ -87,6 +87,7 @@ STATEMENT_SHOWN = tuple(  # messages that need their statement below them, and w
         ),
         (r"TypeError: [A-Z]\w*\.__init__\(\) got an unexpected keyword argument '\w+'$", r"\(\*\*"),
         (r"KeyError: ", r"\b(?:stoi|vocab|ck|ckpt|checkpoint|\w+(?:to|2)_?i(?:d|x|dx|ndex|nt)s?)\["),
+        (r"ValueError: (?:could not convert string to float|invalid literal for int\(\))", r"\b(?:environ|getenv)\b"),
         (r"AttributeError: Can't get attribute ", r"\b(?:pickle|joblib|dill|cloudpickle)\.loads?\("),
     )
 )

@@ -38,7 +38,7 @@ from paceline.explain.roots import (
 from paceline.explain.run_bounds import BUFFERED_LINES, ended_program
 from paceline.explain.sentences import (
     clean_values,
-    describe_places,
+    describe_ranks,
     describe_survived,
     fill_template,
     format_fix,
@@ -164,8 +164,8 @@ def explain_event(
     if diverged:
         step = progress.nan_step
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
-    places = describe_places([record, *same_cause]) if cause.id in WAITING else {}
-    values = {**places, **template_values(culprit, rank=rank, step=step, progress=progress), **values}
+    ranks = describe_ranks(culprit, same_cause, rank=rank, log=logs[culprit.place[0]])
+    values = {**ranks, **template_values(culprit, rank=rank, step=step, progress=progress), **values}
     of_rank = [other for other in same_cause if None in (record.rank, other.rank) or record.rank == other.rank]
     evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
     curve = nan_records(progress) if diverged and len(logs) == 1 else []

@@ -284,7 +284,9 @@ def read_files(files: Sequence[Path]) -> list[Log]:
         else:
             source = str(path) if len(files) > 1 else None
             try:
-                logs.append(read_log(read_chunks(path), rank=rank, source=source, shapes=shapes))
+                log = read_log(read_chunks(path), rank=rank, source=source, shapes=shapes)
+                is_mixed = source is None and {record.rank for record in log.records if record.frames} - {None, rank}
+                logs.append(read_log(read_chunks(path)) if is_mixed else log)  # its name is not that of a rank
             except PacelineError as error:
                 logs.append(Log(note=error.message))
                 errors.append(error)

@@ -5,6 +5,7 @@ The values come from the pattern's groups, from the record, and from the caller.
 that says what to look for.
 """
 
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.explanation import LogProgress, Record
 from paceline.explain.frames import INSTALLED
 from paceline.explain.log import Log
-from paceline.explain.matches import Event
+from paceline.explain.matches import WAITING, Event
 from paceline.units import format_bytes, format_duration, format_list, format_ranks
 
 MAX_VALUE_CHARS = 300
@@ -35,6 +36,15 @@ MAX_DIGITS = 15  # of a duration
 QUOTED_PATH = re.compile(
     r"No such file or directory: (?:b|\w*Path\()?(?P<quote>['\"])(?P<path>.+)(?P=quote)\)?$", re.MULTILINE
 )
+MAX_JOB_CHARS = 80
+RANK = re.compile(r"(?i)\brank[ _=:-]{0,2}(\d{1,6})\b")
+LONG_WORK = re.compile(  # that one rank does while the others wait for it
+    r"(?i)\b(?:tokeniz|pre-?process|prepar|download|convert|merg|export|upload|copy|compress|cach|sav|writ|index|consolidat"
+    r"|evaluat)ing\b|^checkpoint$"
+)
+WORK_ENDED = re.compile(r"(?i)\b(?:done|finished|completed?|saved|written|skipp\w+|fail\w*|errors?|warning)\b")
+SHAPE = re.compile(r"\[(\d{1,9}(?:, \d{1,9}){3,7})\]")
+MAX_TIMES = 64
 OPTIONAL = re.compile(r"\[([^\[\]]*\{[^\[\]]*)\]")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 ONE_LOG = "COMMAND > run.log 2>&1, then paceline explain run.log"
@@ -62,6 +72,7 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
         "package": package_of(event.values.get("module")),
         **event.values,
         "rank": rank,
+        "times": times_too_large(event.values),
     }
     if (quoted := QUOTED_PATH.search(record.text)) and quoted["path"].startswith(event.values.get("path", quoted[0])):
         values["path"] = quoted["path"]
@@ -77,6 +88,41 @@ def first_lines(text: str) -> str:
     """The first line of a message, with the one behind it where it ends with a colon."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def times_too_large(values: Mapping[str, str]) -> int | None:
+    """How many times as many numbers as there are a shape of four dims or more has, if it is a whole number of times."""
+    shape, size = SHAPE.fullmatch(values.get("right", "")), values.get("left", "")
+    if shape is None or not size.isdecimal() or not 0 < int(size) < 10**MAX_DIGITS:
+        return None
+    times, remainder = divmod(math.prod(map(int, shape[1].split(", "))), int(size))
+    return times if not remainder and 2 <= times <= MAX_TIMES else None
+
+
+def describe_ranks(
+    culprit: Event, same_cause: Sequence[Record], *, rank: int | None, log: Log, left: Sequence[Record]
+) -> dict[str, str]:
+    """What other ranks did: `observed` and `job` where a rank waited for them, `lone_rank` if they did not fail so.
+
+    `done_line` reports the end of the work, before the culprit's record and behind the last step. left: reports_of_leaving.
+    """
+    record, done_line = culprit.record, log.progress.done_line or 0
+    values = {"done_line": str(done_line)} if log.last_progress_line < done_line < record.line else {}
+    if culprit.cause.id in WAITING:
+        return {**values, **describe_places([record, *same_cause], left), **describe_work(record, log)}
+    others = {other.rank for other in log.records} - {None, rank}
+    is_lone = bool(rank) and record.kind == "exception" and {other.rank for other in same_cause} <= {None, rank}
+    return {**values, "lone_rank": str(rank)} if is_lone and others else values
+
+
+def describe_work(record: Record, log: Log) -> dict[str, str]:
+    """`job` and `job_line`: the last line before a rank stopped waiting, if it reports work of another rank that takes long."""
+    lines = [other for other in log.records if other.kind == "line" and other.line < record.line]
+    others = [other for other in lines if record.rank not in (other.rank, *map(int, RANK.findall(other.text)))]
+    last = max(others, key=lambda other: other.line, default=None)
+    if last is None or not LONG_WORK.search(last.text) or WORK_ENDED.search(last.text):
+        return {}
+    return {"job": last.text.strip()[:MAX_JOB_CHARS], "job_line": str(last.line)}
 
 
 def describe_places(records: Sequence[Record], left: Sequence[Record]) -> dict[str, str]:

@@ -225,11 +225,20 @@ def is_from_outside(run: Run) -> bool:
     return run.explanation.cause in ENDS_FROM_OUTSIDE | JOB_ENDS
 
 
+def is_other_rank(run: Run, chosen: Run) -> bool:
+    """Whether two ranks of one launch failed of the same, so that the launcher reports both behind the second one."""
+    reported, other_reported = (
+        any(record.kind in ("banner", "exit") for record in one.log.records) for one in (run, chosen)
+    )
+    texts, other_texts = ({item.text for item in one.explanation.evidence} for one in (run, chosen))
+    return other_reported and not reported and bool(texts & other_texts)
+
+
 def describe_others(runs: Sequence[Run], place: int) -> list[str]:
     """A sentence about the runs before the one at `place` that failed, and one about those behind it."""
     sentences = []
     for word, others in (("earlier", runs[:place]), ("later", runs[place + 1 :])):
-        failed = [run.explanation for run in others if run.state == "failed"]
+        failed = [run.explanation for run in others if run.state == "failed" and not is_other_rank(run, runs[place])]
         causes = [f"{explanation.cause} (line {explanation.line:,})" for explanation in failed if explanation.line]
         if failed:
             file = next((record.source for run in runs for record in run.log.records if record.source), "this file")

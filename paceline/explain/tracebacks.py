@@ -91,6 +91,7 @@ STATEMENT_SHOWN = tuple(  # messages that need their statement below them, and w
         (r"KeyError: ", r"\b(?:stoi|vocab|ck|ckpt|checkpoint|\w+(?:to|2)_?i(?:d|x|dx|ndex|nt)s?)\["),
         (r"TypeError: 'NoneType' object is not subscriptable", r"(?<!\])\[['\"][\w.-]+['\"]\]\[[^\]]*\](?!\[)"),
         (r"BrokenPipeError: ", r"\bprint\(|\bsys\.std(?:out|err)\.(?:write|flush)\("),
+        (r"ValueError: (?:could not convert string to float|invalid literal for int\(\))", r"\b(?:environ|getenv)\b"),
         (r"AttributeError: Can't get attribute ", r"\b(?:pickle|joblib|dill|cloudpickle)\.loads?\("),
     )
 )

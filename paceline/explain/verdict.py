@@ -49,7 +49,7 @@ from paceline.explain.sentences import (
     ONE_LOG,
     ONE_LOG_PER_RANK,
     clean_values,
-    describe_places,
+    describe_ranks,
     describe_survived,
     fill_template,
     format_fix,
@@ -181,8 +181,8 @@ def explain_event(
     step = progress.nan_step if diverged else step_of(rank, record, logs, progress)
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
     left = reports_of_leaving(logs) if cause.id in WAITING else []
-    places = describe_places([record, *same_cause], left) if cause.id in WAITING else {}
-    values = {**places, **template_values(culprit, rank=rank, step=step, progress=progress), **values}
+    ranks = describe_ranks(culprit, same_cause, rank=rank, log=logs[culprit.place[0]], left=left)
+    values = {**ranks, **template_values(culprit, rank=rank, step=step, progress=progress), **values}
     of_rank = [other for other in same_cause if None in (record.rank, other.rank) or record.rank == other.rank]
     evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
     before = nan_records(progress) if diverged and len(logs) == 1 else left

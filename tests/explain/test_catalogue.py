@@ -30,6 +30,7 @@ HARMLESS = [wording for wording in WORDINGS if wording["cause"] == "harmless"]
 RECORD_VALUES = {
     "observed",  # that a sentence may use although no group of a pattern has them
     *("rank", "step", "host", "source", "script", "where", "raised_by", "type", "message", "resume"),
+    *("lone_rank", "job", "job_line", "done_line", "times"),
     *("exit_code", "signal", "last_step", "half_batch", "num_ranks", "file", "duration", "package", "nan_step"),
 }
 ENTRY = {"id": "a", "group": "G", "title": "A", "summary": "it broke", "fix": "repair it", "why": "it is broken"}
@@ -208,7 +209,44 @@ SIZES = "RuntimeError: The size of tensor a (64) must match the size of tensor b
 UNPICKLE = 'File "/env/lib/python3.11/site-packages/torch/serialization.py", line 2210, in find_class'
 
 
+MIXED = (
+    "RuntimeError: aten.addmm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor"
+)
+NN = "/env/lib/python3.11/site-packages/torch/nn"
+CALLED = f'File "{NN}/modules/module.py", line 1789, in _call_impl'
+OWN_LOSS = f"""{MIXED}
+File "train.py", line 9, in main
+File "train.py", line 7, in masked_loss
+{CALLED}
+File "{NN}/modules/loss.py", line 1385, in forward"""
+OWN_FORWARD = f"""{MIXED}
+File "train.py", line 9, in main
+{CALLED}
+File "train.py", line 5, in forward
+File "train.py", line 7, in encode
+{CALLED}
+File "{NN}/modules/linear.py", line 134, in forward"""
+IN_BARRIER = """RuntimeError: [unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete
+File "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 5356, in barrier"""
+KEYS = "missing ['head.weight'] unexpected ['module.logit_scale']"
+
+
 @pytest.mark.parametrize(("cause", "text", "words"), [
+    ("dtensor-mixed", OWN_LOSS, "register_fsdp_forward_method"),
+    ("dtensor-mixed", OWN_FORWARD, "register_fsdp_forward_method"),
+    ("dtensor-mixed", MIXED, "set_model_state_dict"),
+    ("collective-timeout-desync", IN_BARRIER, "batch_isend_irecv"),
+    ("config-error", "train.py: error: unrecognized arguments: --lr", "behind the name of the script"),
+    ("config-error", "ValueError: seed must be positive", "2**32"),
+    ("user-code-exception", "ValueError: invalid literal for int() with base 10: 'auto'", "environment variable"),
+    ("user-code-exception", "AssertionError: parameter count differs from the paper", "DDP"),
+    ("user-code-exception", "AssertionError: rank 0 has other parameters than its config", "DDP"),
+    ("dataloader-worker-killed", "DataLoader worker (pid 4) is killed by signal: Killed.", "ended itself"),
+    ("checkpoint-missing-or-perm", "FileNotFoundError: [Errno 2] No such file or directory: 'a.pt'", "empty text"),
+    ("preempted-sigterm", "W api.py:753] Received Signals.SIGUSR1 death signal, shutting down workers", "notice"),
+    ("preempted-sigterm", "slurm step ended with exit status 1124", "`timeout`"),
+    ("state-dict-mismatch", KEYS, "strict=False the weights"),
+    ("ddp-unused-parameters", "RuntimeError: Expected to have finished reduction in the prior iteration", "Trainer("),
     ("import-error", SUBMODULE, "a part of Python"),
     ("import-error", "ModuleNotFoundError: No module named 'zoneinfo'", "install Python again"),
     ("import-error", EDITABLE, "rename"),

@@ -14,6 +14,13 @@ def test_a_stream_of_chunks_is_explained_like_a_file(tmp_path):
     assert explain(tmp_path / "x.log") == explain([text[at : at + 50] for at in range(0, len(text), 50)])
 
 
+def test_a_name_is_not_that_of_a_rank_if_the_file_has_the_errors_of_another(tmp_path):
+    report = "E1130 12:14:30.4 13 torch/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 1 (pid: 1)"
+    path = tmp_path / "stop_rank0.log"
+    path.write_text(f"{STEPS}{raised(1, PEER)}{report}\n")
+    assert explain(path).cause == "peer-died"
+
+
 def test_the_rank_is_read_from_the_file_name(tmp_path):
     (tmp_path / "rank_0.log").write_text(STEPS + raised(None, PEER))
     (tmp_path / "rank_1.log").write_text(raised(None, OOM))

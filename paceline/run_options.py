@@ -1,5 +1,5 @@
 """
-What the commands take that list, watch, stop, mark, report, track and use runs; as options.py.
+What the commands take that list, watch, explain, stop, mark, report, track and use runs; as options.py.
 """
 
 from pathlib import Path
@@ -121,6 +121,27 @@ class WatchOptions(JsonOption, RunsOption):
     web: bool = option(False, "serve a page to this machine's browser")
     port: int | None = option(None, "the port of --web; auto: a free one", low=0, high=65_535)
     open: bool = option(False, "open the browser on the page of --web")
+
+
+class ExplainOptions(JsonOption, RunsOption):
+    """Name the root cause of a failure in any training log, on which rank and step, and the fix.
+
+    Then the evidence, and what was only a consequence. Logs may come from any launcher, be of any size, and be compressed.
+    Metrics are judged by their curves: TensorBoard, W&B offline, trainer_state.json, Lightning's metrics.csv.
+
+    $ paceline explain slurm-4711.out
+    $ paceline explain books
+    $ paceline explain lightning_logs/version_0
+    """
+
+    logs: tuple[str, ...] = positional(
+        "LOG|RUN|-",
+        "a log, one for each rank, a folder of them, metrics, a run's folder or name; -: standard input",
+        default=(),
+    )
+    markdown: bool = option(False, "print Markdown, for an issue")
+    list: bool = option(False, "list every cause that can be recognized")
+    cause: str | None = option(None, "describe one cause of --list", value="ID")
 
 
 class StepOption(Options):

@@ -234,7 +234,7 @@ def test_what_begins_with_a_dash_is_an_option_unless_it_is_a_value(command, take
 
 
 def test_behind_two_dashes_a_name_may_begin_with_a_dash():
-    args = parse(["--json", "a.log", "--", "-x.log", "--json"], command="explain", options=options.ExplainOptions)
+    args = parse(["--json", "a.log", "--", "-x.log", "--json"], command="explain", options=run_options.ExplainOptions)
     assert (args.json, args.logs) == (True, ("a.log", "-x.log", "--json"))
     assert parse(["--", "-x"], command="runs show", options=run_options.RunsShowOptions).runs == ("-x",)
 
@@ -245,7 +245,7 @@ def test_help_wins_over_a_mistake(line, capsys):
     assert capsys.readouterr().out.startswith("usage: paceline plan")
 
 
-@pytest.mark.parametrize("args", ["train --nope", "train --node-rank 1", "plan --colour red", "train --lrs 3"])
+@pytest.mark.parametrize("args", ["train --quux", "train --node-rank 1", "plan --colour red", "train --lrs 3"])
 def test_a_name_that_is_near_to_none_gets_no_suggestion_that_leads_astray(args, capsys):
     assert run_command(args.split()) == 2
     assert capsys.readouterr().err.endswith(f"  fix: see paceline {args.split()[0]} --help\n")

@@ -185,6 +185,7 @@ class SampleOptions(JsonOption, RunsOption, StepOption, DeviceOption):
     tokens: int = option(200, "tokens of each text, at most", low=1, high=10**6)
     temperature: float = option(0.8, "0 always takes the likeliest token", low=0, high=1e3)
     top_k: int = option(50, "choose among this many of the likeliest tokens; 0: among all", low=0, high=10**6)
+    top_p: float = option(1.0, "and among the likeliest that have this share of the probability; 1: all", low=0, high=1)
     seed: int = option(42, "seed of the random choices", low=0, high=2**63 - 1)
 
 

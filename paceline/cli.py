@@ -124,7 +124,7 @@ def watch(args: run_options.WatchOptions) -> int:
     return show_run(args, live_samples)
 
 
-def explain(args: options.ExplainOptions) -> None:
+def explain(args: run_options.ExplainOptions) -> None:
     from paceline.explain.catalogue import causes_json, format_cause, format_causes
     from paceline.explain.explanation import format_explanation, format_markdown, to_json
     from paceline.explain.run_folder import explain_logs
@@ -320,7 +320,7 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "comm": (comm, options.CommOptions),
     "profile": (profile, options.ProfileOptions),
     "watch": (watch, run_options.WatchOptions),
-    "explain": (explain, options.ExplainOptions),
+    "explain": (explain, run_options.ExplainOptions),
     "runs": (runs, run_options.RunsOptions),
     "runs show": (runs_show, run_options.RunsShowOptions),
     "runs tag": (label_run, run_options.RunsTagOptions),

@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import re
+import shlex
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import UsageError, nearest, nearest_choice
+from paceline.other_names import OTHER_OPTIONS
 from paceline.units import format_list, likely_number, whole_number
 
 T = TypeVar("T")
@@ -28,23 +30,6 @@ HELP_FLAGS = {"-h", "--help"}
 FILES = {"CONFIG", "DIR", "FILE", "HOSTS", "LOG", "PATH", "SCRIPT", "SOURCE"}  # values that may be one
 VALUE_NAMES = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 NOT_A_VALUE = re.compile(r"-(?!$|\.?\d|.* )")  # an option; "-", a negative number and a text with spaces are values
-
-OTHER_LAUNCHERS = {  # our own option -> the options of torchrun, accelerate launch and deepspeed that it replaces
-    "paceline run --nproc {value}": "nproc-per-node num-processes num-gpus",
-    "paceline run --runs-dir {value}": "log-dir",
-    "paceline run --device cpu": "cpu use-cpu",
-    "paceline run -m MODULE, as for python": "module",
-    "paceline run --max-attempts, which counts the first attempt too": "max-restarts",
-    "leave it out: any executable works": "no-python",
-    "leave it out: --nproc 2, or the default of one process for each GPU": "multi-gpu",
-    "leave it out: --nproc and --device replace it": "config-file",
-    "leave it out: every rank's output is shown and kept": "tee redirects",
-    "leave it out: paceline run starts the processes of all --hosts": "nnodes node-rank num-machines machine-rank",
-    "start it inside a job, whose nodes it takes: after salloc, or as the last line of a script for sbatch": "slurm slurm-args",
-    "leave it out: a script's lost host does not come back": "rejoin no-rejoin",
-    "paceline finds a free port on this host by itself: leave it out": "standalone rdzv-backend rdzv-endpoint rdzv-id"
-    " master-addr master-port main-process-ip main-process-port",
-}
 
 
 def option(default: Any, about: str, **attributes: Any) -> Any:
@@ -165,6 +150,8 @@ class Parameter:
         except (ValueError, KeyError):
             example = "auto" if kind is int and self.is_optional and text.isalpha() else self.example(text)
             fix = self.usage if self.is_switch else f"{self.title} {example}"
+            if numbers := self.listed_numbers(text):
+                fix = f"one run for each: for x in {' '.join(numbers)}; do paceline ... {self.option} $x; done"
             raise UsageError(f"{self.title} {text} is not {self.expected}", fix=fix) from None
         if (value := self.also.get(value, value)) is not None and (problem := self.problem(value)):
             fix = nearest_choice(text, self.choices, self.expected)
@@ -172,6 +159,15 @@ class Parameter:
                 fix = f"{self.title} {value / 100:g}; {fix}"  # a percentage in place of a share; 1.01 is a slip
             raise UsageError(f"{self.title} {text} is {problem}", fix=fix)
         return value
+
+    def listed_numbers(self, text: str) -> list[str]:
+        """The values in a text such as 0.01,0.02; none where it may be one number: 1,024 or 0,5."""
+        kind, numbers = self.kinds[0], [number.strip() for number in text.split(",")]
+        with suppress(ValueError):
+            are_right = not any(map(self.problem, map(kind, numbers))) if kind in (int, float) else False
+            if are_right and not re.fullmatch(r"\d+(,\d{3})+" if kind is int else r"\d+,\d+", text):
+                return numbers
+        return []
 
     def problem(self, value: Any) -> str | None:
         """Why a value of the right type is refused."""
@@ -385,10 +381,10 @@ def unknown_option(argument: str, following: str, *, command: str, options: type
     """Names our option for one of another launcher or trainer, else the nearest. following: the argument after it."""
     flag, _, text = argument.partition("=")
     name = flag.lstrip("-").replace("_", "-")
-    for hint, names in OTHER_LAUNCHERS.items() if command == "run" else ():
+    for hint, names in OTHER_OPTIONS.get(command, {}).items():
         if name in names.split():
-            fix = hint.format(value=text or (following if following[:1] not in ("", "-") else "2"))
-            return UsageError(f"{flag} is not an option of paceline run", fix=fix)
+            fix = hint.format(value=shlex.quote(text or (following if following[:1] not in ("", "-") else "2")))
+            return UsageError(f"{flag} is not an option of paceline {command}", fix=fix)
     own = [parameter for parameter in parameters_of(options).values() if not parameter.positional]
     if not argument.startswith("--"):
         example = own[0].usage if own else "--help"

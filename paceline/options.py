@@ -4,13 +4,14 @@ What each command takes: one frozen dataclass for each, with defaults, limits an
 They are apart from the functions that take them: those import much, and `--help` and completion need only these.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, FrozenInstanceError, dataclass
 from pathlib import Path
 from typing import Any, dataclass_transform
 
 from paceline.command_line import keys_of, option, positional
 from paceline.config import Config
+from paceline.errors import UsageError
 from paceline.other_names import with_our_flags
 
 RUN = "the run's folder, or its name under --runs-dir"
@@ -153,13 +154,33 @@ class SubmitOptions(SlurmOptions):
     print: bool = option(False, "with --slurm: show the batch script and stop", group="Slurm")
 
 
+class LabelOptions(Options):
+    """What a new run is found by."""
+
+    tag: tuple[str, ...] = option(
+        (),
+        "a tag of the run, a word without spaces; may be repeated. paceline runs --tag finds it",
+        value="TAG",
+        group="labels",
+    )
+    note: str = option("", "a note about the run, which stands in the list of runs")
+
+    def __post_init__(self) -> None:
+        check_tags(self.tag)
+
+
+def check_tags(tags: Sequence[str]) -> None:
+    if bad := next((tag for tag in tags if len(tag.split()) != 1), None):
+        raise UsageError(f"{bad!r} is not a tag: tags have no spaces", fix="join its words, or write a note")
+
+
 class RejoinOption(Options):
     """Whether a lost host comes back. A script's does not: nobody knows where it could begin again."""
 
     rejoin: bool = option(True, "leave out a host that was lost, even if it answers again", group="hosts")
 
 
-class TrainOptions(LaunchOptions, RejoinOption, SubmitOptions, ConfigOptions):
+class TrainOptions(LabelOptions, LaunchOptions, RejoinOption, SubmitOptions, ConfigOptions):
     """Train a GPT; without CONFIG, a small one on text that is always at hand.
 
     Plans, prepares the text, starts one process for each device, trains, and leaves everything in runs/NAME. A failure that is
@@ -196,7 +217,7 @@ class ResumeOptions(LaunchOptions, RejoinOption, SubmitOptions, RanksOptions):
     keys: Mapping[str, Any] = keys_of(Config, foreign=with_our_flags)
 
 
-class ScriptOptions(LaunchOptions, RanksOptions):
+class ScriptOptions(LabelOptions, LaunchOptions, RanksOptions):
     """Start any script that torchrun can start, with paceline's checks, logs and recovery.
 
     Starts SCRIPT.py, or -m MODULE, once for each device. Each rank's output is kept whole in runs/NAME/logs and shown as it
@@ -302,27 +323,6 @@ class ProfileOptions(JsonOption, ConfigOptions):
 
     config: str | None = positional("RUN|CONFIG", f"{RUN}; or {CONFIG}", default=None)
     steps: int = option(5, "steps under the profiler; as many are timed without it", low=1, high=1000)
-
-
-class ExplainOptions(JsonOption, RunsOption):
-    """Name the root cause of a failure in any training log, on which rank and step, and the fix.
-
-    Then the evidence, and what was only a consequence. Logs may come from any launcher, be of any size, and be compressed.
-    Metrics are judged by their curves: TensorBoard, W&B offline, trainer_state.json, Lightning's metrics.csv.
-
-    $ paceline explain slurm-4711.out
-    $ paceline explain books
-    $ paceline explain lightning_logs/version_0
-    """
-
-    logs: tuple[str, ...] = positional(
-        "LOG|RUN|-",
-        "a log, one for each rank, a folder of them, metrics, a run's folder or name; -: standard input",
-        default=(),
-    )
-    markdown: bool = option(False, "print Markdown, for an issue")
-    list: bool = option(False, "list every cause that can be recognized")
-    cause: str | None = option(None, "describe one cause of --list", value="ID")
 
 
 class TorchCheckOptions(JsonOption):

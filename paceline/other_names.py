@@ -1,7 +1,7 @@
 """
-What nanoGPT, nanochat, their forks and transformers call their settings and commands: under which name of ours, or why under none.
+What other trainers and launchers call their settings, options and commands: under which name of ours, or why under none.
 
-nanochat: scripts/base_train.py of commit 92d63d4 and earlier ones. nanoGPT: train.py.
+nanoGPT, nanochat, their forks, transformers. nanochat: scripts/base_train.py of commit 92d63d4 and earlier ones. nanoGPT: train.py.
 """
 
 import contextlib
@@ -23,6 +23,32 @@ OTHER_COMMANDS = {  # of nanochat and other trainers -> ours
     "mid": "train --init-from RUN --data OTHER",
     "sft": "train --init-from RUN --data OTHER",
 }
+OTHER_OPTIONS = {  # command -> our own option -> those of other tools that it replaces; for `run` those of launchers
+    "run": {
+        "paceline run --nproc {value}": "nproc-per-node num-processes num-gpus",
+        "paceline run --runs-dir {value}": "log-dir",
+        "paceline run --device cpu": "cpu use-cpu",
+        "paceline run -m MODULE, as for python": "module",
+        "paceline run --max-attempts, which counts the first attempt too": "max-restarts",
+        "leave it out: any executable works": "no-python",
+        "leave it out: --nproc 2, or the default of one process for each GPU": "multi-gpu",
+        "leave it out: --nproc and --device replace it": "config-file",
+        "leave it out: every rank's output is shown and kept": "tee redirects",
+        "leave it out: paceline run starts the processes of all --hosts": "nnodes node-rank num-machines machine-rank",
+        "start it inside a job, whose nodes it takes: after salloc, or as the last line of a script for sbatch": "slurm slurm-args",
+        "leave it out: a script's lost host does not come back": "rejoin no-rejoin",
+        "paceline finds a free port on this host by itself: leave it out": "standalone rdzv-backend rdzv-endpoint rdzv-id"
+        " master-addr master-port main-process-ip main-process-port",
+    },
+    "train": {
+        "paceline resume RUN": "resume resume-from-checkpoint", "--track wandb": "wandb use-wandb", "--track {value}": "report-to",
+    },
+    "resume": {"paceline runs tag RUN TAG": "tag tags", "paceline runs note RUN TEXT": "note notes"},
+    "sample": {
+        "--tokens {value}": "max-new-tokens max-tokens max-length", "--prompt {value}": "start",
+        "--num {value}": "num-samples num-return-sequences",
+    },
+}  # fmt: skip
 # key -> its other names
 NAMES = {
     "sequence_len": "max_seq_len block_size context_length seq_len max_position_embeddings n_positions",
@@ -43,7 +69,7 @@ NAMES = {
     "precision": "dtype mixed_precision",
     "compile": "use_compile torch_compile",
     "activation_checkpointing": "gradient_checkpointing",
-    "name": "run model_tag",
+    "name": "run run_name model_tag",
     "runs_dir": "out_dir output_dir checkpoint_dir",
     "data": "dataset",
     "val_data": "eval_dataset val_dataset validation_file val_file eval_data",

@@ -1,5 +1,5 @@
 """
-What the commands take that list, watch, stop, mark, report, track and use runs, or train and show tokenizers; as options.py.
+What the commands take that list, watch, explain, stop, mark, report, track and use runs, or train tokenizers; as options.py.
 """
 
 from pathlib import Path
@@ -123,6 +123,27 @@ class WatchOptions(JsonOption, RunsOption):
     open: bool = option(False, "open the browser on the page of --web")
 
 
+class ExplainOptions(JsonOption, RunsOption):
+    """Name the root cause of a failure in any training log, on which rank and step, and the fix.
+
+    Then the evidence, and what was only a consequence. Logs may come from any launcher, be of any size, and be compressed.
+    Metrics are judged by their curves: TensorBoard, W&B offline, trainer_state.json, Lightning's metrics.csv.
+
+    $ paceline explain slurm-4711.out
+    $ paceline explain books
+    $ paceline explain lightning_logs/version_0
+    """
+
+    logs: tuple[str, ...] = positional(
+        "LOG|RUN|-",
+        "a log, one for each rank, a folder of them, metrics, a run's folder or name; -: standard input",
+        default=(),
+    )
+    markdown: bool = option(False, "print Markdown, for an issue")
+    list: bool = option(False, "list every cause that can be recognized")
+    cause: str | None = option(None, "describe one cause of --list", value="ID")
+
+
 class StepOption(Options):
     """Which checkpoint."""
 
@@ -164,6 +185,7 @@ class SampleOptions(JsonOption, RunsOption, StepOption, DeviceOption):
     tokens: int = option(200, "tokens of each text, at most", low=1, high=10**6)
     temperature: float = option(0.8, "0 always takes the likeliest token", low=0, high=1e3)
     top_k: int = option(50, "choose among this many of the likeliest tokens; 0: among all", low=0, high=10**6)
+    top_p: float = option(1.0, "and among the likeliest that have this share of the probability; 1: all", low=0, high=1)
     seed: int = option(42, "seed of the random choices", low=0, high=2**63 - 1)
 
 

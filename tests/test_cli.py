@@ -238,7 +238,7 @@ def test_what_begins_with_a_dash_is_an_option_unless_it_is_a_value(command, take
 
 
 def test_behind_two_dashes_a_name_may_begin_with_a_dash():
-    args = parse(["--json", "a.log", "--", "-x.log", "--json"], command="explain", options=options.ExplainOptions)
+    args = parse(["--json", "a.log", "--", "-x.log", "--json"], command="explain", options=run_options.ExplainOptions)
     assert (args.json, args.logs) == (True, ("a.log", "-x.log", "--json"))
     assert parse(["--", "-x"], command="runs show", options=run_options.RunsShowOptions).runs == ("-x",)
 
@@ -249,7 +249,30 @@ def test_help_wins_over_a_mistake(line, capsys):
     assert capsys.readouterr().out.startswith("usage: paceline plan")
 
 
-@pytest.mark.parametrize("args", ["train --nope", "train --node-rank 1", "plan --colour red", "train --lrs 3"])
+@pytest.mark.parametrize(
+    "args, fix",
+    [
+        (["sample", "a", "--max-new-tokens", "20"], "--tokens 20"),
+        (["sample", "a", "--start=Once upon"], "--prompt 'Once upon'"),
+        (["train", "--resume"], "paceline resume RUN"),
+        (["train", "--wandb"], "--track wandb"),
+        (["train", "--report-to", "wandb"], "--track wandb"),
+        (["train", "--tags", "a"], "did you mean --tag?"),
+        (["resume", "a", "--tag", "wide"], "paceline runs tag RUN TAG"),
+        (
+            ["train", "--matrix-lr", "0.01,0.02"],
+            "one run for each: for x in 0.01 0.02; do paceline ... --matrix-lr $x; done",
+        ),
+        (["train", "--depth", "4, 8"], "one run for each: for x in 4 8; do paceline ... --depth $x; done"),
+        (["sample", "a", "--temperature", "0,5"], "--temperature 0.8"),
+    ],
+)
+def test_what_other_tools_take_has_a_fix_of_our_own(args, fix, capsys):
+    assert run_command(args) == 2
+    assert capsys.readouterr().err.endswith(f"  fix: {fix}\n")
+
+
+@pytest.mark.parametrize("args", ["train --quux", "train --node-rank 1", "plan --colour red", "train --lrs 3"])
 def test_a_name_that_is_near_to_none_gets_no_suggestion_that_leads_astray(args, capsys):
     assert run_command(args.split()) == 2
     assert capsys.readouterr().err.endswith(f"  fix: see paceline {args.split()[0]} --help\n")

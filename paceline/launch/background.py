@@ -63,8 +63,10 @@ def check_unused(run: RunDir, *, fix: str, is_submitted: bool = False) -> None:
 
     is_submitted: it holds what the submission of a Slurm job has left.
     """
-    # a killed preparation has left the first two, perhaps with a half of its next version
-    remains = (run.lock.name, run.preparing_json.name) + (("slurm", "submitted", "events") if is_submitted else ())
+    # a killed preparation has left the first three, perhaps with a half of its next version
+    remains = (run.lock.name, run.preparing_json.name, run.notes.name) + (
+        ("slurm", "submitted", "events") if is_submitted else ()
+    )
     if run.path.exists() and not (
         run.path.is_dir() and all(path.name.startswith(remains) for path in run.path.iterdir())
     ):

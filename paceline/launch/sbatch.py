@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from paceline.command_line import parameters_of
 from paceline.config import Config, cache_dir
@@ -35,6 +35,7 @@ from paceline.plan.query import SizesOf, answer
 from paceline.rundir import RunDir, append_event, is_queued, job_facts, unwritable_run, write_atomic
 from paceline.slurm import Partition, SlurmError, SlurmJob, ask, parse_limit, read_partitions, submit_script
 from paceline.units import format_duration, format_list, format_number_of
+from paceline.watch.about import label_new_run
 
 START_S = 60.0  # of a job until its first step: imports, links, checks, a checkpoint to load
 WARN_S = 120  # before the limit, or longer where the plan says that a save takes longer
@@ -53,7 +54,7 @@ OURS = {
 }  # fmt: skip
 GPU_OPTIONS = {"gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"}
 CPU_OPTIONS = {"exclusive", "cpus-per-task", "oversubscribe", "mincpus", "cpus-per-gpu"}
-LOCAL_OPTIONS = {"slurm", "slurm_args", "print", "detach", "show_env"}  # they say what this process does
+LOCAL_OPTIONS = {"slurm", "slurm_args", "print", "detach", "show_env", "tag", "note"}  # for this process
 SCRIPT = "slurm.sh"
 
 
@@ -129,8 +130,9 @@ def submit(
         run.path.mkdir(parents=True, exist_ok=True)
         write_atomic(run.path / SCRIPT, script)
         (run.path / SCRIPT).chmod(0o700)
-        if config:
+        if config and isinstance(options, TrainOptions):
             write_atomic(run.submitted_toml, format_toml(config))
+            label_new_run(run, options)
     except OSError as error:
         raise unwritable_run(run, error) from error
     try:
@@ -248,9 +250,8 @@ def read_limit(text: str | None, partition: Partition) -> float:
     try:
         limit_s = parse_limit(text)
     except ValueError:
-        raise UsageError(
-            f"--time={text} is not a time of Slurm", fix="--time=8:00:00, or --time=1-12 for 36 hours"
-        ) from None
+        fix = "--time=8:00:00, or --time=1-12 for 36 hours"
+        raise UsageError(f"--time={text} is not a time of Slurm", fix=fix) from None
     if limit_s > partition.max_s:
         most = format_duration(partition.max_s)
         raise PacelineError(
@@ -347,11 +348,10 @@ def quote(text: str) -> str:
 
 def option_flags(options: TrainOptions | ResumeOptions) -> list[str]:
     """Returns the options of a command that are not at their defaults, as flags for the job; not those that were meant for here."""
-    own = {item.name for item in fields(options)} - LOCAL_OPTIONS
     flags: list[str] = []
     for name, parameter in parameters_of(TrainOptions if isinstance(options, TrainOptions) else ResumeOptions).items():
-        value = getattr(options, name, None)
-        if name not in own or parameter.positional or value == parameter.default:
+        value = getattr(options, name, parameter.default)  # not of keys
+        if name in LOCAL_OPTIONS or parameter.positional or value == parameter.default:
             continue
         text = str(value).removesuffix(".0") if isinstance(value, float) else value
         values = text if isinstance(text, tuple) else (text,)

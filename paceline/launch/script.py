@@ -43,7 +43,7 @@ from paceline.launch.script_command import command_name, make_argv
 from paceline.launch.stop_signals import StopSignals
 from paceline.launch.supervisor import Outcome, run_attempt
 from paceline.launch.sync import find_script_files, renew_code, send_script
-from paceline.options import LaunchOptions, RanksOptions, ResumeOptions, ScriptOptions
+from paceline.options import LabelOptions, LaunchOptions, RanksOptions, ResumeOptions, ScriptOptions
 from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_world_size
 from paceline.rundir import (
@@ -60,6 +60,7 @@ from paceline.rundir import (
 from paceline.terminal import has_input, shows_colours
 from paceline.typed_fields import find_training_run
 from paceline.units import format_duration, format_number_of
+from paceline.watch.about import label_new_run
 from paceline.watch.events import end_state, event_text
 
 PROGRESS_S = 600.0  # what a script saves is unknown: an attempt that lasted this long has made progress
@@ -151,7 +152,7 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = (), *, run: 
     if options.show_env:
         print(format_env(rows))
         return 0
-    run, lock = open_run(run, script, checked, is_new=is_new, is_named=options.keys.get("name") is not None)
+    run, lock = open_run(run, script, checked, options, is_new=is_new, is_named=options.keys.get("name") is not None)
     job, lines = ScriptJob(run, lock, checked.libuv, options, script, argv, env), list[str]()
     if options.detach and detach(run, lock, destinations=[e.destination for e in entries if not is_this_host(e)]):
         return 0
@@ -375,7 +376,9 @@ def choose_run(name: str | None, runs_dir: str, request: Request) -> RunDir:
     return run
 
 
-def open_run(run: RunDir, script: Script, checked: CheckResult, *, is_new: bool, is_named: bool) -> tuple[RunDir, int]:
+def open_run(
+    run: RunDir, script: Script, checked: CheckResult, labels: LabelOptions, *, is_new: bool, is_named: bool
+) -> tuple[RunDir, int]:
     """Writes what is known before the start to the run's folder, which it creates for a new one; returns run and lock.
 
     config.toml comes last and makes it a run.
@@ -388,6 +391,7 @@ def open_run(run: RunDir, script: Script, checked: CheckResult, *, is_new: bool,
         lock = lock_run(run)
         if checked.facts:
             save_check(run, checked)
+        label_new_run(run, labels)
         append_event(run, "script", command=list(script.command), nproc=script.nproc, device=script.device)
         write_atomic(run.config_toml, config)
     except OSError as error:

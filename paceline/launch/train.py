@@ -79,6 +79,7 @@ from paceline.rundir import (
 from paceline.terminal import show_progress
 from paceline.typed_fields import read_run_file
 from paceline.units import format_count, format_percent
+from paceline.watch.about import label_new_run
 from paceline.watch.events import end_state
 
 LOCK_POLL_S = 0.2
@@ -109,6 +110,7 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
         make_plan(config, probe_machine(), vocab_size=vocab_size, num_rows=0, measured=measured)
     is_named = config.name is not None or start == "submitted"
     with new_folder(run, is_named=is_named, is_submitted=start == "submitted") as (run, lock, publish):
+        label_new_run(run, options)
         reaches = reach_early(entries, config.python, options)
         with start_check(config, run, options, command="train", trackers=services.track, entries=entries) as check:
             dataset = prepare_data(config, check.with_refusal(publish), set_keys=options.keys)
@@ -354,7 +356,6 @@ def new_folder(run: RunDir, *, is_named: bool, is_submitted: bool = False) -> It
     """Creates the folder of a new run, or of one beside it where another command took a name that the user did not choose.
 
     Yields the run, the lock that holds it, and what publishes the work before the launch.
-
     A folder that has not become a run at the end is removed. Raises PacelineError where it holds something or cannot be written.
     is_submitted: it may hold what the submission to Slurm has left.
     """

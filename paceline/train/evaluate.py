@@ -299,6 +299,7 @@ def sample_run(run: RunDir, options: SampleOptions, *, prompt: str, write: Calla
         max_new_tokens=options.tokens,
         temperature=options.temperature,
         top_k=options.top_k or None,
+        top_p=options.top_p,
         seed=options.seed,
         stop_token=tokenizer.bos_id,
     ):
@@ -313,7 +314,8 @@ def sample_run(run: RunDir, options: SampleOptions, *, prompt: str, write: Calla
     for number, text in enumerate(texts[1:], 2):
         write(f"\n--- {number} of {options.num}\n{prompt}{text}\n")
     made_from = {"run": run.name, "step": reader.step, "prompt": prompt, "seed": options.seed}
-    return {**made_from, "temperature": options.temperature, "top_k": options.top_k, "samples": texts}
+    choices = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    return {**made_from, **choices, "samples": texts}
 
 
 def generate(
@@ -326,6 +328,7 @@ def generate(
     top_k: int | None,
     seed: int,
     stop_token: int | None,
+    top_p: float = 1.0,
 ) -> Iterator[list[int | None]]:
     """Yields at each step the next token of every sample, None for one that has ended; ends when all have.
 
@@ -344,7 +347,7 @@ def generate(
     ended = [False] * num_samples
     logits, cache = prefill(model, prompt_tokens, num_samples)
     for step in range(1, max_new_tokens + 1):
-        newest = next_tokens(logits, temperature=temperature, top_k=top_k, generator=generator)
+        newest = next_tokens(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         ended = [done or token == stop_token for done, token in zip(ended, newest, strict=True)]
         if all(ended):
             return
@@ -372,8 +375,13 @@ def decode(model: GPT, newest: list[int], cache: KVCache) -> Tensor:
 
 
 @torch.inference_mode()
-def next_tokens(logits: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator) -> list[int]:
-    """Draws a token from each row of (S, V) logits. The host waits here for the device: the caller shows the token."""
+def next_tokens(
+    logits: Tensor, *, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator
+) -> list[int]:
+    """Draws a token from each row of (S, V) logits. The host waits here for the device: the caller shows the token.
+
+    top_p: nucleus sampling, arXiv 1904.09751, among what top_k leaves.
+    """
     logits = logits.cpu()
     if temperature == 0:
         return logits.argmax(-1).tolist()
@@ -382,4 +390,10 @@ def next_tokens(logits: Tensor, *, temperature: float, top_k: int | None, genera
         logits = logits.masked_fill(logits < least, -torch.inf)
     # the maximum is taken off first: a tiny temperature then gives the most probable token instead of infinity
     shares = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    if top_p < 1:
+        ordered, order = shares.sort(descending=True)
+        likelier = (
+            ordered.cumsum(-1) - ordered
+        )  # the share of all likelier tokens: 0 for the likeliest, which always stays
+        shares = shares.scatter(-1, order, ordered.masked_fill(likelier > top_p, 0))
     return torch.multinomial(shares, 1, generator=generator).flatten().tolist()

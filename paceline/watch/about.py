@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.options import LabelOptions, check_tags
 from paceline.run_options import RunsNoteOptions, RunsTagOptions
 from paceline.rundir import RunDir, find_run, open_file, read_json_lines, unwritable_run, write_atomic
 from paceline.units import format_bytes
@@ -87,8 +88,7 @@ def edit_tags(options: RunsTagOptions) -> str:
     run = find_run(name, runs_dir=options.runs_dir)
     tags, note = read_notes(run)
     if changed:
-        if bad := next((tag for tag in changed if len(tag.split()) != 1), None):
-            raise PacelineError(f"{bad!r} is not a tag: tags have no spaces", fix="join its words, or write a note")
+        check_tags(changed)
         others = [tag for tag in tags if tag not in changed]
         tags = others if options.remove else list(dict.fromkeys([*tags, *changed]))
         write_notes(run, tags=tags, note=note)
@@ -101,9 +101,20 @@ def edit_note(options: RunsNoteOptions) -> str:
     run = find_run(name, runs_dir=options.runs_dir)
     tags, note = read_notes(run)
     if words:
-        note = " ".join(" ".join(words).split())
+        note = one_line(" ".join(words))
         write_notes(run, tags=tags, note=note)
     return notes_json(run) if options.json else f"{run.name}: {note or 'no note'}"
+
+
+def label_new_run(run: RunDir, options: LabelOptions) -> None:
+    """Writes the tags and the note that the command of a new run has, beside those that the run got in Slurm's queue."""
+    if options.tag or options.note:
+        tags, note = read_notes(run)
+        write_notes(run, tags=list(dict.fromkeys([*tags, *options.tag])), note=one_line(options.note) or note)
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def notes_json(run: RunDir) -> str:

@@ -39,6 +39,7 @@ def preparing(tmp_path):
     words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 9))) for _ in range(2000)]
     (tmp_path / "books.txt").write_text("\n".join(" ".join(chance.choices(words, k=100)) for _ in range(6000)))
     keys = ["--data", "books.txt", "--vocab-size", "1024", "--cache-dir", str(tmp_path / "cache")]
+    keys += ["--tag", "wide", "--tag=first", "--note", "a new  text"]
     process = subprocess.Popen(
         [*TRAIN, *keys], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -70,6 +71,8 @@ def test_text_that_is_prepared_is_a_state_with_progress_and_an_end_of_the_comman
         "preparing",
         ["preparing"],
     )
+    (status,) = RunList(run.path.parent).read()
+    assert (status.tags, status.note) == (["wide", "first"], "a new text")
     assert 0 < snapshot.preparing["share"] <= 1
     assert "tokenize, " in summarize(snapshot, now=time.time()).text
     assert "preparing" in format_once(snapshot, now=time.time(), width=80)

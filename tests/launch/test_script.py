@@ -149,7 +149,8 @@ def test_ranks_get_the_variables_of_torchrun_and_their_own_arguments_and_the_run
     (bench.folder / "answers.txt").write_text("yes\n")
     arguments = ["--nproc", "7", "-m", 'a "b"', "--help", "größe\n模\x7f"]
     with (bench.folder / "answers.txt").open() as answers:
-        done = bench.run("--nproc", 2, "--device", "cpu", "-m", "pkg.train", *arguments, stdin=answers)
+        ours = ["--nproc", 2, "--device", "cpu", "--tag", "wide", "--tag", "first", "--note", "a test"]
+        done = bench.run(*ours, "-m", "pkg.train", *arguments, stdin=answers)
     assert "note    the script gets no standard input: what is piped in stays unread\n" in done.err
     output = f"True '' {arguments}"
     assert sorted(done.out.splitlines()) == [f"[0] 0 0 2 2 127.0.0.1 {output}", f"[1] 1 1 2 2 127.0.0.1 {output}"]
@@ -161,6 +162,7 @@ def test_ranks_get_the_variables_of_torchrun_and_their_own_arguments_and_the_run
     assert not bench.run_dir.metrics.exists()
     status = run_status(bench.run_dir)
     assert (status.state, status.command[:2]) == ("finished", ["-m", "pkg.train"])
+    assert (status.tags, status.note) == (["wide", "first"], "a test")
     second = bench.run("--runs-dir", "more", bench.run_dir.config_toml, name="r2")
     assert sorted(second.out.splitlines()) == sorted(done.out.splitlines())
     assert (bench.folder / "more" / "r2" / "config.toml").read_text() == bench.run_dir.config_toml.read_text()
@@ -434,6 +436,7 @@ def test_a_name_that_is_taken_is_refused_before_anything_starts(bench, here):
     (["--nproc-per-node=4", "--", "train.py"], 2, "--nproc-per-node is not an option of paceline run"),
     (["--nproc", "99999", "--", "train.py"], 2, "--nproc 99999 is out of range"),
     (["--device", "tpu", "--", "train.py"], 2, "--device tpu is not known"),
+    (["--tag", "two words", "--", "train.py"], 2, "'two words' is not a tag"),
     (["--name", "a/b", "--", "train.py"], 1, "name 'a/b' cannot be a folder"),
     ([], 2, "run needs a script"),
 ])  # fmt: skip

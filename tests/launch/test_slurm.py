@@ -253,6 +253,8 @@ def test_the_options_of_the_command_go_into_the_job_and_those_about_the_submissi
         min_hosts=2,
         track=("wandb", "trackio"),
         hang_after_s=30.0,
+        tag=("wide",),  # in the folder already
+        note="a new text",
         keys={},
     )
     flags = ["--min-hosts=2", "--hang-after=30", "--track=wandb", "--track=trackio", "--no-check"]

@@ -177,7 +177,7 @@ def test_the_json_of_sample_and_eval_says_which_weights_and_which_choices_it_is_
     answer = json_of(capsys, "sample", str(unbroken), *words)
     assert len(answer.pop("samples")) == 1
     assert answer == {
-        "run": "unbroken", "step": 30, "prompt": "", "seed": 3, "temperature": 0.0, "top_k": 50
+        "run": "unbroken", "step": 30, "prompt": "", "seed": 3, "temperature": 0.0, "top_k": 50, "top_p": 1.0
     }  # fmt: skip
     answer = json_of(capsys, "eval", str(unbroken), "--step=30", "--tokens=64", "--device=cpu")
     assert (answer["run"], answer["step"]) == ("unbroken", 30)

@@ -87,6 +87,20 @@ def test_top_k_draws_from_the_k_likeliest_alone(model):
     assert set(first) == likeliest
 
 
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.8])
+def test_top_p_draws_from_the_likeliest_that_have_this_share_of_the_probability(model, top_p):
+    shares = model.logits(torch.tensor([PROMPT]))[0, -1].softmax(-1)
+    nucleus, total = set(), 0.0
+    for token in shares.argsort(descending=True).tolist():
+        nucleus.add(token)
+        total += shares[token].item()
+        if total > top_p:
+            break
+    first = run(model, num_samples=2000, max_new_tokens=1, temperature=1.0, top_p=top_p)[0]
+    assert set(first) == nucleus
+    assert run(model, temperature=1.0, top_p=1.0) == run(model, temperature=1.0)
+
+
 def test_a_sample_ends_at_the_stop_token_and_the_others_go_on(model):
     free = run(model, num_samples=2, temperature=1.0, max_new_tokens=6)
     stop = free[2][0]

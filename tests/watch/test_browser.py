@@ -36,6 +36,21 @@ def test_every_state_is_drawn_in_both_themes_and_nothing_goes_wrong(page, port):
         assert overflow(page) == 0, name
 
 
+def test_the_list_fits_a_narrow_window_and_the_charts_of_a_row_have_one_height(page, port):
+    page.set_viewport_size({"width": 820, "height": 900})
+    go(page, port)
+    widths = page.evaluate(
+        "[...document.querySelectorAll('.scroll')].map((node) => node.scrollWidth - node.clientWidth)"
+    )
+    assert widths == [0]
+    page.set_viewport_size({"width": 1000, "height": 900})
+    go(page, port, "/run/training")
+    heights = "[...document.querySelectorAll('.charts:not(.dense) .paper')].map((node) => node.offsetHeight)"
+    assert page.evaluate(heights) == [240, 240, 170, 170, 170, 170, 170]
+    page.click(".chart .name:text-is('val_bpb')")  # over the whole width
+    page.wait_for_function(f"() => {heights}.join() === '170,420,170,170,170,170,170'")
+
+
 @pytest.mark.soak
 def test_the_token_does_not_stay_in_the_address_and_a_reload_still_works(page, port):
     go(page, port, "/run/training")

@@ -26,6 +26,12 @@ def drawn(values, **options) -> list[str]:
     return [plain(line) for line in chart((series(values), "blue"), **{"width": 30, "height": 6, **options})]
 
 
+def test_the_axis_of_one_point_has_its_step_once_below_it():
+    lines = drawn([4.0], width=100)
+    assert lines[-1].split() == ["1"]
+    assert lines[-1].index("1") == next(line.index("┤") for line in lines if "┤" in line) + 1
+
+
 def test_a_falling_line_goes_from_the_upper_left_to_the_lower_right():
     assert drawn([4.0, 3.0, 2.0, 1.0]) == [
         "    4 ┤⠤⣄⡀",

@@ -5,9 +5,8 @@
 'use strict';
 
 const EDGE = { left: 62, right: 16, top: 10, bottom: 26 }; // pixels around the plot, for the axes
-const TALL = { loss: 240, val_bpb: 240 };
-const HEIGHT = 170;
-const WIDE_HEIGHT = 420; // of a chart over the whole width
+const PAIR = ['loss', 'val_bpb']; // taller, where they stand side by side
+const [HEIGHT, TALL_HEIGHT, WIDE_HEIGHT] = [170, 240, 420]; // wide: over the whole width
 const FEW_LINES = 5; // whose values stand beside the chart's name; those of more lines stand at the pointer alone
 const NEAR_LINES = 14; // of more, those nearest to the pointer are listed
 const FEW_POINTS = 40; // a line of so few points shows them, and is not smoothed
@@ -85,8 +84,10 @@ class Chart {
   }
 
   setHeight() {
-    const isWide = this.view.wide.has(this.name);
-    this.height = isWide ? WIDE_HEIGHT : TALL[this.name] || HEIGHT;
+    const { wide, charts = [] } = this.view;
+    const isWide = wide.has(this.name);
+    const arePaired = PAIR.every((name) => !wide.has(name) && charts.some((chart) => chart.name === name));
+    this.height = isWide ? WIDE_HEIGHT : arePaired && PAIR.includes(this.name) ? TALL_HEIGHT : HEIGHT;
     this.paper.style.height = `${this.height}px`;
     this.node.classList.toggle('wide', isWide);
     this.title.setAttribute('aria-pressed', String(isWide));

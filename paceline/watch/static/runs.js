@@ -134,8 +134,7 @@ class RunsPage {
     const settings = Object.entries(group.settings).map(([key, value]) => `${key} ${written(value)}`);
     const size = [`${group.size} seeds`, span('faint', ', mean ± deviation')];
     const name = el('th', { scope: 'row', title: about }, size, span('muted note', settings.join(', ')));
-    const cells = this.columns.slice(2).map((column) => el('td', group[column]));
-    return el('tr.group', el('td', choose), name, el('td'), cells);
+    return el('tr.group', el('td', choose), name, el('td'), el('td', group.step), this.cells(group), el('td'));
   }
 
   row({ name, tags, note, notes = [], texts }) {
@@ -162,9 +161,16 @@ class RunsPage {
         notes.map((text) => span('warning note', text))),
       el('td', stateBadge(texts.badge)),
       el('td.steps', texts.share === null ? null : meter(texts.share, 'steps'), texts.steps),
-      this.columns.slice(3, -1).map((column) => el('td', texts[column])),
+      this.cells(texts),
       el('td.muted', formatTime(texts.time, { seconds: false })),
     );
+  }
+
+  // Returns the cells between the steps and the time. The one of the figure, with its name, is what a phone shows of them.
+  cells(texts) {
+    const figure = [undefined, NA].includes(texts.val_bpb) ? 'loss' : 'val_bpb';
+    const kind = (column) => (column === figure ? 'td.figure' : 'td');
+    return this.columns.slice(3, -1).map((column) => el(kind(column), { 'data-name': column }, texts[column]));
   }
 
   setGroups() {

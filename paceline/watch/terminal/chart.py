@@ -199,6 +199,8 @@ def chart(
 
 def step_labels(first: int, last: int, columns: int) -> str:
     """Returns the steps at the left and the right end of an axis, and at its middle where there is room."""
+    if first == last:
+        return f"{first:<{columns},}"
     left, right, middle = f"{first:,}", f"{last:,}", f"{(first + last) // 2:,}" if columns > 60 else ""
     if len(left + middle + right) >= columns:
         left = middle = ""

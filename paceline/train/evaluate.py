@@ -394,6 +394,6 @@ def next_tokens(
         ordered, order = shares.sort(descending=True)
         likelier = (
             ordered.cumsum(-1) - ordered
-        )  # the share of all likelier tokens: 0 for the likeliest, which always stays
+        )  # of each token the share of those before it: 0 for the first, which stays
         shares = shares.scatter(-1, order, ordered.masked_fill(likelier > top_p, 0))
     return torch.multinomial(shares, 1, generator=generator).flatten().tolist()

@@ -37,8 +37,9 @@ OWN_RANK = re.compile(r"\bGLOBAL_RANK: (?P<rank>\d{1,6}), MEMBER: \d")
 STOPPED_BY_LAUNCHER = re.compile(r"-15\b|-9\b|SIGTERM|SIGKILL")
 NUMBER = re.compile(r"\d+")
 # which all ranks have to do together
-LEFT = re.compile(
-    r"(?i)\bearly[ -]?stop(?:s|ped|ping)?\b|\bskip(?:s|ped|ping)?\b.{0,30}\b(?:batch|step|iteration|update)\b"
+LEFT = re.compile(  # no setting, and no loss scale, which all ranks have alike
+    r"(?i)^(?!.*(?:=|patience|monitor|overflow|loss.?scale)).*"
+    r"(?:\bearly[ -]?stop(?:s|ped|ping)?\b|\bskip(?:s|ped|ping)?\b.{0,30}\b(?:batch|step|iteration|update)\b)"
 )
 
 
@@ -141,13 +142,18 @@ def late_rank(waiting: Sequence[Event], logs: Sequence[Log], *, hang: Collective
 
 
 def reports_of_leaving(logs: Sequence[Log]) -> list[Record]:
-    """The last report of one rank that it stops early or skips a step, if no other rank that prints reports it as well."""
+    """The last report of one rank that it stops early or skips a step, if no other rank that prints reports it as well.
+
+    And if this rank and others did not take steps together behind it.
+    """
     reports = [record for log in logs for record in log.records if record.kind == "line" and LEFT.search(record.text)]
     ranks = {record.rank for record in reports}
     progress = {(line, rank) for log in logs for line, rank, _ in log.last_progress}
     lines = {line for line, _ in progress}
-    printing = {rank for _, rank in progress} | {r.rank for log in logs for r in log.records if r.line in lines}
-    is_alone = len(ranks) == 1 and None not in ranks
+    progress |= {(record.line, record.rank) for log in logs for record in log.records if record.line in lines}
+    printing = {rank for _, rank in progress}
+    behind = {rank for line, rank in progress if reports and line > reports[-1].line}
+    is_alone = len(ranks) == 1 and None not in ranks and not ranks < behind - {None}
     return reports[-1:] if is_alone and (printing - {None, *ranks} or ranks != {0}) else []
 
 

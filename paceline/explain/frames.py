@@ -86,11 +86,13 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         r"(?:site|dist)-packages/(?:huggingface_hub/|datasets/|transformers/utils/hub\.py)",
     ),
     (  # of the sample that a trainer takes of its data before it begins
-        "dataset-empty", 0.85, "StopIteration", r"(?:site|dist)-packages[/\\]\w+[/\\]trainer[/\\]\w+\.py\", line \d+, in \w+\Z",
+        "dataset-empty", 0.85, "StopIteration",
+        r"(?:site|dist)-packages[/\\]\w+[/\\]trainer[/\\]\w+\.py\", line \d+, in __init__\Z",
     ),
     (  # what is stored for each position, and as many were asked for as the sequence has
         "sequence-too-long", 0.96,
-        r"RuntimeError: The expanded size of the tensor \((?P<length>\d+)\) must match the existing size \((?P<limit>\d+)\)",
+        r"RuntimeError: The expanded size of the tensor \((?P<length>\d+)\) must match the existing size \((?P<limit>\d+)\)"
+        r".* Tensor sizes: \[1, (?P=limit)\]\.?$",
         r"[/\\]transformers[/\\]models[/\\]\w+[/\\]modeling_\w+\.py\", line \d+, in forward\Z",
     ),
     ("shm-too-small", 0.96, r"OSError: \[Errno 28\]", r"multiprocessing[/\\](?:synchronize|shared_memory|heap)\.py\""),
@@ -149,13 +151,19 @@ LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logg
 # right behind an exception: what the program does in place of what failed
 CAUGHT = re.compile(r"(?i)^.{0,40}?\b(?:(?:re)?trying (?:again )?with|falling back to)\b")
 LEFT_STAGE = re.compile(r"(?i)^[\w ,.:-]{0,60}\bskipp(?:ed|ing)\b")  # by a script, without a package that it needs
+OUT_OF_MEMORY = re.compile(r"OutOfMemory|[Oo]ut of memory")
 # what no process survives
 CONTEXT_LOST = re.compile(r"illegal memory access|device-side assert|launch failure|uncorrectable ECC")
 LEFT_OUT = re.compile(  # logged right above it, of an item of the data
     r"(?i)^\W*ERROR\b.*\b(?:line|row|sample|example|file|shard|doc(?:ument)?|record|image)s?\b.*\b(?:skipp|ignor)(?:ed|ing)\b"
 )
-WARNED = re.compile(  # or an error after which a program goes on, as it says
-    r"\bWARN(?:ING)?\b|\bERROR\b.*\b(?:optional|keeping|continu(?:e|es|ing)|skipp(?:ed|ing)|ignor(?:ed|ing)|falling back)\b"
+WARNED = re.compile(  # of what failed, or of an error after which a program goes on, as it says
+    r"\bWARN(?:ING)?\b.*(?i:fail|error|exception|could not|cannot|can't|unable|optional|skip|ignor|retry|fall(?:ing)? back)"
+    r"|\bERROR\b.*\b(?:optional|keeping|continu(?:e|es|ing)|skipp(?:ed|ing)|ignor(?:ed|ing)|falling back)\b"
+)
+WORK_FAILED = re.compile(  # not of a side task
+    r"(?i)\b(?:training|run|job|step|epoch)\b.{0,30}\b(?:fail|crash|abort|error|exception)"
+    r"|\b(?:fail\w*|crash\w*|error|exception)\b.{0,12}\b(?:in|at|during) (?:step|epoch|training)|\bnot (?:skipp|continu|ignor)"
 )
 MIN_EVALUATED = 3  # different errors at one place of the script: Python ends at the first that nobody has caught
 CHAIN_LINES = 6  # from an exception to the one that it led to, beside the lines of its frames
@@ -291,7 +299,9 @@ def is_warned_of(record: Record, log: Log) -> bool:
     is_logged = record.kind == "exception" and not ended_program(record)
     behind = log.records_between(record.line + 1, record.line + CHAIN_LINES + 3 * len(record.frames))
     is_chained = bool(behind) and behind[0].kind == "exception"
-    return is_logged and not is_chained and bool(before) and WARNED.search(before[-1].text) is not None
+    if not is_logged or is_chained or not before or OUT_OF_MEMORY.search(record.text):
+        return False
+    return WARNED.search(before[-1].text) is not None and not WORK_FAILED.search(before[-1].text)
 
 
 def others_waited(record: Record, log: Log) -> bool:

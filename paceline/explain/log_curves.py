@@ -82,7 +82,7 @@ TRAIN_RISE = 0.1  # of the loss of training, as a share
 LIGHTNING_BAR, LOGGED_EVERY = re.compile(r"\bv_num="), 50
 # with the point: fewer may be the same by rounding; the last value is reported again at the end
 RANK_DIGITS, RANK_SPREAD = 6, 3
-EARLY_STOP = re.compile(r"(?i)\bearly[ -]?stop")
+EARLY_STOP = re.compile(r"(?i)\bearly[ -]?stop(?!.*\b(?:counter|patience)\b)")  # not that it may come
 
 
 def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation:

@@ -23,7 +23,7 @@ WHOLE_COMMANDS = ("resume",)  # values that are not of a log, and whose words ar
 MAX_CASE_RECORDS = 20  # searched for the case of a cause
 MAX_SURVIVED = 3  # causes named
 MAX_PLACES = 3  # where ranks waited, and ranks at each
-RANK = re.compile(r"^\W*rank[ _:=]?\d+\W*", re.IGNORECASE)  # at the start of a line
+RANK_PREFIX = re.compile(r"^\W*rank[ _:=]?\d+\W*", re.IGNORECASE)
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!(?:torch|numpy)[/\\])(?P<name>[\w-]+)[/\\]")
 IN_PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?P<path>.+)")
@@ -132,7 +132,7 @@ def describe_places(records: Sequence[Record], left: Sequence[Record]) -> dict[s
         is_own = any((match := FRAME.search(frame)) and not INSTALLED.search(match["file"]) for frame in record.frames)
         if record.rank is not None and is_own and (where := frame_values(record).get("where")):
             places.setdefault(record.rank, where)
-    reports = [f"only rank {record.rank} reports: {RANK.sub('', record.text)}" for record in left]
+    reports = [f"only rank {record.rank} reports: {RANK_PREFIX.sub('', record.text)}" for record in left]
     if not places:
         return {"observed": reports[0]} if reports else {}
     ranks: dict[str, list[int]] = {}

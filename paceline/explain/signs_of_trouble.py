@@ -264,12 +264,14 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         was_shut_down = any(SHUT_DOWN.search(text) for _, text in log.last_lines)
         ends = {shape_of(split_prefix(text).text) for _, text in lines}
         alike = [record for record in log.records if shape_of(record.text) in ends]
+        tools = {r.line for r in log.records if NOT_FOUND.search(r.text) and log.has_trained_behind(r)}
         survived = Counter(shape_of(record.text) for record in alike if len(log.steps_after(record)) >= STEPS_AFTER)
         trouble += [
             (number, text)
             for number, text in lines
             if number > last_good or (last_good == number == log.last_progress_line and MARKED_ERROR.match(text))
             if number <= min([number, *threads])
+            and number not in tools
             and is_trouble(text, at_end=True)
             and not log.is_in_sample(number, text)
             if survived[shape_of(split_prefix(text).text)] < 2 and not (was_shut_down and ENDED.search(text))

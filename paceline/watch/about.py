@@ -8,11 +8,10 @@ import csv
 import hashlib
 import json
 import os
-import re
 import shlex
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from io import StringIO
 from itertools import islice
@@ -127,11 +126,20 @@ def config_in(run: RunDir) -> dict[str, Any]:
 
 
 def measured_on(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns on how many tokens val_bpb is measured, and of which text: a path has its last two names."""
-    text = config.get("val_data") or config.get("data")
-    if isinstance(text, str) and text != "builtin" and not re.match("hf:|.*://", text):
-        text = str(Path(*Path(text).parts[-2:]))
+    """Returns on how many tokens val_bpb is measured, and of which text."""
+    data = config.get("data")
+    text = config.get("val_data") or (f"{data} (held out)" if data else None)
     return {"eval_tokens": config.get("eval_tokens"), "eval_text": text}
+
+
+def short_texts(texts: Iterable[str]) -> dict[str, str]:
+    """Returns for each text its last words between slashes, as many as tell the texts apart."""
+    names = set(texts)
+    for count in range(1, 1 + max((name.count("/") for name in names), default=0)):
+        short = {name: "/".join(name.split("/")[-count:]) for name in names}
+        if len(set(short.values())) == len(names):
+            return short
+    return {name: name for name in names}
 
 
 def group_key(config: dict[str, Any]) -> str | None:

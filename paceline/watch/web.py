@@ -38,7 +38,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.errors import PacelineError
 from paceline.units import format_number_of
-from paceline.watch.about import check_links
+from paceline.watch.about import check_links, short_texts
 from paceline.watch.connections import TimedConnection, listen, opened_browser
 from paceline.watch.panels import log_levels, run_panels, run_row, seed_groups
 from paceline.watch.snapshot import Snapshot, changes, to_text
@@ -331,7 +331,9 @@ def listed(shelf: Shelf) -> list[dict[str, Any]]:
     """Returns the runs with the texts of their rows, and of their group where others differ only in their seed."""
     runs = shelf.runs()
     groups = seed_groups(runs, shelf.settings())
-    return [{**run, "texts": run_row(run), "group": groups.get(run["name"])} for run in runs]
+    texts = short_texts(run["eval_text"] for run in runs if run["eval_text"])
+    rows = {run["name"]: run_row({**run, "eval_text": texts.get(run["eval_text"])}) for run in runs}
+    return [{**run, "texts": rows[run["name"]], "group": groups.get(run["name"])} for run in runs]
 
 
 async def stream_list(shelf: Shelf) -> Messages:

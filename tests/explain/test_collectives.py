@@ -194,3 +194,13 @@ def test_a_rank_that_alone_stops_or_skips_a_step_is_why_the_others_wait(report):
     # a script whose rank 0 alone prints reports what all ranks do
     quiet = explain([log.replace("[rank 1] step", "rows seen").encode()])
     assert (quiet.cause, "reports" in quiet.summary) == (DESYNC, False)
+    survived = log.replace("[rank 0] step 3", f"[rank 0] {report}\n[rank 0] step 3").replace(
+        f"loss 5\n[rank 0] {report}", "loss 5"
+    )
+    assert "reports" not in explain([survived.encode()]).summary
+    for setting in (
+        "Early stopping: patience=5, min_delta=0.0",
+        "OVERFLOW! Skipping step. Attempted loss scale: 65536",
+    ):
+        other = explain([log.replace(report, setting).encode()])
+        assert "reports" not in other.summary and "stop or skip together" not in other.fix

@@ -270,16 +270,23 @@ def test_data_of_which_a_trainer_finds_no_first_sample_is_empty():
     log = traceback("StopIteration", (f"{PACKAGE}/trl/trainer/sft_trainer.py", "__init__"))
     assert verdict(log).cause == "dataset-empty"
     assert verdict(traceback("StopIteration", ("train.py", "main"))).cause == "user-code-exception"
+    later = log.replace("in __init__", "in train")
+    assert verdict("step 300 | loss 1.2\n" + later).cause == "user-code-exception"
 
 
 def test_what_a_model_holds_for_each_position_limits_the_length_of_a_sequence():
-    sizes = "The expanded size of the tensor (311) must match the existing size (64) at non-singleton dimension 1."
+    sizes = (
+        "The expanded size of the tensor (311) must match the existing size (64) at non-singleton dimension 1."
+        "  Target sizes: [2, 311].  Tensor sizes: [1, 64]"
+    )
     model = f"{PACKAGE}/transformers/models/bert/modeling_bert.py"
     explanation = verdict(traceback(f"RuntimeError: {sizes}", (model, "forward")))
     assert (explanation.cause, "311 tokens, the limit is 64" in explanation.summary) == ("sequence-too-long", True)
     assert (
         verdict(traceback(f"RuntimeError: {sizes}", (model, "forward"), ("train.py", "hook"))).cause == "shape-mismatch"
     )
+    mask = sizes.replace("dimension 1", "dimension 0").replace("[1, 64]", "[64, 1, 8, 8]")
+    assert verdict(traceback(f"RuntimeError: {mask}", (model, "forward"))).cause == "shape-mismatch"
 
 
 def test_an_exception_that_led_to_another_one_is_not_the_warning_above_it():

@@ -242,7 +242,14 @@ def test_runs_that_are_measured_on_different_texts_are_marked(tmp_path):
         make_run(tmp_path, name).config_toml.write_text(f"eval_tokens = 2048\n{keys}")
     head, *lines = format_runs(RunList(tmp_path).read()).splitlines()
     assert head.split()[3:6] == ["loss", "val_bpb", "eval_text"]
-    assert {line.split()[0]: line.split()[5] for line in lines} == {"a": "d/books", "b": "books/valid.txt"}
+    shown = {"a": "books (held out)", "b": "valid.txt"}
+    assert all(f"  {shown[line.split()[0]]} " in line for line in lines)
+        "a": "books (held out)",
+        "b": "valid.txt",
+    }
+    (tmp_path / "a" / "config.toml").write_text('eval_tokens = 2048\nval_data = "/e/books/valid.txt"\n')
+    _, *lines = format_runs(RunList(tmp_path).read()).splitlines()
+    assert {line.split()[0]: line.split()[5] for line in lines} == {"a": "e/books/valid.txt", "b": "d/books/valid.txt"}
     shutil.rmtree(tmp_path / "b")
     assert "eval_text" not in format_runs(RunList(tmp_path).read())
 

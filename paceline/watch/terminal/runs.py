@@ -19,7 +19,7 @@ from paceline.run_options import RunsOptions
 from paceline.rundir import RunDir
 from paceline.terminal import cells, cut, pad, terminal_width, without_middle
 from paceline.units import format_count
-from paceline.watch.about import read_about
+from paceline.watch.about import read_about, short_texts
 from paceline.watch.measures import format_figure, format_measure, format_time
 from paceline.watch.snapshot import LIVE, Snapshot, State, finite
 from paceline.watch.status import RunStatus, format_run, format_steps, lost_runs, open_reader, run_json, run_status
@@ -174,18 +174,8 @@ def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
 
     width: the terminal's; None: unlimited. Where the table is wider, it leaves out as few of NARROW_WITHOUT as make it fit.
     """
-    head = (
-        "run",
-        "state",
-        "step",
-        "loss",
-        "val_bpb",
-        "eval_tokens",
-        "eval_text",
-        "tok/s",
-        "last activity (UTC)",
-        "tags",
-    )
+    head = "run, state, step, loss, val_bpb, eval_tokens, eval_text, tok/s, last activity (UTC), tags".split(", ")
+    shortened = short_texts(run.eval_text for run in runs if run.eval_text)
     rows = [
         (
             strip_escapes(run.name),
@@ -194,7 +184,7 @@ def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
             format_figure("loss", run.loss),
             format_figure("val_bpb", run.val_bpb),
             f"{run.eval_tokens:,}" if run.eval_tokens and run.val_bpb else "n/a",
-            strip_escapes(run.eval_text) if run.eval_text and run.val_bpb else "n/a",
+            strip_escapes(shortened[run.eval_text]) if run.eval_text and run.val_bpb else "n/a",
             "n/a" if run.tok_per_sec is None else format_count(run.tok_per_sec),
             format_time(run.time or "n/a"),
             " ".join(run.tags),

@@ -138,7 +138,10 @@ ERROR_PREFIX = re.compile(
 MARKED_ERROR = re.compile(r"\W*[❌✗✘] ?\w*error\b", re.IGNORECASE)
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
 SKIPPED_STEP = re.compile(
-    r"(?i)\bskip(?:ped|ping) (?:train(?:ing)? )?(?:batch|step|iteration) #?(?P<number>\d{1,9}) ?[:(-] ?\S"
+    r"(?i)(?:\bskip(?:ped|ping) (?:train(?:ing)? )?(?:batch|step|iteration)|^error \w+ing \w+) #?(?P<number>\d{1,9}) ?[:(-] ?\S"
+)
+NOTHING_DONE = re.compile(
+    r"(?i)\b(?:examples|samples|items|prompts|questions|images|files|batches) (?:process|complet|generat|evaluat|sav)ed\W+0\W*$"
 )
 # the end of an epoch without any work in it, not one without batches that were left out
 IDLE_EPOCH = re.compile(
@@ -223,7 +226,7 @@ def errors_of_all_steps(events: Sequence[Event], logs: Sequence[Log]) -> list[Ev
 
 
 def skipped_steps(log: Log) -> list[Record]:
-    """The warnings that each step of a log without any measure was skipped: their numbers leave out none."""
+    """The warnings that each step of a log without any measure was skipped: by their numbers, or by its end."""
     lines = (record for record in log.records if record.kind == "line")
     skipped = [(int(match["number"]), record) for record in lines if (match := SKIPPED_STEP.search(record.text))]
     is_measured = log.losses or log.held_out or log.scores or log.rewards
@@ -231,7 +234,8 @@ def skipped_steps(log: Log) -> list[Record]:
         return []
     numbers = [number for number, _ in skipped]
     gaps = sum(after not in (before, before + 1, numbers[0]) for before, after in pairwise(numbers))
-    return [record for _, record in skipped] if gaps <= 1 else []  # one where a long log was not parsed
+    is_all = gaps <= 1 or ends_in(NOTHING_DONE, log)  # one gap where a long log was not parsed
+    return [record for _, record in skipped] if is_all else []
 
 
 def announcing(log: Log) -> set[int]:

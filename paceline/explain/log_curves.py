@@ -67,6 +67,10 @@ MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
 MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations
 # accuracies of a guess between two classes, and how near to a half each is; to ln 2 the losses behind the first, the last half
 MIN_HALF, EVEN, FEW_CHANCE, STILL_CHANCE = 5, 0.02, 0.03, 0.01
+# of two networks that compete, whose losses may stay there
+OF_GAN = re.compile(
+    r"(?i)\b(?:discriminator|generator|adversar\w*)\b|(?<![a-z])(?:[dg][ _]?loss|loss[ _]?[dg])(?![a-z])"
+)
 # how near to a half the accuracy is of a guess between two classes
 HALF, CHANCE = 0.05, "ln {number}, as of a guess between {number} classes"
 # what lines report as exactly 0, not rounded to it, where the loss stands still
@@ -116,7 +120,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     # transformers writes 0 for a loss that is NaN, but not in evaluations
     has_nan = any(math.isnan(point.value) for name in ("losses", "held_out") for point in points[name])
     guesses = [*find_guesses(losses, evaluations, scores)]
-    if not parts:
+    if not parts and not any(OF_GAN.search(text) for log in logs for _, text in log.last_lines):
         trained = [point.value for point in points["losses"] if point.name != "eval_loss"]
         guesses += find_half(losses, trained, points["accuracies"])
     findings = [

@@ -1260,6 +1260,9 @@ def test_columns_without_a_name_that_become_nan_together_are_of_a_run_that_diver
     lost = [(10 * n, n, 0.1, "nan", "nan") for n in range(15, 22)]
     broken = verdict([*rows, *lost])
     assert (broken.cause, broken.line) == ("loss-nan", 11 + 5)
+    assert (
+        verdict([(n // 4, *row) for n, row in enumerate([*rows, *lost])]).cause == "loss-nan"
+    )  # four rows of an epoch
     for healthy in (
         [*rows, *((*row[:4], 0.5) for row in lost)],  # one that is not computed any more
         [*rows, *lost, *((10 * n, n, 0.1, 0.3, 0.4) for n in range(22, 24))],
@@ -1282,6 +1285,7 @@ def test_a_loss_at_that_of_guessing_with_accuracies_of_a_half_has_learned_nothin
     assert verdict([0.9329, 0.7097, 0.6802, 0.6735, 0.6704], half) == "healthy"  # it falls
     assert verdict(losses, [50.0, 51.0, 52.0, 54.0, 57.0]) == "healthy"
     assert verdict(losses, half, line="Epoch {} D loss: {:.4f} G loss: 0.71 acc: {:.2f}%") == "healthy"
+    assert verdict(losses, half, line="Epoch {} loss_D: {:.4f} loss_G: 0.71 acc: {:.2f}%") == "healthy"
     assert verdict(losses, half, line="Epoch {}: loss = {:.4f} ({:.2f}% of the GPU)") == "healthy"
     flat = [0.694, 0.694, 0.693, 0.694, 0.693, 0.692]
     lines, end = "Epoch: {}\nAverage Loss: {:.3f}\nAccuracy: {:.4f}", "Stopping early due to no improvement\n"

@@ -48,6 +48,7 @@ VALUE = (
 )
 LOSS = re.compile(
     r"loss(?: (?:train|average|avg|mean|function)"
+    r"| (?:for|at|after|of|in|from) (?:epoch|step|batch|iter(?:ation)?) #?\d{1,9}(?: to \d{1,9})?(?= ?[:=]| is )"
     r"|_(?!scal|weight|fn|func|type|tok|per_|smooth|gamma|alpha|coef|(?:num|wrt)(?![a-z]))[a-z]\w{0,15}"
     r"|/[a-z][\w/]{0,30}"
     r"|[_-]?\d{1,2}(?= ?[:=]|[ ]+[-+]?\d))?" + VALUE,
@@ -117,7 +118,6 @@ ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
 NUMBER_CELL = re.compile(r"(?i)[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)")
 OTHER_LOSS = re.compile(rf"(?<![a-z])(?:{HELD_OUT_WORD}|best|min|prev){GAP}$", re.IGNORECASE)
 HELD_OUT_BEHIND = re.compile(rf"(?i)loss[_ /]{HELD_OUT_WORD}(?![a-z])")
-# a part of a GAN
 ADVERSARIAL = re.compile(r"(?<!\w)(?P<part>[DG]|[Dd]isc(?:riminator)?|[Gg]en(?:erator)?|[Cc]ritic) $")
 OF_POLICY = re.compile(r"(?i)(?:policy|actor|critic|value|pg)[_ /]$")
 # before the loss that others are a part of

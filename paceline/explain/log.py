@@ -3,13 +3,13 @@
 import math
 import re
 from bisect import bisect_left, bisect_right
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from paceline.explain.explanation import LogProgress, Record
-from paceline.explain.progress import LossPoint, ProgressLine, ProgressTracker
+from paceline.explain.progress import LossPoint, ProgressLine, ProgressTracker, store
 from paceline.explain.run_bounds import RunBounds
 
 FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a run with more errors
@@ -28,6 +28,13 @@ SERVED = re.compile(  # a request that was answered, vLLM's report of such, what
 UNNAMED_NAN = re.compile(r"(?:^|[,;(\[]\s*|[\d)\]]:?\s+)tensor\(nan(?=[\s,;)\]]|$)")
 NUMBER = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
 UNNAMED, MIN_UNNAMED = "a value without a name", 5
+# a row of nothing but numbers behind a counter; columns that become NaN in the same row, as one alone may where it is not computed
+ROW, MIN_LOST = re.compile(r"\s*\d+(?:[\s,;|]+(?:[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan))+\s*"), 2
+CELL = re.compile(r"[^\s,;|]+")
+EARLY_STOP = re.compile(  # not that it may come
+    r"(?i)(?:\bearly[ -]?stop|\bstop\w* early\b)(?!.*\b(?:counter|patience|enabled|monitor)\b)"
+)
+ACCURACY = re.compile(r"(?i)(?<![a-z])acc(?:uracy)?['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)(?P<percent>\s?%)?")
 TRIAL = re.compile(r"\bTrial \d+ (?:finished|pruned)\b")  # of a study of Optuna
 FAILED_TRIAL = re.compile(r"\bTrial \d+ failed with parameters\b")
 STOPS_ENGINE = re.compile(  # vLLM's server, by a signal
@@ -69,12 +76,14 @@ class Log:
     gradients: tuple[LossPoint, ...] = ()  # their norms
     memory: tuple[LossPoint, ...] = ()  # in use
     rewards: tuple[LossPoint, ...] = ()  # of a policy
+    accuracies: tuple[float, ...] = ()  # of training or evaluations, as shares
     speeds: tuple[LossPoint, ...] = ()  # likewise, throughput
     first_line: int = 1  # of the run
     is_restart: bool = False  # the run begins as the log did
     is_later: bool = False  # by its clock, or as only a new process does, so that no buffer held its lines
     by_command: bool = False  # the run begins with a command that a shell prints
     has_end: bool = False  # a record reports the end of a program
+    stops_early: bool = False  # no loss of training is behind a line that reports early stopping
     last_ignored: int | None = None  # the line that announces an exception that Python ignored
     earlier: "tuple[Log, ...]" = ()  # the runs before it in the same log, of many the last ones
     is_notebook: bool = False
@@ -154,6 +163,35 @@ class Log:
         return is_whole and is_saved and bool(self.losses) and not STARTER.search(record.text)
 
 
+class NumberRows:
+    """Finds columns without a name that were finite in many rows of numbers and are NaN in all rows since."""
+
+    def __init__(self) -> None:
+        self._first = 0  # the counter of the last row
+        self._num_finite: list[int] = []  # by column
+        self._lost: dict[int, list[int]] = {}  # by column, the lines since it is NaN
+
+    def add(self, number: int, text: str) -> None:
+        if ROW.fullmatch(text) is None:
+            return
+        cells = CELL.findall(text)
+        if len(cells) != len(self._num_finite) or int(cells[0]) < self._first:
+            self._num_finite, self._lost = [0] * len(cells), {}
+        self._first = int(cells[0])
+        for column, cell in enumerate(cells):
+            if cell != "nan":
+                self._num_finite[column] += 1
+                self._lost.pop(column, None)
+            elif self._num_finite[column] >= MIN_UNNAMED:
+                self._lost.setdefault(column, []).append(number)
+
+    @property
+    def nan_line(self) -> int | None:
+        """The first of the rows in which several columns are NaN."""
+        starts = Counter(lines[0] for lines in self._lost.values() if len(lines) >= MIN_UNNAMED)
+        return next((line for line, count in starts.items() if count >= MIN_LOST), None)
+
+
 class OpenRun:
     """What was read of a run so far."""
 
@@ -168,6 +206,9 @@ class OpenRun:
         self.ranks: set[int] = set() if rank is None else {rank}
         self.tail: deque[tuple[int, str]] = deque(maxlen=LAST_LINES)
         self.bounds = RunBounds()
+        self.rows = NumberRows()
+        self.accuracies: list[float] = []
+        self.early_stop: LossPoint | None = None  # the last loss of training before it
         self.stage: int | None = None
         self.stage_step: int | None = None  # where the last of several stages began
 
@@ -178,6 +219,18 @@ class OpenRun:
             before, self.stage = self.stage, int(match["stage"])
             if before is not None and self.stage > before:
                 self.stage_step = self.progress.step_of(None)
+
+    def add_measures(self, number: int, text: str) -> None:
+        """Notes what a line that the tracker has read tells beside its progress."""
+        self.rows.add(number, text)
+        if match := ACCURACY.search(text):
+            value = float(match["value"])
+            store(self.accuracies, value / 100 if match["percent"] or value > 1 else value)
+        if EARLY_STOP.search(text):
+            self.early_stop = self._last_trained()
+
+    def _last_trained(self) -> LossPoint | None:
+        return next((point for point in reversed(self.progress.losses) if point.name != "eval_loss"), None)
 
     def add_record(self, record: Record) -> None:
         (self.first if len(self.first) < FIRST_RECORDS else self.last).append(record)
@@ -196,7 +249,7 @@ class OpenRun:
         progress = self.progress.progress(tail[-1][0] if tail else None)
         has_measures = self.progress.held_out or self.progress.scores or self.progress.rewards
         if progress.nan_line is None and progress.last_loss is None and not has_measures:
-            number = find_unnamed_nan(tail)
+            number = find_unnamed_nan(tail) or self.rows.nan_line
             progress = replace(progress, nan_line=number, nan_measure=UNNAMED) if number else progress
         if tail and PROMPT.search(tail[-1][1]):
             progress = replace(progress, finished=False, done_line=None)
@@ -213,12 +266,14 @@ class OpenRun:
             gradients=tuple(self.progress.gradients),
             memory=self.progress.memory,
             rewards=tuple(self.progress.rewards),
+            accuracies=tuple(self.accuracies),
             speeds=tuple(self.progress.speeds),
             first_line=self.first_line,
             is_restart=self.is_restart,
             is_later=self.is_later,
             by_command=self.by_command,
             has_end=self.bounds.end is not None,
+            stops_early=self.early_stop is not None and self.early_stop == self._last_trained(),
             last_ignored=self.last_ignored,
         )
 

@@ -14,6 +14,7 @@ from itertools import groupby, pairwise
 
 from paceline.explain.curve_verdict import (
     DIVERGED,
+    FROM_START,
     LEARNED,
     OVERFITS,
     STANDS_STILL,
@@ -31,7 +32,7 @@ from paceline.explain.curve_verdict import (
 )
 from paceline.explain.explanation import HEALTHY, UNKNOWN, Explanation, format_value
 from paceline.explain.line_measures import MEAN_LOSS
-from paceline.explain.log import Log
+from paceline.explain.log import EARLY_STOP, Log
 from paceline.explain.progress import LossPoint
 from paceline.explain.series import (
     LOSS,
@@ -64,6 +65,12 @@ FEW_SAME, SAME_RANGE = 4, 1e-4
 # classes between which a model guesses: the loss is the logarithm of their number; how near to it, of many points and of few
 MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
 MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations
+# accuracies of a guess between two classes, and how near to a half each is; to ln 2 the losses behind the first, the last half
+MIN_HALF, EVEN, FEW_CHANCE, STILL_CHANCE = 5, 0.02, 0.03, 0.01
+# of two networks that compete, whose losses may stay there
+OF_GAN = re.compile(
+    r"(?i)\b(?:discriminator|generator|adversar\w*)\b|(?<![a-z])(?:[dg][ _]?loss|loss[ _]?[dg])(?![a-z])"
+)
 # how near to a half the accuracy is of a guess between two classes
 HALF, CHANCE = 0.05, "ln {number}, as of a guess between {number} classes"
 # what lines report as exactly 0, not rounded to it, where the loss stands still
@@ -77,12 +84,12 @@ ZERO_REASONS = (
 )
 MIN_SCORES, NEAR_BEST = 3, 0.02  # points of evaluations, and the share by which the last may miss the best
 MIN_SAME_SCORES = 20  # evaluations
+MIN_RISES, STEADY_RISE = 7, 0.03  # from each point of a loss to the next; as a share of the first one
 TRAIN_RISE = 0.1  # of the loss of training, as a share
 # Lightning's bar shows the loss that was logged last, by default (log_every_n_steps) on every 50th step
 LIGHTNING_BAR, LOGGED_EVERY = re.compile(r"\bv_num="), 50
 # with the point: fewer may be the same by rounding; the last value is reported again at the end
 RANK_DIGITS, RANK_SPREAD = 6, 3
-EARLY_STOP = re.compile(r"(?i)\bearly[ -]?stop(?!.*\b(?:counter|patience)\b)")  # not that it may come
 
 
 def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation:
@@ -91,12 +98,15 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         return explanation
     points = {
         name: max((getattr(log, name) for log in logs), key=len, default=())
-        for name in ("losses", "held_out", "scores", "gradients", "memory", "rewards", "speeds")
+        for name in ("losses", "held_out", "scores", "gradients", "memory", "rewards", "speeds", "accuracies")
     }
     reported = line_series(points["losses"])
     if any(LIGHTNING_BAR.search(text) for log in logs for _, text in log.last_lines):
         reported = [item for item in reported if not repeats_logged(item, points["losses"])]
-    losses, held_out = ([item for item in reported if item.kind == kind] for kind in (LOSS, VALIDATION))
+        points["held_out"] = [next(group) for _, group in groupby(points["held_out"], key=lambda point: point.value)]
+    losses, held_out, parts = (
+        [item for item in reported if item.kind == kind] for kind in (LOSS, VALIDATION, PART_LOSS)
+    )
     memories = [evenly_spaced(item) for item in line_series(points["memory"], kind=MEMORY)]
     speeds = [evenly_spaced(item) for item in line_series(points["speeds"], kind=THROUGHPUT)]
     lengths = ((finding, len(finding.series.values)) for finding in find_still(losses, [], []))
@@ -109,13 +119,18 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     rising = [] if ends_lowest else [item for item in losses if not (ends_best and ends_below_start(item))]
     # transformers writes 0 for a loss that is NaN, but not in evaluations
     has_nan = any(math.isnan(point.value) for name in ("losses", "held_out") for point in points[name])
+    guesses = [*find_guesses(losses, evaluations, scores)]
+    if not parts and not any(OF_GAN.search(text) for log in logs for _, text in log.last_lines):
+        trained = [point.value for point in points["losses"] if point.name != "eval_loss"]
+        guesses += find_half(losses, trained, points["accuracies"])
     findings = [
         *(rise for item in rising for rise in find_rises([item], least_rise(item))),
-        *find_explosions([item for item in reported if item.kind == PART_LOSS]),
+        *(find_steady_rises(rising, evaluations) if not parts else ()),
+        *find_explosions(parts),
         *still,
         *find_unlearned(losses, held_out),
         *find_chance(losses, held_out),
-        *find_guesses(losses, evaluations, scores),
+        *guesses,
         *find_zeros(losses, ZEROS, cause=NAN if has_nan else STANDS_STILL),
         *find_zeros([item for item in losses if item.name == MEAN_LOSS], 1, reason=MEAN_OF_ALL),
         *find_zeros(rewards, ZERO_REWARDS, reason=NO_REWARD),
@@ -126,8 +141,9 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *(() if ends_best else find_turns(losses, evaluations, scores)),
         *(() if any(map(may_fall, losses)) else find_same(points["scores"], points["held_out"])),
     ]
-    if any(EARLY_STOP.search(text) for log in logs for _, text in log.last_lines):  # what the training has waited for
-        findings = [item for item in findings if item.cause not in (STANDS_STILL, OVERFITS)]
+    # what the training has waited for
+    if any(log.stops_early or any(EARLY_STOP.search(text) for _, text in log.last_lines) for log in logs):
+        findings = [item for item in findings if item in guesses or item.cause not in (STANDS_STILL, OVERFITS)]
     elif (
         not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None))
     ):
@@ -176,9 +192,9 @@ def line_series(points: Sequence[LossPoint], *, kind: str | None = None) -> list
 
 def repeats_logged(series: MetricSeries, points: Sequence[LossPoint]) -> bool:
     """Whether a curve is the one value that a bar of Lightning shows before its second one is logged; points: of all curves."""
-    steps = [point.step or 0 for point in points]
+    steps = [point.step or 0 for point in points if point.name == series.name]
     is_first_bar = steps == sorted(steps) and steps[0] < steps[-1] < LOGGED_EVERY
-    return is_first_bar and len({*series.values}) == 1
+    return (is_first_bar or series.kind == VALIDATION) and len({*series.values}) == 1
 
 
 def has_epochs(curve: Sequence[LossPoint]) -> bool:
@@ -204,6 +220,15 @@ def ends_below_start(series: MetricSeries) -> bool:
     """Whether a loss ends below its first points, so that a rise may be that of a term which joined it."""
     values = list(filter(math.isfinite, series.values))
     return bool(values) and median(values[-SPIKE:]) < max(values[:SPIKE])
+
+
+def find_steady_rises(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+    """Losses of few points that rise from each to the next, while every loss of evaluations is higher at its end too."""
+    is_worse = bool(held_out) and all(median(item.values[-SPIKE:]) > max(item.values[:2]) for item in held_out)
+    for item in losses if is_worse else ():
+        rises = [after > before for before, after in pairwise(item.values)]
+        if len(rises) >= MIN_RISES and all(rises) and item.values[-1] > (1 + STEADY_RISE) * item.values[0] > 0:
+            yield CurveFinding(DIVERGED, item, 0, FROM_START)
 
 
 def find_explosions(parts: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
@@ -281,6 +306,19 @@ def find_guesses(
     is_half = bool(ends) and all(min(abs(end - 0.5), abs(end / 100 - 0.5)) < HALF for end in ends)
     parts = [part for item in (*losses, *evaluations) for part in (item.values[:MIN_FEW], item.values[-MIN_FEW:])]
     if is_half and losses and evaluations and all(is_near_half(median(part)) for part in parts):
+        yield CurveFinding(STANDS_STILL, losses[0], 0, CHANCE.format(number=2))
+
+
+def find_half(
+    losses: Sequence[MetricSeries], values: Sequence[float], accuracies: Sequence[float]
+) -> Iterator[CurveFinding]:
+    """A loss that stays where a guess between two classes is, while each accuracy of the log is about a half; values: of it."""
+    is_half = len(accuracies) >= MIN_FEW and max(abs(value - 0.5) for value in accuracies) < EVEN
+    if not is_half or len(losses) != 1 or len(values) < MIN_HALF or not all(map(math.isfinite, values)):
+        return
+    chance = math.log(2)
+    is_near = max(abs(value - chance) for value in values[1:]) < FEW_CHANCE * chance
+    if is_near and median(values[len(values) // 2 :]) > (1 - STILL_CHANCE) * chance:
         yield CurveFinding(STANDS_STILL, losses[0], 0, CHANCE.format(number=2))
 
 

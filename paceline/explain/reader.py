@@ -54,13 +54,18 @@ FOREIGN_PROGRESS = (  # the same words in other languages
 # in every line that reports a step, a loss, memory or the end of the work, and in the rows of a table of numbers
 PROGRESS_WORD = re.compile(
     rb"(?i)step|loss|iter|epoch|\bit\b|\dit \[|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved"
-    rb"|learn:|task/s|\bep\b|\b(?:val|test)\w*\]?[ _/-]+(?:\d+ +)?(?:acc|au|f1|dice)|nll|xent|perplex|ppl|bp[bcd]|mem|rss|vram"
+    rb"|learn:|accura|early|end train|task/s|\bep\b|\b(?:val|test)\w*\]?[ _/-]+(?:\d+ +)?(?:acc|au|f1|dice)"
     + FOREIGN_PROGRESS
-    + rb"|^(?:[\s|]|\xe2\x94[\x82\x83])*\d[\d./]*(?:[\s|,]|\xe2\x94[\x82\x83])+-?\d"
+    + rb"|nll|xent|perplex|ppl|bp[bcd]|mem|rss|vram|^(?:[\s|]|\xe2\x94[\x82\x83])*\d[\d./]*(?:[\s|,]|\xe2\x94[\x82\x83])+-?\d"
 )
 USUAL_PROGRESS = (b"step", b"loss", b"poch")  # found sooner
 LOSSES = (b"oss", b"OSS", b" L=")
-MARKS = ((b"val", b"Val", b"VAL"), (b"poch", b"POCH"), LOSSES)  # words of evaluations, of where another training begins
+MARKS = (
+    (b"val", b"Val", b"VAL"),
+    (b"poch", b"POCH"),
+    (b"ccura",),
+    LOSSES,
+)  # of evaluations, of where another training begins
 TITLE = re.compile(rb"(?i)\W*(?:test|validation|evaluation)\b[^\n]{0,12}:\s*$")  # of the line behind it
 RARE = 0.25  # losses are sampled on their own where they stand in a smaller share of the lines
 SHELL_WORD = r"Killed|Aborted|Terminated|Bus error|User defined signal [12]"  # of a process that a signal ended
@@ -269,6 +274,7 @@ class LogParser:
             progress = read_step_and_loss(in_english(line.text, line.text.lower())) or bar
             if (first_line := bounds.start_of_next(number, line.text, progress, self._run.progress)) is not None:
                 self._begin_run(first_line)
+        self._run.add_measures(number, line.text)
         if self._run.progress.add(number, line, bar) and not self._tracebacks.is_open:  # an open error may be the end
             self._run.add_progress(line.text)
 

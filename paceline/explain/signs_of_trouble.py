@@ -138,7 +138,10 @@ ERROR_PREFIX = re.compile(
 MARKED_ERROR = re.compile(r"\W*[❌✗✘] ?\w*error\b", re.IGNORECASE)
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
 SKIPPED_STEP = re.compile(
-    r"(?i)\bskip(?:ped|ping) (?:train(?:ing)? )?(?:batch|step|iteration) #?(?P<number>\d{1,9}) ?[:(-] ?\S"
+    r"(?i)(?:\bskip(?:ped|ping) (?:train(?:ing)? )?(?:batch|step|iteration)|^error \w+ing \w+) #?(?P<number>\d{1,9}) ?[:(-] ?\S"
+)
+NOTHING_DONE = re.compile(
+    r"(?i)\b(?:examples|samples|items|prompts|questions|images|files|batches) (?:process|complet|generat|evaluat|sav)ed\W+0\W*$"
 )
 # the end of an epoch without any work in it, not one without batches that were left out
 IDLE_EPOCH = re.compile(
@@ -210,8 +213,7 @@ def errors_of_every_item(log: Log) -> list[Record]:
     errors = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
     counts = Counter(shape_of(record.text) for record in errors)
     often = max(MIN_ITEMS, ITEMS_SHARE * min(log.progress.steps, MAX_REPEATS))
-    at_end = (record for record in errors if record.line >= log.last_lines[0][0] and not is_harmless(record.text))
-    last = {shape_of(record.text): record for record in at_end}
+    last = {shape_of(r.text): r for r in errors if r.line >= log.last_lines[0][0] and not is_harmless(r.text)}
     return [record for shape, record in last.items() if counts[shape] >= often]
 
 
@@ -223,7 +225,7 @@ def errors_of_all_steps(events: Sequence[Event], logs: Sequence[Log]) -> list[Ev
 
 
 def skipped_steps(log: Log) -> list[Record]:
-    """The warnings that each step of a log without any measure was skipped: their numbers leave out none."""
+    """The warnings that each step of a log without any measure was skipped: by their numbers, or by its end."""
     lines = (record for record in log.records if record.kind == "line")
     skipped = [(int(match["number"]), record) for record in lines if (match := SKIPPED_STEP.search(record.text))]
     is_measured = log.losses or log.held_out or log.scores or log.rewards
@@ -231,13 +233,13 @@ def skipped_steps(log: Log) -> list[Record]:
         return []
     numbers = [number for number, _ in skipped]
     gaps = sum(after not in (before, before + 1, numbers[0]) for before, after in pairwise(numbers))
-    return [record for _, record in skipped] if gaps <= 1 else []  # one where a long log was not parsed
+    # one gap where a long log was not parsed
+    return [record for _, record in skipped] if gaps <= 1 or ends_in(NOTHING_DONE, log) else []
 
 
 def announcing(log: Log) -> set[int]:
     """The lines right above exceptions that ended no program, as the log goes on."""
-    far = (record for record in log.records if record.line + WENT_ON < log.last_line)
-    survived = [record for record in far if left_program_running(record, log)]
+    survived = [r for r in log.records if r.line + WENT_ON < log.last_line and left_program_running(r, log)]
     caught = [record for record in log.records if record.kind == "exception" and is_caught(record, log)]
     return {record.line - 1 for record in (*survived, *caught)}
 
@@ -270,11 +272,9 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
             (number, text)
             for number, text in lines
             if number > last_good or (last_good == number == log.last_progress_line and MARKED_ERROR.match(text))
-            if number <= min([number, *threads])
-            and number not in tools
-            and is_trouble(text, at_end=True)
-            and not log.is_in_sample(number, text)
-            if survived[shape_of(split_prefix(text).text)] < 2 and not (was_shut_down and ENDED.search(text))
+            if number <= min([number, *threads]) and number not in tools and not log.is_in_sample(number, text)
+            if is_trouble(text, at_end=True) and survived[shape_of(split_prefix(text).text)] < 2
+            if not (was_shut_down and ENDED.search(text))
         ]
     return trouble
 

@@ -240,7 +240,7 @@ def ranks_of_victims(records: Iterable[Record], culprit: int | None) -> tuple[in
 
 def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:
     """For a log whose losses or gradient norms are NaN or infinite to its end and which has no other failure."""
-    parts = {"eval_loss": "only the loss of the evaluation is", UNNAMED: "a tensor that is printed without a name is"}
+    parts = {"eval_loss": "only the loss of the evaluation is", UNNAMED: "what is printed without a name is"}
     part, is_unnamed = parts.get(progress.nan_measure), progress.nan_measure == UNNAMED
     values = {**clean_values({"nan_step": progress.nan_step, "message": part}), **values}
     return Explanation(

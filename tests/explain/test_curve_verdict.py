@@ -537,7 +537,7 @@ def test_a_loss_that_hardly_moves_over_a_few_reports_proves_nothing():
 
 def test_a_loss_that_leaves_its_first_point_by_less_than_a_percent_and_stays_there_proves_nothing():
     chance = [0.6958, 0.6938, 0.6935, *(0.6932 + 0.0001 * (n % 2) for n in range(13))]
-    line = "Epoch {step} | Loss: {loss:.4f} | Acc: 0.501\n"
+    line = "Epoch {step} | Loss: {loss:.4f} | Acc: 0.531\n"
     assert explain(log_of(enumerate(chance[:11], 1), line)).cause == "unknown"
     assert explain(log_of(enumerate(chance, 1), line)).cause == "loss-stands-still"
     assert explain(log_of(enumerate([0.75, 0.72, *chance], 1), line)).cause == "healthy"
@@ -1263,3 +1263,108 @@ def test_losses_of_validation_and_of_a_test_on_lines_of_their_own_are_two_curves
         explanation = explain([log.encode()])
         assert (explanation.cause, explanation.curves[0].name) == ("validation-turns-up", "eval_loss")
         assert len(explanation.curves[0].values) == 40
+
+
+def test_columns_without_a_name_that_become_nan_together_are_of_a_run_that_diverged():
+    def verdict(rows):
+        return explain(["".join(f"{' '.join(map(str, row))}\n" for row in ["New Batch", *rows]).encode()])
+
+    rows = [(10 * n, n, 0.1 + n / 40, 900 / n, 950 / n) for n in range(1, 15)]
+    lost = [(10 * n, n, 0.1, "nan", "nan") for n in range(15, 22)]
+    broken = verdict([*rows, *lost])
+    assert (broken.cause, broken.line) == ("loss-nan", 11 + 5)
+    assert (
+        verdict([(n // 4, *row) for n, row in enumerate([*rows, *lost])]).cause == "loss-nan"
+    )  # four rows of an epoch
+    for healthy in (
+        [*rows, *((*row[:4], 0.5) for row in lost)],  # one that is not computed any more
+        [*rows, *lost, *((10 * n, n, 0.1, 0.3, 0.4) for n in range(22, 24))],
+        [(*row[:3], "nan", "nan") for row in rows],  # of classes that are absent
+        [*rows, *lost[:3]],
+        [*rows, *((1, *row[1:]) for row in lost)],  # no counter
+        [*rows, *((*row[:3], "NaN", "NaN") for row in lost)],  # of a printed table
+    ):
+        assert verdict(healthy).cause != "loss-nan"
+
+
+def test_a_loss_at_that_of_guessing_with_accuracies_of_a_half_has_learned_nothing_until_early_stopping():
+    def verdict(losses, accuracies, end="", line="Epoch {}: loss = {:.4f}, (val_acc = {:.2f}%)"):
+        values = enumerate(zip(losses, accuracies, strict=True))
+        return explain(["".join(f"{line.format(n, *pair)}\n" for n, pair in values).encode() + end.encode()]).cause
+
+    losses, half = [0.9329, 0.7097, 0.6802, 0.6935, 0.6904], [50.0] * 5
+    assert verdict(losses, half) == "loss-stands-still"
+    assert verdict(losses[-4:], half[1:]) == "healthy"
+    assert verdict([0.9329, 0.7097, 0.6802, 0.6735, 0.6704], half) == "healthy"  # it falls
+    assert verdict(losses, [50.0, 51.0, 52.0, 54.0, 57.0]) == "healthy"
+    assert verdict(losses, half, line="Epoch {} D loss: {:.4f} G loss: 0.71 acc: {:.2f}%") == "healthy"
+    assert verdict(losses, half, line="Epoch {} loss_D: {:.4f} loss_G: 0.71 acc: {:.2f}%") == "healthy"
+    assert verdict(losses, half, line="Epoch {}: loss = {:.4f} ({:.2f}% of the GPU)") == "healthy"
+    flat = [0.694, 0.694, 0.693, 0.694, 0.693, 0.692]
+    lines, end = "Epoch: {}\nAverage Loss: {:.3f}\nAccuracy: {:.4f}", "Stopping early due to no improvement\n"
+    assert verdict(flat, [0.498, 0.509, 0.515, 0.514, 0.516, 0.511], end, lines) == "loss-stands-still"
+    assert verdict(flat, [0.81, 0.83, 0.82, 0.83, 0.82, 0.83], end, lines) == "healthy"
+
+
+def test_a_loss_that_rises_in_each_epoch_while_evaluations_get_no_better_diverges():
+    def verdict(losses, evaluations, line="Epoch {}/10\n2727s - loss: {:.4f} - acc: 0.08 - val_loss: {:.4f}"):
+        pairs = zip(losses, evaluations, strict=True)
+        text = "".join(f"{line.format(n, *pair)}\n" for n, pair in enumerate(pairs, 1))
+        return explain([f"{text}Training done\n".encode()]).cause
+
+    rising = [4.3656, 4.4211, 4.4560, 4.5076, 4.5210, 4.5377, 4.5443, 4.5550, 4.5711, 4.5823]
+    worse = [4.1204, 4.1222, 4.1736, 4.3095, 4.0904, 4.2450, 4.2253, 4.3020, 4.2077, 4.1976]
+    assert verdict(rising, worse) == "loss-diverged"
+    for losses, evaluations in (
+        (rising, [4.12 - n / 10 for n in range(10)]),  # a harder task from epoch to epoch
+        ([*rising[:5], 4.2, *rising[6:]], worse),
+        ([4.36 + n / 1000 for n in range(10)], worse),
+        (rising[::-1], worse),
+    ):
+        assert verdict(losses, evaluations) == "healthy"
+    assert verdict(rising, worse, "Epoch {}/10 loss: {:.4f} ({:.4f} s)") == "healthy"
+    assert verdict(rising, worse, "Epoch {}/10 D loss: {:.4f} G loss: {:.4f}") == "healthy"
+
+
+def test_losses_of_an_epoch_or_of_batches_are_read_beside_those_of_evaluations():
+    def verdict(evaluations):
+        return explain(
+            [
+                "".join(
+                    f"INFO - Training the model for epoch {n}\n"
+                    + "".join(
+                        f"INFO - Average loss from batch {50 * b + 1} to {50 * b + 50} is {9 / n + b / 100:.4f}\n"
+                        for b in range(9)
+                    )
+                    + f"INFO - Average train loss for epoch {n} is {9 / n:.4f}\nINFO - Dev eval loss {loss}\n"
+                    for n, loss in enumerate(evaluations, 1)
+                ).encode()
+            ]
+        )
+
+    assert verdict([14.52, 14.68, 15.79, 17.0, 18.36, 18.85, 21.41, 22.34]).cause == "validation-turns-up"
+    assert verdict([22.34, 21.41, 18.85, 18.36, 17.0, 15.79, 14.68, 14.52]).cause == "healthy"
+    read = read_step_and_loss("Average train loss for epoch 3 is 5.9966")
+    assert (read.name, read.loss) == ("loss", 5.9966)
+    assert read_step_and_loss("loss at step 300: 2.31").loss == 2.31
+    assert read_step_and_loss("computing the loss for epoch 3") is None
+
+
+def test_a_report_may_stand_behind_early_stopping():
+    losses = [0.9, 0.7, 0.6, 0.55, 0.52, 0.5, 0.51, 0.53, 0.56, 0.6, 0.64, 0.68, 0.72, 0.77, 0.83]
+    line = "Epoch {}/100 - loss: {:.4f} - val_loss: {}\n"
+    epochs = [line.format(n, 1 / n, loss) for n, loss in enumerate(losses, 1)]
+    report = "".join(f"class {n}  0.81  0.75  0.78  40\n" for n in range(12))
+    stop = "Epoch 15: early stopping\n"
+    assert explain(["".join([*epochs, stop, report]).encode()]).cause == "healthy"
+    assert (
+        explain(["".join([*epochs[:4], "early stopping: patience 10\n", *epochs[4:], report]).encode()]).cause
+        != "healthy"
+    )
+
+
+def test_the_value_of_an_evaluation_on_a_bar_of_lightning_is_one_report():
+    bar = "Epoch {}:  {}%|###   | {}/50 [00:01<00:01, 7.7it/s, v_num=o47a, val/loss=1.440{}]\r"
+    first = "".join(bar.format(0, 2 * n, n, "") for n in range(9))
+    later = "".join(bar.format(1, 2 * n, n, ", train/loss=1.490") for n in range(40))
+    assert explain([(first + later).encode()]).cause == "healthy"

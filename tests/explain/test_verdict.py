@@ -1905,6 +1905,30 @@ def test_errors_for_which_every_step_was_skipped_were_not_survived():
         assert verdict(healthy).cause == "healthy"
 
 
+def test_errors_of_items_of_which_none_was_done_were_not_survived():
+    def log(total, numbers):
+        steps = [f"Processing: {at}%|##| {at}/200 [00:01<00:01, 1.1it/s]" for at in range(200)]
+        for number in numbers:
+            steps[number] += (
+                f"\nclaim {number}\nError processing example {number}: CUDA out of memory. Tried to allocate 2 GiB"
+            )
+        return "\n".join([*steps, f"Processing completed. Total examples processed: {total}\n"])
+
+    sparse = [number for number in range(200) if number % 10]
+    assert verdict(log(0, sparse)).cause == "cuda-oom"
+    assert verdict(log(20, sparse)).cause == verdict(log(0, sparse[:6])).cause == "healthy"
+
+
+def test_the_end_of_a_training_may_be_marked_in_capitals():
+    for line, is_end in (
+        ("END TRAIN", True),
+        ("--- End Training ---", True),
+        ("END TRAIN STEP 3", False),
+        ("END TRAINING DATA", False),
+    ):
+        assert read_log([f"step 1 loss 2.0\n{line}\n".encode()]).progress.finished == is_end, line
+
+
 def test_a_healthy_log_has_notes_on_saves_that_failed_and_on_evaluations_that_score_0():
     def notes(*lines):
         explanation = verdict(

@@ -244,9 +244,6 @@ def test_runs_that_are_measured_on_different_texts_are_marked(tmp_path):
     assert head.split()[3:6] == ["loss", "val_bpb", "eval_text"]
     shown = {"a": "books (held out)", "b": "valid.txt"}
     assert all(f"  {shown[line.split()[0]]} " in line for line in lines)
-        "a": "books (held out)",
-        "b": "valid.txt",
-    }
     (tmp_path / "a" / "config.toml").write_text('eval_tokens = 2048\nval_data = "/e/books/valid.txt"\n')
     _, *lines = format_runs(RunList(tmp_path).read()).splitlines()
     assert {line.split()[0]: line.split()[5] for line in lines} == {"a": "e/books/valid.txt", "b": "d/books/valid.txt"}

@@ -33,6 +33,9 @@ NUMBERS = 58  # columns of a row without the name
 STYLES = ("blue", "orange")  # of the two runs
 MAX_NAME = 40  # columns of a run's name above its settings
 MIN_NAME, MIN_NOTE = 20, 12  # columns of a name and of a note in the list of runs
+HEAD = (
+    "run", "state", "step", "loss", "val_bpb", "eval_tokens", "eval_text", "tok/s", "last activity (UTC)", "tags",
+)  # fmt: skip
 # in the order in which a narrow list leaves them out
 NARROW_WITHOUT = ("last activity (UTC)", "tok/s", "eval_text", "eval_tokens", "tags")
 SIGNS = {"step": -1, "tok_per_sec": -1}  # of what a list begins with the largest of
@@ -174,7 +177,6 @@ def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
 
     width: the terminal's; None: unlimited. Where the table is wider, it leaves out as few of NARROW_WITHOUT as make it fit.
     """
-    head = "run, state, step, loss, val_bpb, eval_tokens, eval_text, tok/s, last activity (UTC), tags".split(", ")
     shortened = short_texts(run.eval_text for run in runs if run.eval_text)
     rows = [
         (
@@ -191,7 +193,7 @@ def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
         )
         for run in runs
     ]
-    columns = {name: values for name, *values in zip(head, *rows, strict=True)}
+    columns = {name: values for name, *values in zip(HEAD, *rows, strict=True)}
     shown = {name: len({*columns[name]} - {"n/a"}) > 1 for name in ("eval_tokens", "eval_text")}
     columns = {name: values for name, values in columns.items() if shown.get(name, name != "tags" or any(values))}
     if width is not None:

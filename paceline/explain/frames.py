@@ -97,6 +97,20 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         "user-code-exception", 0.76, rf"TypeError: (?:(?!(?:{CLASSES})\.)\w+\.)?forward\(\) got an unexpected keyword argument",
         r"^(?:(?!(?:site|dist)-packages).)*\n(?:.*torch[/\\]nn[/\\](?:modules[/\\]module|parallel[/\\]\w+)\.py\", line .*\n?)+\Z",
     ),
+    (  # the features of the user's own table
+        "user-code-exception", 0.85, r"ValueError: (?:Input|Array)\b.*contains (?:NaN|infinity)",
+        r"packages[/\\]sklearn[/\\](?!metrics|utils).*, in (?:\w+_)?(?:fit|predict|transform|score)(?:_\w+)?$",
+    ),
+    # a worker whose parent, which sends it the commands, has ended
+    (
+        "peer-died", 0.5, r"(?:ConnectionResetError|EOFError)\b",
+        r"(?s), in _?(?:async_)?worker\w*\n.*multiprocessing[/\\]connection\.py\", line \d+, in _?recv",
+    ),
+    # a package that pip builds in an environment of its own
+    (
+        "compile-failure", 0.9, "(?:ModuleNotFound|Import)Error: ",
+        r"[/\\]pip-(?:install|req-build|wheel)-?\w*[/\\].*\bsetup\.py\", line",
+    ),
     (
         "config-error", 0.85, r"TypeError: .*__init__\(\) got an unexpected keyword argument '(?P<argument>(?!render_mode)\w+)'",
         r"gym(?:nasium)?[/\\]envs[/\\]registration\.py\", line \d+, in make\b",

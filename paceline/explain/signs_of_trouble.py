@@ -96,7 +96,8 @@ NO_TROUBLE = re.compile(
     # rows of a confusion matrix
     r"|^\W*(?:pred|true|predicted|actual) (?:error +\d|\w+ +(?:pred|true|predicted|actual) error$)"
     r"|\b(?:errors?|failed) (?:encountered|(?!rank|gpu|device|node|host|worker)\w+e?s): 0\b"
-    r"|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)"
+    r"|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|\b(?:train\w*|test|valid\w*) error\b[^:=]{0,30}[:=] ?\d*\.\d"
+    r"|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)"
     r"|^exception raised from \w+ at \S+:\d+"  # the head of a stack of C++
     r"|unable to register cu\w+ factory|^non-resource variables are not supported in the long term"
     r"|loopback address as fallback"

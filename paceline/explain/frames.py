@@ -109,6 +109,20 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         "user-code-exception", 0.76, rf"TypeError: (?:(?!(?:{CLASSES})\.)\w+\.)?forward\(\) got an unexpected keyword argument",
         r"^(?:(?!(?:site|dist)-packages).)*\n(?:.*torch[/\\]nn[/\\](?:modules[/\\]module|parallel[/\\]\w+)\.py\", line .*\n?)+\Z",
     ),
+    (  # the features of the user's own table
+        "user-code-exception", 0.85, r"ValueError: (?:Input|Array)\b.*contains (?:NaN|infinity)",
+        r"packages[/\\]sklearn[/\\](?!metrics|utils).*, in (?:\w+_)?(?:fit|predict|transform|score)(?:_\w+)?$",
+    ),
+    # a worker whose parent, which sends it the commands, has ended
+    (
+        "peer-died", 0.5, r"(?:ConnectionResetError|EOFError)\b",
+        r"(?s), in _?(?:async_)?worker\w*\n.*multiprocessing[/\\]connection\.py\", line \d+, in _?recv",
+    ),
+    # a package that pip builds in an environment of its own
+    (
+        "compile-failure", 0.9, "(?:ModuleNotFound|Import)Error: ",
+        r"[/\\]pip-(?:install|req-build|wheel)-?\w*[/\\].*\bsetup\.py\", line",
+    ),
     (
         "config-error", 0.85, r"TypeError: .*__init__\(\) got an unexpected keyword argument '(?P<argument>(?!render_mode)\w+)'",
         r"gym(?:nasium)?[/\\]envs[/\\]registration\.py\", line \d+, in make\b",
@@ -157,9 +171,11 @@ CONTEXT_LOST = re.compile(r"illegal memory access|device-side assert|launch fail
 LEFT_OUT = re.compile(  # logged right above it, of an item of the data
     r"(?i)^\W*ERROR\b.*\b(?:line|row|sample|example|file|shard|doc(?:ument)?|record|image)s?\b.*\b(?:skipp|ignor)(?:ed|ing)\b"
 )
-WARNED = re.compile(  # of what failed, or of an error after which a program goes on, as it says
-    r"\bWARN(?:ING)?\b.*(?i:fail|error|exception|could not|cannot|can't|unable|optional|skip|ignor|retry|fall(?:ing)? back)"
-    r"|\bERROR\b.*\b(?:optional|keeping|continu(?:e|es|ing)|skipp(?:ed|ing)|ignor(?:ed|ing)|falling back)\b"
+WARNED = re.compile(  # or an error after which a program goes on, as it says
+    r"\bWARN(?:ING)?\b|\bERROR\b.*\b(?:optional|keeping|continu(?:e|es|ing)|skipp(?:ed|ing)|ignor(?:ed|ing)|falling back)\b"
+)
+FAILED = re.compile(
+    r"(?i)fail|error|exception|could not|cannot|can't|unable|optional|skip|ignor|retry|fall(?:ing)? back"
 )
 WORK_FAILED = re.compile(  # not of a side task
     r"(?i)\b(?:training|run|job|step|epoch)\b.{0,30}\b(?:fail|crash|abort|error|exception)"
@@ -294,14 +310,24 @@ def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:
 
 def is_warned_of(record: Record, log: Log) -> bool:
     """Whether a logger wrote an exception, and no other that it led to, behind a warning of its own."""
+    return WARNED.search(line_above(record, log)) is not None
+
+
+def is_side_error(record: Record, log: Log) -> bool:
+    """Whether that warning says that something failed, and not the training itself."""
+    above = line_above(record, log)
+    is_of_work = WORK_FAILED.search(above) or OUT_OF_MEMORY.search(record.text) or CONTEXT_LOST.search(record.text)
+    return bool(WARNED.search(above) and FAILED.search(above) and not is_of_work)
+
+
+def line_above(record: Record, log: Log) -> str:
+    """The text right above an exception that was logged and led to no other; "" for any other record."""
     near = log.records_between(record.line - 2, record.line - 1)
     before = [other for other in near if other.kind == "line" and other.rank == record.rank]
-    is_logged = record.kind == "exception" and not ended_program(record)
     behind = log.records_between(record.line + 1, record.line + CHAIN_LINES + 3 * len(record.frames))
     is_chained = bool(behind) and behind[0].kind == "exception"
-    if not is_logged or is_chained or not before or OUT_OF_MEMORY.search(record.text):
-        return False
-    return WARNED.search(before[-1].text) is not None and not WORK_FAILED.search(before[-1].text)
+    is_logged = record.kind == "exception" and not ended_program(record) and not is_chained
+    return before[-1].text if is_logged and before else ""
 
 
 def others_waited(record: Record, log: Log) -> bool:

@@ -20,6 +20,7 @@ from paceline.explain.frames import (
     is_check,
     is_outcome,
     is_own,
+    is_side_error,
     is_warned_of,
     left_program_running,
     match_frames,
@@ -331,8 +332,8 @@ def lines_before_done(log: Log) -> range:
 def is_last_word(record: Record, end: int, log: Log) -> bool:
     """Whether a traceback is the outcome, or right before the "done" that ends a log, with hardly any progress between."""
     is_near = end - record.line - record.text.count("\n") <= BEFORE_DONE and log.last_lines[0][0] <= end
-    is_near = is_near and not is_warned_of(record, log)
-    return bool(record.frames) and (is_near or is_outcome(record, log)) and len(log.steps_after(record)) < STEPS_AFTER
+    is_said = (is_near and not is_side_error(record, log)) or is_outcome(record, log)
+    return bool(record.frames) and is_said and len(log.steps_after(record)) < STEPS_AFTER
 
 
 def as_ended(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:

@@ -51,15 +51,15 @@ KERAS_EPOCH = re.compile(r"\s*Epoch \d+/\d+\s*")
 UNEVEN = 1.25  # times the share of the epochs that steps over all of them may be ahead or behind
 MIN_LOSSES, MIN_EPOCHS = 3, 3  # that show a training above a bar of Keras; of one behind which another begins
 DONE = re.compile(
-    r"(?:train|tun)ing (?:is |was |has been )?(?:successfully )?(?:completed?|finished|done)"
-    r"|(?:finished|done) training|train_runtime|saved (?:the )?final"
-    r"|(?:max_steps|max_epochs)=?\d*`? reached|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed"
-    r"|training has finished|\ball stages (?:complete|finished)|run finished|finished successfully|^done\.?$"
-    r"|^training time \d+:\d\d:\d\d$|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:|^\W*end (?:of training\b|train(?:ing)?\W*$)"
-    r"|normal termination \(return value 0\)|^successfully completed\.$"  # HTCondor's, LSF's
+    r"(?:train|tun)ing (?:is |was |has been )?(?:successfully )?(?:completed?|finished|done)|^\W*end train(?:ing)?\W*$"
+    r"|(?:finished|done) training|train_runtime|saved (?:the )?final|^\W*end of training\b|(?:max_steps|max_epochs)=?\d*`? reached"
+    r"|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed|normal termination \(return value 0\)"
+    r"|training has finished|\ball stages (?:complete|finished)|run finished|finished successfully|^done\.?$|^successfully completed\.$"
+    r"|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:|^training time \d+:\d\d:\d\d$"
     r"|\"run_stop\".{0,300}\"status\": \"success\"|terminated of its own accord .*with exit-code 0"
     r"|(?:treinamento|entrenamiento) (?:conclu|complet|finaliz|termin)[a-zí]+|training (?:ist )?(?:abgeschlossen|beendet)"
-    r"|entra[iî]nement termin[eé]|обучение (?:завершено|закончено)|训练(?:已)?(?:完成|结束)|学習(?:が)?(?:完了|終了)|학습 ?(?:완료|종료)",
+    r"|entra[iî]nement termin[eé]|обучение (?:завершено|закончено)"
+    r"|训练(?:已)?(?:完成|结束)|学習(?:が)?(?:完了|終了)|학습 ?(?:완료|종료)",
     re.IGNORECASE,
 )
 YAML_SETTING, SECTIONS = re.compile(r" +[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+: "), 3  # with a setting of one name

@@ -27,6 +27,10 @@ MAX_COMPARED = 32  # events of one kind that an event of another log is compared
 
 STOPPED = re.compile(r"-15\b|SIGTERM|-6\b|SIGABRT")  # by the launcher, or by the abort of its communicator
 WATCHDOG = re.compile(r"[Ww]atchdog|ProcessGroupNCCL|taking the entire process down")  # NCCL's aborts the process
+REFUSED = re.compile(r"(?P<script>[\w.-]+\.py): error: ")
+INPUT = re.compile(
+    r"(?i)(?<![a-z])inputs?(?![a-z])"
+)  # in the path of a file that no program of the script has to write
 DDP_CHECK = re.compile(r"DDP expects same model across all ranks|_verify_param_shape_across_processes")
 
 
@@ -57,20 +61,30 @@ OF_ITS_OWN = frozenset(
 )
 SURVIVED = frozenset({
     "abi-mismatch", "compile-failure", "hub-offline", "import-error", "rate-limited", "service-unreachable",
-    "shared-library-missing", "system-tool-missing", "version-mismatch", "wandb-login",
+    "shared-library-missing", "state-dict-mismatch", "system-tool-missing", "version-mismatch", "wandb-login",
 })  # fmt: skip
 
 
 def of_last_program(roots: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
-    """The roots of the last end, where one script failed several times in ways of its own: a file collects its errors."""
-    ends = [event for event in roots if event.record.kind == "exception" and ended_program(event.record)]
-    lines = {event.record.line for event in ends}
-    files = {first_file(event.record) for event in ends}
-    if len(ends) < len(roots) or len(lines) < MIN_ENDS or len(files) > 1 or '"<' in files.pop():
+    """The roots of the last end, where one script failed several times in ways of its own: a file collects its errors.
+
+    Likewise behind another script, if the last one failed twice.
+    """
+    ends = {(event.record.line, script_that_ended(event.record)) for event in roots}
+    if len(ends) < MIN_ENDS or not all(script for _, script in ends):
         return list(roots)
-    if len(logs) > 1 or not logs[0].has_one_process:
+    *_, before, last = sorted(ends)
+    if before[1] != last[1] or "<" in last[1] or len(logs) > 1 or not logs[0].has_one_process:
         return list(roots)
-    return [event for event in roots if event.record.line == max(lines)]
+    return [event for event in roots if event.record.line == last[0]]
+
+
+def script_that_ended(record: Record) -> str:
+    """The name of the script that an exception ended which nobody has caught, or argparse, which refused its arguments."""
+    if record.kind == "exception" and ended_program(record):
+        return re.sub(r'.*["/\\](?=.)|"$', "", first_file(record))
+    match = REFUSED.match(record.text)
+    return match["script"] if match else ""
 
 
 def find_roots(candidates: Sequence[Event], hang: CollectiveHang | None) -> list[Event]:
@@ -154,7 +168,8 @@ def can_follow(event: Event, other: Event) -> bool:
 def lacks_output(record: Record, other: Record) -> bool:
     """Whether a script's later program does not find a file behind the end of another one, which may have had to write it."""
     is_later = record.line > other.line and ended_program(record) and ended_program(other)
-    return is_later and record.text.startswith("FileNotFoundError") and first_file(record) != first_file(other)
+    is_output = record.text.startswith("FileNotFoundError") and not INPUT.search(record.text)
+    return is_later and is_output and first_file(record) != first_file(other)
 
 
 def first_file(record: Record) -> str:

@@ -96,7 +96,8 @@ NO_TROUBLE = re.compile(
     # rows of a confusion matrix
     r"|^\W*(?:pred|true|predicted|actual) (?:error +\d|\w+ +(?:pred|true|predicted|actual) error$)"
     r"|\b(?:errors?|failed) (?:encountered|(?!rank|gpu|device|node|host|worker)\w+e?s): 0\b"
-    r"|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)"
+    r"|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|\b(?:train\w*|test|valid\w*) error\b[^:=]{0,30}[:=] ?\d*\.\d"
+    r"|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)"
     r"|^exception raised from \w+ at \S+:\d+"  # the head of a stack of C++
     r"|unable to register cu\w+ factory|^non-resource variables are not supported in the long term"
     r"|loopback address as fallback"
@@ -261,8 +262,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         lines = log.last_lines[-LAST_CHECKED:]
         if log.last_ignored is not None and lines and lines[0][0] - log.last_ignored <= WENT_ON:  # its traceback
             threads.append(log.last_ignored)
-        results = [number for number, text in lines if is_result(text, log)]
-        last_good = max([log.last_progress_line, *results])
+        last_good = max([log.last_progress_line, *(number for number, text in lines if is_result(text, log))])
         was_shut_down = any(SHUT_DOWN.search(text) for _, text in log.last_lines)
         ends = {shape_of(split_prefix(text).text) for _, text in lines}
         alike = [record for record in log.records if shape_of(record.text) in ends]

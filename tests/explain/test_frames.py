@@ -380,3 +380,31 @@ def test_a_print_without_a_reader_is_no_service_that_is_away():
     assert (explanation.cause, "has ended (head, less" in explanation.fix) == ("user-code-exception", True)
     other = traceback("BrokenPipeError: [Errno 32] Broken pipe", ("train.py", "main"), statement="client.send(step)")
     assert verdict(LOSSES + other).cause != "user-code-exception"
+
+
+@pytest.mark.parametrize("place, cause", [
+    (("sklearn/ensemble/_gb.py", "fit"), "user-code-exception"),
+    (("sklearn/tree/tree.py", "predict"), "user-code-exception"),
+    (("sklearn/metrics/_regression.py", "mean_squared_error"), "loss-nan"),
+])  # fmt: skip
+def test_a_table_with_nan_that_an_estimator_refuses_is_no_matter_of_the_learning_rate(place, cause):
+    file, name = place
+    frames = (f"{PACKAGE}/{file}", name), (f"{PACKAGE}/sklearn/utils/validation.py", "_assert_all_finite")
+    explanation = verdict(traceback("ValueError: Input X contains NaN.", *frames))
+    assert explanation.cause == cause and "numpy.isfinite" in explanation.fix
+
+
+def test_a_worker_whose_pipe_is_closed_has_lost_its_main_process_and_no_service():
+    pipe = ("/usr/lib/python3.12/multiprocessing/connection.py", "recv")
+    reset = "ConnectionResetError: [Errno 104] Connection reset by peer"
+    worker = (f"{PACKAGE}/stable_baselines3/common/vec_env/subproc_vec_env.py", "_worker")
+    explanation = verdict(traceback(reset, worker, pipe))
+    assert explanation.cause == "peer-died" and "main process" in explanation.fix
+    assert verdict(traceback(reset, ("client.py", "request"), pipe)).cause == "service-unreachable"
+
+
+def test_a_module_that_the_build_of_another_package_lacks_is_no_module_that_the_run_lacks():
+    missing = "ModuleNotFoundError: No module named 'numpy'"
+    build = traceback(missing, ("/tmp/pip-install-ad_0m81i/scikit-learn/setup.py", "setup_package"))
+    assert verdict(build).cause == "compile-failure"
+    assert verdict(traceback(missing, ("/work/scikit-learn/setup.py", "setup_package"))).cause == "import-error"

@@ -400,6 +400,24 @@ def test_of_a_file_that_collects_the_errors_of_one_script_the_last_one_counts():
     assert verdict(lost + ranks).cause == "gpu-hardware-error"
 
 
+def test_arguments_that_argparse_refuses_are_the_last_end_of_a_script_too():
+    missing = uncaught("RuntimeError: Dataset not found. You can use download=True to download it")
+    denied = uncaught("PermissionError: [Errno 13] Permission denied: '/my'")
+    refused = "usage: {0} [-h]\n{0}: error: unrecognized arguments: ../output\n"
+    assert verdict(missing + denied + refused.format("train.py")).cause == "config-error"
+    assert verdict(missing + denied + refused.format("report.py")).cause != "config-error"
+
+
+def test_of_a_file_in_which_the_last_script_failed_twice_that_counts():
+    encoded = uncaught("UnicodeDecodeError: 'utf-8' codec can't decode byte 0x80 in position 64: invalid start byte")
+    file = "FileNotFoundError: [Errno 2] No such file or directory: '{}small.json'"
+    later = uncaught(file.format("../inputs/"), "search.py")
+    assert verdict(encoded + later + "Done\n" + later).cause == "checkpoint-missing-or-perm"
+    assert verdict(encoded + later).cause == "text-encoding"
+    output = uncaught(file.format("../results/"), "search.py")
+    assert verdict(encoded + output + "Done\n" + output).cause == "text-encoding"
+
+
 def test_a_jupyter_server_outlives_its_kernels():
     failed = uncaught("zmq.error.ZMQError: Address already in use")
     saved = "".join(f"[I 2026-09-25 11:0{n}:01.455 ServerApp] Saving file at /notes.ipynb\n" for n in range(9))

@@ -277,6 +277,7 @@ def test_output_that_could_not_be_decoded_is_no_healthy_log():
         "rdma: device mlx5_3 not supported",
         "unable to allocate 20 GiB",
         "the request was refused",
+        "train error in batch 800",
     ],
 )
 def test_ordinary_output_with_a_word_of_trouble_is_no_healthy_log(line):
@@ -340,6 +341,7 @@ def test_a_line_that_reports_the_end_and_a_failed_part_is_no_health():
         "SECTION B — ERROR ANALYSIS",
         "NVIDIA GB10 with CUDA capability sm_121 is not compatible with the current PyTorch installation.",
         "training takes about 6 minutes for a `curie` model, and less for `ada` and `babbage`",
+        "Train error last 800 batches: 0.515108",
     ],
 )
 def test_output_that_is_usual_in_healthy_runs_is_no_trouble(line):
@@ -1223,6 +1225,14 @@ def test_what_a_program_can_do_without_is_not_why_it_ran_out_of_memory():
     lines = "/bin/sh: 1: c++: not found\nnvcc fatal   : Failed to preprocess host compiler properties.\nfused Adam is not used\n"
     assert verdict(lines + raised(0, OOM)).cause == "cuda-oom"
     assert verdict(lines).cause in ("compile-failure", "system-tool-missing")
+
+
+def test_a_checkpoint_that_a_program_did_without_is_not_why_it_failed_later():
+    line = "Failed loading checkpoint form ./model.safetensors: Error(s) in loading state_dict for Backbone:\n"
+    refused = "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasSdot(handle, n, x, incx)`"
+    end = raised(None, refused).replace("in main", "in <module>")
+    assert verdict(line + end).cause == "cublas-failure"
+    assert verdict(line).cause == "state-dict-mismatch"
 
 
 def test_gradients_of_zeros_are_the_cause_although_the_run_goes_on_to_its_end():

@@ -148,6 +148,7 @@ QUEUE = re.compile(
 NO_READER = re.compile(r"BrokenPipeError|OSError: \[Errno 9\]")
 IN_CHILD = re.compile(r"multiprocessing[/\\]process\.py\", line \d+,? in _bootstrap")  # likewise, a child process
 NOTHING_CAME = re.compile(r"(?:\w+\.)*(?:Empty|EOFError|BrokenPipeError|ConnectionResetError)\b")
+WAITS = re.compile(r"\bqueues?\.py\b|[/\\]multiprocessing[/\\]|\bin (?:get|recv|join)\b")
 LOST_PEER = re.compile(r"Connection (?:closed|reset) by peer|Broken pipe|remote process exited")
 IN_THREAD = re.compile(r"threading\.py\", line \d+,? in _bootstrap")  # the first frame of what ends a thread alone
 NOT_LOADED = re.compile(r"(?i)could not|cannot|unable|fail|error")
@@ -164,8 +165,11 @@ LOGGING = re.compile(
 LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
 # right behind an exception: what the program does in place of what failed
 CAUGHT = re.compile(r"(?i)^.{0,40}?\b(?:(?:re)?trying (?:again )?with|falling back to)\b")
-LEFT_STAGE = re.compile(r"(?i)^[\w ,.:-]{0,60}\bskipp(?:ed|ing)\b")  # by a script, without a package that it needs
-OUT_OF_MEMORY = re.compile(r"OutOfMemory|[Oo]ut of memory")
+LEFT_STAGE = re.compile(
+    r"(?i)^(?!.*\btrain)[\w ,.:-]{0,60}\bskipp(?:ed|ing)\b"
+)  # by a script, without a package that it needs
+ALL_STAGES = re.compile(r"(?i)\ball stages (?:complete|finished)")
+OF_MACHINE = re.compile(r"OutOfMemory|[Oo]ut of memory|CUDA|core dumped|Segmentation fault|terminate called")
 # what no process survives
 CONTEXT_LOST = re.compile(r"illegal memory access|device-side assert|launch failure|uncorrectable ECC")
 LEFT_OUT = re.compile(  # logged right above it, of an item of the data
@@ -179,10 +183,12 @@ FAILED = re.compile(
 )
 WORK_FAILED = re.compile(  # not of a side task
     r"(?i)\b(?:training|run|job|step|epoch)\b.{0,30}\b(?:fail|crash|abort|error|exception)"
-    r"|\b(?:fail\w*|crash\w*|error|exception)\b.{0,12}\b(?:in|at|during) (?:step|epoch|training)|\bnot (?:skipp|continu|ignor)"
+    r"|\b(?:fail\w*|crash\w*|error|exception)\b.{0,12}\b(?:in|at|during) (?:step|epoch|training)"
+    r"|^wandb: |\bnot (?:skipp|continu|ignor)"
 )
 MIN_EVALUATED = 3  # different errors at one place of the script: Python ends at the first that nobody has caught
 CHAIN_LINES = 6  # from an exception to the one that it led to, beside the lines of its frames
+CHILD_STEPS = 20  # that a program takes from what its queue still holds
 STEPS_BEHIND, ITEMS_BEHIND, ITEMS_ABOVE = 3, 2, 3  # that show that it did; lines above, of which one is of such an item
 
 
@@ -274,7 +280,7 @@ def is_caught(record: Record, log: Log) -> bool:
         return False
     following = log.records_between(record.line + 1, record.line + 3 * len(record.frames) + OUTCOME_LINES)
     notices = [*record.text.split("\n")[1:], *(other.text for other in following[:1])]
-    is_done = (log.progress.done_line or 0) > record.line
+    is_done = any(line > record.line and ALL_STAGES.search(text) for line, text in log.last_lines)
     if is_of_evaluated(record, log) or (is_done and failed_at_import(record) and any(map(LEFT_STAGE.match, notices))):
         return log.has_one_process
     if any(map(CAUGHT.match, notices)) and len(log.steps_after(record)) >= STEPS_BEHIND:
@@ -290,11 +296,15 @@ def is_caught(record: Record, log: Log) -> bool:
 
 
 def is_of_evaluated(record: Record, log: Log) -> bool:
-    """Whether a program prints what failed in each thing that it evaluates: several errors at one place, and results at the end."""
-    if not log.last_lines or not SAVED.search(log.last_lines[-1][1]):
+    """Whether a program prints what failed in each thing that it evaluates: several errors at one place, and results at the end.
+
+    Errors that nobody seems to have caught are such only where code was run that stands in no file.
+    """
+    if not log.last_lines or not SAVED.search(log.last_lines[-1][1]) or OF_MACHINE.search(record.text):
         return False
-    at_place = {other.text for other in log.records if other.frames[:1] == record.frames[:1]}
-    return len(at_place) >= MIN_EVALUATED
+    alike = [other for other in log.records if other.frames[:1] == record.frames[:1]]
+    runs_texts = any('File "<string>"' in frame for other in alike for frame in other.frames)
+    return (runs_texts or not ended_program(record)) and len({shape_of(other.text) for other in alike}) >= MIN_EVALUATED
 
 
 def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:
@@ -316,7 +326,7 @@ def is_warned_of(record: Record, log: Log) -> bool:
 def is_side_error(record: Record, log: Log) -> bool:
     """Whether that warning says that something failed, and not the training itself."""
     above = line_above(record, log)
-    is_of_work = WORK_FAILED.search(above) or OUT_OF_MEMORY.search(record.text) or CONTEXT_LOST.search(record.text)
+    is_of_work = WORK_FAILED.search(above) or OF_MACHINE.search(record.text) or CONTEXT_LOST.search(record.text)
     return bool(WARNED.search(above) and FAILED.search(above) and not is_of_work)
 
 
@@ -334,9 +344,12 @@ def others_waited(record: Record, log: Log) -> bool:
     """Whether an exception ended a child or a rank, for which its parent or another rank then waited in vain, and ended too."""
     ended = [other for other in log.records if other.line > record.line and ended_program(other)]
     if record.frames and IN_CHILD.search(record.frames[0]):
-        return any(NOTHING_CAME.match(other.text) for other in ended)
+        waited = (other for other in ended if NOTHING_CAME.match(other.text) and any(map(WAITS.search, other.frames)))
+        return any(len(log.steps_after(record, before=other.line)) < CHILD_STEPS for other in waited)
     lost = (other for other in ended if other.rank not in (None, record.rank) and LOST_PEER.search(other.text))
-    is_rank = record.rank is not None and ended_program(record) and not LOST_PEER.search(record.text)
+    lines = {line for line, _, _ in log.last_progress if line > record.line}
+    went_on = any(other.rank == record.rank and other.line in lines for other in log.records)
+    is_rank = record.rank is not None and ended_program(record) and not went_on and not LOST_PEER.search(record.text)
     return is_rank and any(len(log.steps_after(other)) < STEPS_BEHIND for other in lost)
 
 
@@ -346,4 +359,5 @@ def is_quoted(record: Record, log: Log) -> bool:
     A buffer may put the end of such a text behind the traceback that ended the program, but not behind a signal.
     """
     is_real = bool(record.frames) and not record.frames[0].startswith('File "<stdin>"')
+    is_real = is_real or record.kind == "signal" or OF_MACHINE.search(record.text) is not None
     return not is_real and log.is_in_sample(record.line, record.text) and log.has_one_process

@@ -40,6 +40,7 @@ FAILED_TRIAL = re.compile(r"\bTrial \d+ failed with parameters\b")
 STOPS_ENGINE = re.compile(  # vLLM's server, by a signal
     r"\[shutdown\] (?:API server: (?:shutdown triggered|stopping engine client)|EngineCore: trigger received signal=)"
 )
+STOPPING_LINES = 50
 ENGINE_GONE = re.compile(r"EngineDeadError\b|\bAsyncLLM output_handler failed")
 RESUMED = re.compile(  # from a checkpoint of a step
     r"(?i)(?!.*\b(?:convert|export|merg|evaluat|test)).{0,60}?\b(?:load(?:ed|ing)|resum(?:ed|ing)|restor(?:ed|ing))\b.{0,120}?"
@@ -98,8 +99,8 @@ class Log:
 
     def is_of_shutdown(self, record: Record) -> bool:
         """Whether a record reports that a server's engine is gone, which the server had stopped itself."""
-        is_gone = ENGINE_GONE.search(record.text) is not None
-        return is_gone and any(STOPS_ENGINE.search(other.text) for other in self.records if other.line < record.line)
+        above = self.records_between(record.line - STOPPING_LINES, record.line - 1)
+        return ENGINE_GONE.search(record.text) is not None and any(STOPS_ENGINE.search(other.text) for other in above)
 
     @property
     def last_progress_line(self) -> int:

@@ -281,9 +281,8 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     behind = (other for other in log.records if other.line > record.line and other.frames)
     if CANNOT_START.search(record.text):
         return any(other.kind != "banner" for other in behind)  # of another program
-    if is_far and (log.is_serving or is_warned_of(record, log)):
-        return True
-    if BEHIND_END.match(record.text) and log.last_progress_line < (log.progress.done_line or 0) < record.line:
+    is_done = log.last_progress_line < (log.progress.done_line or 0) < record.line
+    if (is_done and BEHIND_END.match(record.text)) or (is_far and (log.is_serving or is_warned_of(record, log))):
         return True
     if NOT_FOUND.search(record.text):
         return is_far or log.has_trained_behind(record) or any(CODE_ERROR.match(other.text) for other in behind)

@@ -33,8 +33,8 @@ SIGNAL = re.compile(r"\bSIG[A-Z]{2,5}\d?\b")
 BYTES = re.compile(r"(\d{1,15})(?: bytes)?")
 MAX_DIGITS = 15  # of a duration
 # as Python shows a file that it did not find, with a quote in its name, as bytes or as an object
-QUOTED_PATH = re.compile(
-    r"No such file or directory: (?:b|\w*Path\()?(?P<quote>['\"])(?P<path>.+)(?P=quote)\)?$", re.MULTILINE
+QUOTED_PATH = re.compile(  # of a rename the first one
+    r"No such file or directory: (?:b|\w*Path\()?(?P<quote>['\"])(?P<path>.+?)(?P=quote)(?:\)?$| -> )", re.MULTILINE
 )
 MAX_JOB_CHARS = 80
 RANK = re.compile(r"(?i)\brank[ _=:-]{0,2}(\d{1,6})\b")
@@ -72,7 +72,7 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
         "package": package_of(event.values.get("module")),
         **event.values,
         "rank": rank,
-        "times": times_too_large(event.values),
+        "times": None if record.rank is None else times_too_large(event.values),
     }
     if (quoted := QUOTED_PATH.search(record.text)) and quoted["path"].startswith(event.values.get("path", quoted[0])):
         values["path"] = quoted["path"]
@@ -107,7 +107,7 @@ def describe_ranks(
     `done_line` reports the end of the work, before the culprit's record and behind the last step. left: reports_of_leaving.
     """
     record, done_line = culprit.record, log.progress.done_line or 0
-    values = {"done_line": str(done_line)} if log.last_progress_line < done_line < record.line else {}
+    values = {"done_line": str(done_line)} if 0 < log.last_progress_line < done_line < record.line else {}
     if culprit.cause.id in WAITING:
         return {**values, **describe_places([record, *same_cause], left), **describe_work(record, log)}
     others = {other.rank for other in log.records} - {None, rank}
@@ -186,7 +186,7 @@ def format_fix(cause: Cause, records: Sequence[Record], values: Mapping[str, str
     """The cause's fix for the case that its records show; the culprit's record is the first."""
     texts = [record.text for record in records[1:MAX_CASE_RECORDS]]
     for record in records[:1]:  # its innermost frame ends the text
-        texts += [f"host {record.host}", record.text, *record.frames]
+        texts += [values.get("observed", ""), f"host {record.host}", record.text, *record.frames]
     fix, groups = cause.choose_fix("\n".join(texts))
     return fill_template(fix, {**values, **clean_values(groups)}, has_commands=True)
 

@@ -1,7 +1,7 @@
 """Frames: whose code is wrong, that the folder for an output is missing, and what a program caught."""
 
 import pytest
-from log_samples import OOM, raised
+from log_samples import OOM, prefixed, raised
 
 from paceline.explain.run_folder import explain
 
@@ -321,9 +321,12 @@ def test_a_child_that_died_is_why_its_parent_got_nothing_from_a_queue():
 def test_an_error_in_what_a_model_has_written_is_none():
     steps = "".join(f"step {step} | loss 0.{step}\n" for step in range(9))
     end = "--- end of sample ---\n"
-    text = f"{steps}--- sample at step 8 ---\nSegmentation fault (core dumped)\n"
+    error = 'Traceback (most recent call last):\n  File "<stdin>", line 1, in <module>\nZeroDivisionError: division by zero\n'
+    text = f"{steps}--- sample at step 8 ---\n{error}"
     assert verdict(text + end).cause == "healthy"
-    assert verdict(text).cause == "sigsegv"
+    assert verdict(text).cause == "user-code-exception"
+    crash = f"{steps}--- sample at step 8 ---\nSegmentation fault (core dumped)\n"  # as its shell also says
+    assert verdict(crash + end).cause == "sigsegv"
     # a buffer can put the end of a text behind the traceback that ended the program
     assert verdict(f"{steps}--- sample at step 8 ---\n{traceback('MemoryError')}{end}").cause != "healthy"
 
@@ -366,11 +369,15 @@ def test_a_stage_that_a_script_skips_without_its_package_is_survived_where_all_s
 
 def test_errors_of_what_a_program_evaluates_are_results_of_it():
     errors = ("KeyError: 'x'", "IndexError: list index out of range", "SyntaxError: expected ':'", "KeyError: 'y'")
-    tasks = "".join(f"task {number} FAILED\n{traceback(error)}\n" for number, error in enumerate(errors))
+    traces = [traceback(error, ("<string>", "f")) for error in errors]
+    tasks = "".join(f"task {number} FAILED\n{trace}\n" for number, trace in enumerate(traces))
     assert verdict(f"{tasks}pass@1 = 0.250\nresults written to results.json\n").cause == "healthy"
     assert verdict(f"{tasks}pass@1 = 0.250\n").cause == "user-code-exception"
-    again = traceback(errors[0]) * 4  # a script that is started again and again
-    assert verdict(f"{again}results written to results.json\n").cause == "user-code-exception"
+    for again in (
+        traceback(errors[0]) * 4,
+        "".join(map(traceback, errors)),
+    ):  # a script that is started again and again
+        assert verdict(f"{again}results written to results.json\n").cause == "user-code-exception"
 
 
 def test_a_print_without_a_reader_is_no_service_that_is_away():
@@ -408,3 +415,30 @@ def test_a_module_that_the_build_of_another_package_lacks_is_no_module_that_the_
     build = traceback(missing, ("/tmp/pip-install-ad_0m81i/scikit-learn/setup.py", "setup_package"))
     assert verdict(build).cause == "compile-failure"
     assert verdict(traceback(missing, ("/work/scikit-learn/setup.py", "setup_package"))).cause == "import-error"
+
+
+@pytest.mark.parametrize(("above", "error", "cause"), [
+    ("ERROR | Training failed at step 8, keeping the last checkpoint", "KeyError: 'x'", "user-code-exception"),
+    ("ERROR | could not send the report, continuing", "torch.OutOfMemoryError: CUDA out of memory.", "cuda-oom"),
+    ("WARNING: GPU memory is nearly full", "KeyError: 'x'", "user-code-exception"),
+    ("wandb: WARNING Tried to log to step 7 of the past; it is ignored", "KeyError: 'x'", "user-code-exception"),
+    ("ERROR | could not send the report, continuing", "TimeoutError: timed out", "healthy"),
+])  # fmt: skip
+def test_a_line_above_an_exception_vouches_for_a_side_task_alone(above, error, cause):
+    trace = traceback(error).replace("in <module>", "in send")
+    assert verdict(f"{LOSSES}{above}\n{trace}training complete\n").cause == cause
+
+
+def test_a_rank_that_took_steps_behind_its_exception_did_not_end_by_it():
+    lost = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:32211"
+    for went_on, cause in ((True, "peer-died"), (False, "user-code-exception")):
+        steps = "".join(f"[rank{1 if went_on else 0}]: step {step} loss 0.{step}\n" for step in range(10, 14))
+        log = prefixed("[rank1]: ", traceback("KeyError: 'x'")) + steps + prefixed("[rank0]: ", traceback(lost))
+        assert verdict(log).cause == cause
+
+
+def test_an_engine_that_ends_long_behind_the_stop_of_another_one_has_failed():
+    stop = "(APIServer pid=1770) INFO [launcher.py:104] [shutdown] API server: shutdown triggered\n"
+    gone = traceback("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.")
+    served = "INFO [loggers.py:271] Engine 000: Avg generation throughput: 609.4 tokens/s\n" * 60
+    assert verdict(stop + served + gone).cause == "serving-engine-failed"

@@ -312,3 +312,17 @@ def test_what_shows_the_state_of_a_machine_may_be_missing_behind_a_training_that
     assert explain([log.format(steps, "torchrun").encode()]).cause == "system-tool-missing"
     unsaved = log.replace("saved model", "no model")
     assert explain([unsaved.format(steps, "nvidia-smi").encode()]).cause == "system-tool-missing"
+
+
+def test_a_signal_that_dumps_stacks_or_toggles_a_profiler_is_no_notice():
+    for line, notices in (
+        ("rank1 received signal 10 (preemption notice), will checkpoint and exit", True),
+        ("[rank0]: received SIGUSR1, dumping py stacks", False),
+        ("received signal 10 times lower than noise", False),
+    ):
+        assert (verdict(f"step 1 loss 2.0\n{line}\n").cause == "preempted-sigterm") == notices
+
+
+def test_of_a_rename_the_path_is_that_of_its_first_file():
+    error = "FileNotFoundError: [Errno 2] No such file or directory: '/data/a.tmp' -> '/data/a.bin'"
+    assert "'/data/a.bin" not in verdict(raised(0, error)).summary

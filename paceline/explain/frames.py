@@ -90,7 +90,7 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         r"(?:site|dist)-packages[/\\]\w+[/\\]trainer[/\\]\w+\.py\", line \d+, in __init__\Z",
     ),
     (  # what is stored for each position, and as many were asked for as the sequence has
-        "sequence-too-long", 0.96,
+        "sequence-too-long", 0.7,
         r"RuntimeError: The expanded size of the tensor \((?P<length>\d+)\) must match the existing size \((?P<limit>\d+)\)"
         r".* Tensor sizes: \[1, (?P=limit)\]\.?$",
         r"[/\\]transformers[/\\]models[/\\]\w+[/\\]modeling_\w+\.py\", line \d+, in forward\Z",
@@ -109,9 +109,10 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         "user-code-exception", 0.76, rf"TypeError: (?:(?!(?:{CLASSES})\.)\w+\.)?forward\(\) got an unexpected keyword argument",
         r"^(?:(?!(?:site|dist)-packages).)*\n(?:.*torch[/\\]nn[/\\](?:modules[/\\]module|parallel[/\\]\w+)\.py\", line .*\n?)+\Z",
     ),
-    (  # the features of the user's own table
+    (  # the features of the user's own table, in the user's own call
         "user-code-exception", 0.85, r"ValueError: (?:Input|Array)\b.*contains (?:NaN|infinity)",
-        r"packages[/\\]sklearn[/\\](?!metrics|utils).*, in (?:\w+_)?(?:fit|predict|transform|score)(?:_\w+)?$",
+        r"^(?!.*packages[/\\]).*\n"
+        r".*packages[/\\]sklearn[/\\](?!metrics|utils).*, in (?:\w+_)?(?:fit|predict|transform|score)(?:_\w+)?$",
     ),
     # a worker whose parent, which sends it the commands, has ended
     (

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.config import LENGTH_KEYS, Config, cache_dir
+from paceline.config import LENGTH_KEYS, Config, cache_dir, parse_time
 from paceline.config_file import format_toml_value, load_config, source_of
 from paceline.data.corpus import META, Progress, is_local, list_files
 from paceline.data.prepare import (
@@ -53,7 +53,7 @@ from paceline.plan.shapes import param_shapes
 from paceline.rundir import RunDir, read_json_lines, resume_command, unwritable_run, write_atomic
 from paceline.terminal import show_progress
 from paceline.typed_fields import read_run_file
-from paceline.units import format_duration, format_list, format_ms, format_number_of, parse_duration
+from paceline.units import format_duration, format_list, format_ms, format_number_of
 
 # `resume` takes no other value of these
 FIXED_KEYS = (
@@ -99,7 +99,7 @@ def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, ot
     if changes.get("time") is not None:
         raise PacelineError(
             f"time sets the length of a new run; {run.name} keeps its {format_number_of(config.num_steps or 0, 'step')}",
-            fix=longer_fix(run, config, parse_duration(str(changes["time"]))),
+            fix=longer_fix(run, config, parse_time(str(changes["time"]))),
         )
 
 
@@ -345,10 +345,8 @@ def print_change_note(run: RunDir, config: Config, meta: Mapping[str, Any]) -> N
     vocab_size = meta["requested_vocab_size"]
     tokenizer_hash = meta["tokenizer_hash"] if vocab_size is None else None
     with suppress(PacelineError):  # the text may be gone
-        files, cache = (
-            list_files(config.data, val_source=config.val_data, text_field=config.text_field),
-            cache_dir(config),
-        )
+        files = list_files(config.data, val_source=config.val_data, text_field=config.text_field)
+        cache = cache_dir(config)
         path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache)
         if path.name != meta["fingerprint"]:
             what = "has changed since it was prepared (its files, their sizes or times, or which of them are read)"

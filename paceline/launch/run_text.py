@@ -28,6 +28,7 @@ from paceline.data.prepare import (
     open_dataset,
     prepare,
     print_held_out_note,
+    print_texts_note,
     print_vocab_size_note,
     run_tokenizer,
 )
@@ -307,15 +308,16 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
         config = replace(config, vocab_size=vocab_size or config.vocab_size)
     elif run.tokenizer_json.is_file():
         config = replace(config, tokenizer=str(run.tokenizer_json))  # the other may be gone, or be another one now
-    gone = f"the token shards of {run.name} are gone and its text"
+    gone = f"the token shards of {run.name} are gone"
+    flag = "--data or --val-data" if config.val_data else "--data"
     try:
         dataset = prepare_data(config)
     except PacelineError as error:
         if is_elsewhere:
             raise
         raise PacelineError(
-            f"{gone} cannot be prepared: {error.message}",
-            fix=f"restore {path} or the text, --data NEW if the text was moved, or start a new run",
+            f"{gone} and its text cannot be prepared: {error.message}",
+            fix=f"restore {path} or the text, {flag} NEW if the text was moved, or start a new run",
         ) from error
     is_same_text = dataset.meta["fingerprint"] == fingerprint
     # the same text gives other tokens where another version of paceline or of its libraries reads it
@@ -323,14 +325,12 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
     if not is_same:
         sources = {"data": config.data} | ({"val-data": config.val_data} if config.val_data else {})
         flags = "".join(f" --{key} {shlex.quote(value)}" for key, value in sources.items())
-        what = f"{gone} has changed since"
+        what = f"{gone} and its text has changed since"
         if is_same_text:
-            what = (
-                f"the token shards of {run.name} are gone, and this version of paceline makes other tokens of its text"
-            )
+            what = f"{gone}, and this version of paceline makes other tokens of its text"
         raise PacelineError(
             f"{' with '.join(sources.values())} is another text than that of {run.name}" if is_elsewhere else what,
-            fix="--data with a copy of its text; a new run that starts with its weights:"
+            fix=f"{flag} with a copy of its text; a new run that starts with its weights:"
             f" paceline train --init-from {run.quoted}{flags}"
             if is_elsewhere
             else f"restore {path if is_same_text else 'the text'}, or start a new run",
@@ -375,6 +375,13 @@ def record_data(run: RunDir, dataset: TokenDataset, config: Config) -> None:
         run.tokenizer_json.parent.mkdir(exist_ok=True)
         shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
     write_atomic(run.dataset_json, json.dumps(record) + "\n")
+
+
+def data_of_runs(runs: list[RunDir], *, other: str | None, text_field: str | None) -> list[tuple[RunDir, TokenDataset]]:
+    """Returns each run with what run_data returns for it; prints a note where that is not the same text for all."""
+    datasets = [run_data(run, other=other, text_field=text_field) for run in runs]
+    print_texts_note(datasets)
+    return list(zip(runs, datasets, strict=True))
 
 
 def run_data(run: RunDir, *, other: str | None, text_field: str | None = None) -> TokenDataset:

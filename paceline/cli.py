@@ -225,11 +225,11 @@ def evaluate(args: run_options.EvalOptions) -> None:
     if args.text_field and args.data is None:
         raise UsageError("--text-field is of the text of --data", fix="add --data SOURCE, or leave --text-field out")
     folders = [open_model(run, runs_dir=args.runs_dir) for run in args.runs]
-    from paceline.launch.run_text import run_data
+    from paceline.launch.run_text import data_of_runs
     from paceline.train.evaluate import evaluate_run, format_evaluation
 
-    for folder in folders:
-        result = evaluate_run(folder, args, dataset=run_data(folder, other=args.data, text_field=args.text_field))
+    for folder, dataset in data_of_runs(folders, other=args.data, text_field=args.text_field):
+        result = evaluate_run(folder, args, dataset=dataset)
         print(json.dumps(result) if args.json else format_evaluation(result), flush=True)
 
 

@@ -206,11 +206,8 @@ class Config:
 
 LENGTH_KEYS = ("num_steps", "epochs", "time")  # ways to set one thing: a flag for one replaces a file's other
 RATES_OF_DEPTH = ("matrix_lr", "embedding_lr", "unembedding_lr", "weight_decay")
-KEYS_OF_DEPTH = (
-    "n_embd",
-    "total_batch_size",
-    *LENGTH_KEYS,
-)  # the depth sets them where they are left out, and the rates
+# the depth sets them where they are left out, and the rates
+KEYS_OF_DEPTH = ("n_embd", "total_batch_size", *LENGTH_KEYS)
 KEYS = parameters_of(Config)
 
 
@@ -229,10 +226,7 @@ def check_config(config: Config) -> None:
     if len(lengths) > 1:
         raise PacelineError(f"{lengths[0]} and {lengths[1]} are both set", fix="give one of them")
     if config.time is not None:
-        try:
-            parse_duration(config.time)
-        except ValueError:
-            raise PacelineError(f"time is {config.time!r}, not a duration", fix="for example 2m, 8h or 1d12h") from None
+        parse_time(config.time)
     if config.tokenizer is None and config.vocab_size < MIN_VOCAB_SIZE:
         raise PacelineError(
             f"vocab_size {config.vocab_size:,} is too small to train a tokenizer: 256 bytes and a separator are {MIN_VOCAB_SIZE}",
@@ -268,6 +262,14 @@ def check_config(config: Config) -> None:
             f"name {folder!r} cannot be a folder",
             fix=f"letters and digits, without /, at most {MAX_NAME_BYTES} bytes; runs_dir sets the place",
         )
+
+
+def parse_time(time: str) -> float:
+    """Returns the seconds of the key `time`. Raises PacelineError for what is not a duration."""
+    try:
+        return parse_duration(time)
+    except ValueError:
+        raise PacelineError(f"time is {time!r}, not a duration", fix="for example 2m, 8h or 1d12h") from None
 
 
 def format_flags(change: Change) -> str:

@@ -33,15 +33,16 @@ def missing_packages() -> list[str]:
 def parse_source(source: str) -> tuple[str, str, str]:
     """Returns name, config and split of a source hf:NAME[:CONFIG[:SPLIT]], where those that are left out are empty.
 
-    The name may be a local folder, which may have colons.
+    The name may be a local folder, which may have colons. One that save_to_disk wrote has no configs: a single word is its split.
     """
     words = source.removeprefix(PREFIX).split(":")
     ends = range(len(words), max(0, len(words) - 3), -1)
     names = {":".join(words[:end]): words[end:] for end in ends}
-    name = next(
-        (name for name in names if name and expand_home(name).exists()), ":".join(words[: max(1, len(words) - 2)])
-    )
+    local = next((name for name in names if name and expand_home(name).exists()), None)
+    name = local or ":".join(words[: max(1, len(words) - 2)])
     config, split = [*names[name], "", ""][:2]
+    if local and not split and is_saved_dataset(expand_home(local)):
+        config, split = "", config
     return name, config, split
 
 
@@ -76,16 +77,19 @@ def load_split(name: str, *, config: str, split: str) -> "Dataset":
         )
     except Exception as error:  # datasets raises whatever its parts raise: hub, network, pandas, arrow
         fix = f"check the name and the network: https://huggingface.co/datasets/{name}"
-        if folder.is_dir():
+        is_no_config = "BuilderConfig" in str(error)  # "BuilderConfig 'x' not found"
+        if folder.is_dir() and is_no_config:
+            fix = f"if `{config}` is a split, give {shlex.quote(f'{PREFIX}{name}::{config}')}"
+        elif folder.is_dir():
             fix = "write the folder again with Dataset.save_to_disk, or put parquet files in it"
-        elif "onfig name" in str(error):  # "Config name is missing", "BuilderConfig 'x' not found"
+        elif is_no_config or "onfig name" in str(error):  # "Config name is missing"
             fix = f"name the configuration: {PREFIX}{name}:CONFIG, one of those listed on its page"
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnreadableFile(f"dataset {name} cannot be loaded: {line}", fix=fix) from error
     if isinstance(loaded, datasets.Dataset):
         if split:
             raise UnreadableFile(
-                f"dataset {name} has no splits, and so no `{split}`", fix=shlex.quote(f"{PREFIX}{name}")
+                f"dataset {name} has no splits, and so no `{split}`", fix=f"give {shlex.quote(PREFIX + name)}"
             )
         return loaded
     if split not in loaded:

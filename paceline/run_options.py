@@ -166,7 +166,9 @@ class EvalOptions(JsonOption, RunsOption, StepOption, DeviceOption):
     """
 
     runs: tuple[str, ...] = positional("RUN", f"{RUN}; or several")
-    data: str | None = option(None, "builtin, a file or folder, or hf:NAME; auto: the held-out text", value="SOURCE")
+    data: str | None = option(
+        None, "builtin, a file or folder, or hf:NAME[:CONFIG[:SPLIT]]; auto: the held-out text", value="SOURCE"
+    )
     text_field: str | None = option(None, "of the text of --data, as for `train`", value="NAME")
     tokens: int | None = option(
         None, "evaluate at most this many in whole rows, but at least one row; auto: all", low=1, high=10**15
@@ -275,7 +277,7 @@ class TokenizerTrainOptions(JsonOption):
 
     out: Path | None = option(None, "the tokenizer.json to write (required)", value="FILE")
     force: bool = option(False, "write over a file that exists")
-    data: str = option("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG]", value="SOURCE")
+    data: str = option("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG[:SPLIT]]", value="SOURCE")
     text_field: str | None = option(None, "as for `train`", value="NAME")
     vocab_size: int = option(32_768, "tokens of the tokenizer", low=257, high=2**31 - 1)
 

@@ -369,6 +369,9 @@ def _hf_source(source: str, *, split: str) -> SourceFile:
             f"{source} names no dataset", fix="write hf:NAME or hf:NAME:CONFIG, such as hf:roneneldan/TinyStories"
         )
     folder = expand_home(name)
+    if config and is_saved_dataset(folder):
+        fix = f"give {shlex.quote(f'{PREFIX}{name}::{own_split}')}"
+        raise PacelineError(f"{folder} was written by save_to_disk and has no configuration `{config}`", fix=fix)
     split = own_split or ("" if (folder / "state.json").exists() else split)
     if not folder.is_dir():
         if name.startswith((".", "/", "~")):

@@ -19,7 +19,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -137,6 +137,14 @@ def print_held_out_note(source: str, files: list[SourceFile]) -> None:
             flag = f"--val-data {shlex.quote(str(Path(source, called[0])))}"
             effect = f"a share of all documents is held out; {flag} measures on that in its place"
         print(f"note    {source}: {format_list(called, limit=3)} will be trained on: {effect}", file=sys.stderr)
+
+
+def print_texts_note(datasets: Sequence[TokenDataset]) -> None:
+    """Says that val_bpb of several runs is measured on different texts, to stderr."""
+    texts = {dataset.meta.get("val_source") or f"{dataset.meta['source']} (held out)" for dataset in datasets}
+    if len(texts) > 1:
+        what = "each run is measured on its own text, so that their val_bpb cannot be compared"
+        print(f"note    {what}: --data SOURCE measures all of them on one text", file=sys.stderr)
 
 
 def print_notes(source: str, meta: dict[str, Any]) -> None:

@@ -149,14 +149,14 @@ def place_texts(config: Config) -> tuple[tuple[tuple[Path, str], ...], list[str]
             continue
         path = expand_home(value)
         target = value if value.startswith(f"{WORKSPACE}/") else f"{DATA}/{path.resolve().name}"
-        if folder := next((text for text in texts if text[0] in path.resolve().parents), None):
-            flags.append(f"--{key}={folder[1]}/{path.resolve().relative_to(folder[0])}")
-            continue
         if target != value:
             if not path.exists():
                 fix = f"a path that exists, or one under {DATA}, where the volume will have it"
                 raise PacelineError(f"{key} {value} is not here", fix=fix)
-            texts.append((path.resolve(), target))
+            if folder := next((text for text in texts if text[0] in path.resolve().parents), None):
+                target = f"{folder[1]}/{path.resolve().relative_to(folder[0])}"
+            else:
+                texts.append((path.resolve(), target))
         flags.append(f"--{key}={target}")
     if len({target for _, target in texts}) < len(texts):
         raise PacelineError("two of text, validation text and tokenizer have the same name", fix="rename one of them")

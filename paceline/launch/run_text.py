@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.config import LENGTH_KEYS, Config, cache_dir
+from paceline.config import LENGTH_KEYS, Config, cache_dir, parse_time
 from paceline.config_file import format_toml_value, load_config, source_of
 from paceline.data.corpus import META, Progress, is_local, list_files
 from paceline.data.prepare import (
@@ -28,6 +28,7 @@ from paceline.data.prepare import (
     open_dataset,
     prepare,
     print_held_out_note,
+    print_texts_note,
     print_vocab_size_note,
     run_tokenizer,
 )
@@ -53,7 +54,7 @@ from paceline.plan.shapes import param_shapes
 from paceline.rundir import RunDir, read_json_lines, resume_command, unwritable_run, write_atomic
 from paceline.terminal import show_progress
 from paceline.typed_fields import read_run_file
-from paceline.units import format_duration, format_list, format_ms, format_number_of, parse_duration
+from paceline.units import format_duration, format_list, format_ms, format_number_of
 
 # `resume` takes no other value of these
 FIXED_KEYS = (
@@ -99,7 +100,7 @@ def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, ot
     if changes.get("time") is not None:
         raise PacelineError(
             f"time sets the length of a new run; {run.name} keeps its {format_number_of(config.num_steps or 0, 'step')}",
-            fix=longer_fix(run, config, parse_duration(str(changes["time"]))),
+            fix=longer_fix(run, config, parse_time(str(changes["time"]))),
         )
 
 
@@ -307,15 +308,16 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
         config = replace(config, vocab_size=vocab_size or config.vocab_size)
     elif run.tokenizer_json.is_file():
         config = replace(config, tokenizer=str(run.tokenizer_json))  # the other may be gone, or be another one now
-    gone = f"the token shards of {run.name} are gone and its text"
+    gone = f"the token shards of {run.name} are gone"
+    flag = "--data or --val-data" if config.val_data else "--data"
     try:
         dataset = prepare_data(config)
     except PacelineError as error:
         if is_elsewhere:
             raise
         raise PacelineError(
-            f"{gone} cannot be prepared: {error.message}",
-            fix=f"restore {path} or the text, --data NEW if the text was moved, or start a new run",
+            f"{gone} and its text cannot be prepared: {error.message}",
+            fix=f"restore {path} or the text, {flag} NEW if the text was moved, or start a new run",
         ) from error
     is_same_text = dataset.meta["fingerprint"] == fingerprint
     # the same text gives other tokens where another version of paceline or of its libraries reads it
@@ -323,14 +325,12 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
     if not is_same:
         sources = {"data": config.data} | ({"val-data": config.val_data} if config.val_data else {})
         flags = "".join(f" --{key} {shlex.quote(value)}" for key, value in sources.items())
-        what = f"{gone} has changed since"
+        what = f"{gone} and its text has changed since"
         if is_same_text:
-            what = (
-                f"the token shards of {run.name} are gone, and this version of paceline makes other tokens of its text"
-            )
+            what = f"{gone}, and this version of paceline makes other tokens of its text"
         raise PacelineError(
             f"{' with '.join(sources.values())} is another text than that of {run.name}" if is_elsewhere else what,
-            fix="--data with a copy of its text; a new run that starts with its weights:"
+            fix=f"{flag} with a copy of its text; a new run that starts with its weights:"
             f" paceline train --init-from {run.quoted}{flags}"
             if is_elsewhere
             else f"restore {path if is_same_text else 'the text'}, or start a new run",
@@ -345,10 +345,8 @@ def print_change_note(run: RunDir, config: Config, meta: Mapping[str, Any]) -> N
     vocab_size = meta["requested_vocab_size"]
     tokenizer_hash = meta["tokenizer_hash"] if vocab_size is None else None
     with suppress(PacelineError):  # the text may be gone
-        files, cache = (
-            list_files(config.data, val_source=config.val_data, text_field=config.text_field),
-            cache_dir(config),
-        )
+        files = list_files(config.data, val_source=config.val_data, text_field=config.text_field)
+        cache = cache_dir(config)
         path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache)
         if path.name != meta["fingerprint"]:
             what = "has changed since it was prepared (its files, their sizes or times, or which of them are read)"
@@ -377,6 +375,13 @@ def record_data(run: RunDir, dataset: TokenDataset, config: Config) -> None:
         run.tokenizer_json.parent.mkdir(exist_ok=True)
         shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
     write_atomic(run.dataset_json, json.dumps(record) + "\n")
+
+
+def data_of_runs(runs: list[RunDir], *, other: str | None, text_field: str | None) -> list[tuple[RunDir, TokenDataset]]:
+    """Returns each run with what run_data returns for it; prints a note where that is not the same text for all."""
+    datasets = [run_data(run, other=other, text_field=text_field) for run in runs]
+    print_texts_note(datasets)
+    return list(zip(runs, datasets, strict=True))
 
 
 def run_data(run: RunDir, *, other: str | None, text_field: str | None = None) -> TokenDataset:

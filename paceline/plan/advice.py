@@ -169,7 +169,8 @@ def advise(
         run = attempt(depth)
         return in_time(depth) is not None or (isinstance(run, DoesNotFit) and run.deeper_may_fit)
 
-    # each depth needs more and takes longer than the one before, except that the second may be faster than the first
+    # Assumes that each depth needs more and takes longer than the one before, except that the second may be faster than the first.
+    # Where a deeper model is faster (few setups of several GPUs), this one or a shallower one that ends in time is the answer.
     power = next((depth for depth in (4, 8, 16, 32, 64) if not in_time(depth)), len(DEPTHS))
     depth = bisect_left(DEPTHS, True, lo=power // 2, hi=power, key=lambda depth: not in_time(depth))
     candidates = [*DEPTHS[:depth], *takewhile(is_short, DEPTHS[depth:])]

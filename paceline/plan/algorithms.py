@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from paceline.config import RATES_OF_DEPTH, Config, ModelConfig
+from paceline.config import RATES_OF_DEPTH, Config, ModelConfig, format_flags
 from paceline.plan.shapes import FP32, HEAD, MATRIX, REFERENCE_BATCH, REFERENCE_WIDTH, reference_params
 
 Shape = tuple[int, ...]
@@ -21,10 +21,9 @@ Shape = tuple[int, ...]
 OTHERS = "adamw"  # updates every group but the matrices
 NEWTON_SCHULZ_ITERATIONS = 5  # the lines of POLAR_EXPRESS in train/updates.py
 EPS = 1e-10
-SMALL_BATCH, FEW_STEPS = (
-    12_288,
-    600,
-)  # tokens a step, and steps, up to which higher learning rates were tried and better
+# tokens a step, and steps, up to which these rates of `tiny` were tried with Muon and are better than the defaults
+SMALL_BATCH, FEW_STEPS = 12_288, 600
+SMALL_BATCH_RATES = {"matrix_lr": 0.1, "embedding_lr": 0.6, "unembedding_lr": 0.06, "weight_decay": 0.05}
 MAX_DECAY_OF_STEP = 0.5  # of a weight; with this formula only runs of fewer than some 30 steps reach it
 
 
@@ -151,11 +150,14 @@ class GroupSettings:
 
 def rate_notes(config: Config, *, total_batch_size: int, num_steps: int) -> list[str]:
     """Returns that other learning rates learn faster where this was measured (dev/LOG.md): few steps of small batches."""
-    is_default = all(getattr(config, key) == getattr(Config, key) for key in RATES_OF_DEPTH)
+    is_default = config.optimizer == "muon" and all(
+        getattr(config, key) == getattr(Config, key) for key in RATES_OF_DEPTH
+    )
     if not is_default or total_batch_size > SMALL_BATCH or num_steps > FEW_STEPS:
         return []
     about = f"the learning rates are made for {REFERENCE_BATCH:,} tokens a step"
-    return [f"{about}; a few hundred steps of {total_batch_size:,} learn faster with those of `paceline configs tiny`"]
+    faster = f"{format_flags(SMALL_BATCH_RATES)}, those of `tiny`"
+    return [f"{about}; a few hundred steps of {total_batch_size:,} learn faster with {faster}"]
 
 
 def group_settings(

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from paceline.config import Config
 from paceline.data import prepare as prepare_module
 from paceline.data.corpus import list_files
-from paceline.data.prepare import data_info, known_sizes, open_dataset, prepare, prepared_meta, verify
+from paceline.data.prepare import data_info, known_sizes, open_dataset, prepare, prepared_meta, print_texts_note, verify
 from paceline.data.tokenizer import Tokenizer, train_tokenizer_on
 from paceline.errors import PacelineError
 
@@ -111,7 +111,12 @@ def test_a_text_for_validation_is_measured_on_and_no_document_of_the_source_is_h
     assert (documents_of(dataset, "train"), documents_of(dataset, "val")) == (train, [other.read_text()])
     assert capsys.readouterr().err == ""
     assert prepared(source, tmp_path, val_source=str(other)).reused
-    assert not prepared(source, tmp_path).reused
+    without = prepared(source, tmp_path)
+    assert not without.reused
+    print_texts_note([dataset, dataset])
+    assert capsys.readouterr().err == ""
+    print_texts_note([dataset, without])
+    assert capsys.readouterr().err.endswith("--data SOURCE measures all of them on one text\n")
     other.write_text("another text again\n" * 9)
     assert not prepared(source, tmp_path, val_source=str(other)).reused
 

@@ -374,7 +374,8 @@ def test_a_split_of_a_dataset_is_named_and_is_validation_for_a_text_for_validati
     splits = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "validation", "test")}
     datasets.DatasetDict(splits).save_to_disk(source := tmp_path / "a:b")
     splits["test"].save_to_disk(plain := tmp_path / "plain")
-    assert texts(f"hf:{source}::test") == ["test"]
+    assert texts(f"hf:{source}::test") == texts(f"hf:{source}:test") == ["test"]
+    assert refused(f"hf:{source}:raw:test").fix == f"give hf:{source}::test"
     for val_source, text in ((source, "validation"), (f"{source}::test", "test"), (plain, "test")):
         files = list_files(f"hf:{source}", val_source=f"hf:{val_source}")
         documents = [document for file in files for document in read_documents(file, part_bytes=99)]
@@ -382,7 +383,7 @@ def test_a_split_of_a_dataset_is_named_and_is_validation_for_a_text_for_validati
     for whole in (plain, f"{source}::train"):
         with pytest.raises(PacelineError, match="no text is left to train on"):
             list_files(f"hf:{whole}", val_source=f"hf:{whole}")
-    assert refused(f"hf:{plain}::test").fix == f"hf:{plain}"
+    assert refused(f"hf:{plain}::test").fix == refused(f"hf:{plain}:test").fix == f"give hf:{plain}"
     assert refused(f"hf:{source}::tset").fix == (
         f"name a split that is there: hf:{source}::train, hf:{source}::validation and hf:{source}::test"
     )
@@ -394,6 +395,7 @@ def test_a_dataset_folder_of_parquet_files_gives_its_train_split(datasets, tmp_p
     for split, word in (("train", "seen"), ("test", "unseen")):
         datasets.Dataset.from_dict({"text": [word] * 3}).to_parquet(folder / f"{split}-00000-of-00001.parquet")
     assert texts(f"hf:{tmp_path}/my data") == ["seen"] * 3
+    assert refused(f"hf:{tmp_path}/my data:test").fix == f"if `test` is a split, give 'hf:{tmp_path}/my data::test'"
 
 
 def test_a_dataset_that_cannot_be_used_is_named(datasets, tmp_path):

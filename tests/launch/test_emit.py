@@ -210,6 +210,9 @@ def test_a_text_for_validation_within_the_text_is_named_there_and_another_one_is
         assert len(job.texts) == num_texts and "val_data" not in job.config_toml
     job = cluster_job(EmitK8sOptions(**{**ONE_NODE, "keys": {"data": "books", "val_data": "hf:letters"}}))
     assert "--val-data=hf:letters" in job.train
+    for key, flag in (("val_data", "val-data"), ("tokenizer", "tokenizer")):
+        with pytest.raises(PacelineError, match=f"{flag} books/missing is not here"):
+            cluster_job(EmitK8sOptions(**{**ONE_NODE, "keys": {"data": "books", key: "books/missing"}}))
 
 
 def test_text_on_the_volume_is_named_as_it_is_there():

@@ -551,6 +551,9 @@ def test_a_run_whose_text_is_gone_resumes_with_its_shards_and_is_refused_without
         error.value.fix
         == f"restore {tmp_path / 'shards'} or the text, --data NEW if the text was moved, or start a new run"
     )
+    with pytest.raises(PacelineError) as error:
+        reopen_data(run, replace(CONFIG, val_data=str(tmp_path / "gone.txt")))
+    assert ", --data or --val-data NEW if the text was moved" in error.value.fix
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards/meta.json").write_text('{"format_version": 1, "files": {}}')
     assert reopen_data(run, replace(CONFIG, data=str(tmp_path / "gone.txt"))).path == tmp_path / "shards"

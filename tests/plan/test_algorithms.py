@@ -7,8 +7,17 @@ import pytest
 from setups import gpt
 
 import paceline
-from paceline.config import KEYS, Config
-from paceline.plan.algorithms import ALGORITHMS, OTHERS, Algorithm, algorithm_of, group_settings, rate_notes
+from paceline.config import KEYS, RATES_OF_DEPTH, Config, format_flags
+from paceline.config_file import find_config, load_config
+from paceline.plan.algorithms import (
+    ALGORITHMS,
+    OTHERS,
+    SMALL_BATCH_RATES,
+    Algorithm,
+    algorithm_of,
+    group_settings,
+    rate_notes,
+)
 from paceline.plan.shapes import MATRIX, REFERENCE_BATCH, param_shapes
 from paceline.plan.speeds import RATES
 from paceline.plan.states import state_bytes_of
@@ -108,9 +117,12 @@ def test_a_step_never_takes_more_than_half_of_a_weight(num_steps):
 def test_rates_of_large_batches_are_noted_for_few_steps_of_small_ones():
     few = {"total_batch_size": 2048, "num_steps": 80}
     [note] = rate_notes(Config(), **few)
-    assert "2,048" in note and "paceline configs tiny" in note
+    assert "2,048" in note and format_flags(SMALL_BATCH_RATES) in note
+    tiny, _ = load_config(find_config("tiny"), {})
+    assert {key: getattr(tiny, key) for key in RATES_OF_DEPTH} == SMALL_BATCH_RATES
     for config, sizes in (
         (Config(matrix_lr=0.1), few),
+        (Config(optimizer="adamw"), few),
         (Config(), {**few, "num_steps": 5000}),
         (Config(), {**few, "total_batch_size": 2**19}),
     ):

@@ -39,6 +39,8 @@ def test_a_time_becomes_a_number_of_steps_that_a_resume_keeps(tmp_path):
     fix = re.search(r"--num-steps (\d+): 8h are about ([\d,]+) steps of .*, from step ([\d,]+) on", refused)
     longer, more, done = (int(number.replace(",", "")) for number in fix.groups())
     assert longer == done + more and done == num_steps
+    refused = shop.finish(shop.command("resume", str(timed), time="soon"), code=1)
+    assert refused.splitlines() == ["error: time is 'soon', not a duration", "  fix: for example 2m, 8h or 1d12h"]
 
 
 @pytest.mark.soak

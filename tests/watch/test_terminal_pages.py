@@ -200,6 +200,21 @@ def test_the_manual_shows_the_real_screen():
     assert "\n".join(f"    {line}" for line in lines) in MANUAL.read_text(encoding="utf-8")
 
 
+def test_other_runs_that_go_on_leave_room_for_help_and_quit():
+    name = "sweep-of-learning-rates-0.05"
+    for width, active, text in (
+        (80, [name], "o sweep-of-learning-rat… is running"),
+        (120, [name], "o sweep-of-learning-rates… is running"),
+        (80, ["a", "b"], "o 2 others are running"),
+        (60, [name], "o 1 running"),
+        (60, ["a", "b"], "o 2 running"),
+        (50, [name], None),
+    ):
+        line = plain(key_line(page_keys("overview", width=width, held=False, snapshot=None, active=active)))
+        assert (text in line if text else "running" not in line) and line.endswith("? help  q quit")
+        assert len(line) < width
+
+
 def test_a_fact_that_is_too_long_leaves_room_for_those_after_it():
     facts = [("cpu", "100 %", ""), ("cgroup", "1000/1008 GiB !", "warning"), ("disk", "2 GiB !", "warning")]
     assert plain(facts_line(facts, 26)) == "cpu 100 %  disk 2 GiB !"

@@ -47,7 +47,7 @@ CONTROLS: dict[int, int | str] = {  # of clean
     **dict.fromkeys((*range(128, 160), *range(0xD800, 0xE000)), "�"),
 }
 
-MAX_LABEL = 24  # columns of another run's name in the last line
+MAX_LABEL, MIN_LABEL = 24, 8  # columns of another run's name in the last line
 PAGES = ("overview", "curves", "machines", "events", "log", "why")
 HELP_PAGE = "help"
 KEY_HELP = (
@@ -233,19 +233,24 @@ def page_keys(
     keys += [Key("space", "continue", "hold", active=True)] if held else []
     keys += [Key("?", "help", f"page('{HELP_PAGE}')", active=page == HELP_PAGE), Key("q", "quit", "quit")]
     pages = [Key(str(i), name, f"page('{name}')", active=name == page) for i, name in enumerate(PAGES, 1)]
+    numbers = [key if key.active else key._replace(label="") for key in pages]
     runs = Key("o", "runs", "page('runs')", active=page == "runs")
-    if active and page != "runs":
-        others = (
-            f"{cut(clean(active[0]), MAX_LABEL)} is running"
-            if len(active) == 1
-            else f"{len(active)} others are running"
-        )
-        runs = runs._replace(label=others, active=True)
+    room = width + 1 - width_of(key_line([*numbers, runs._replace(label="", active=True), *keys]))
+    if page != "runs" and (label := running_label(active, room)):
+        runs = runs._replace(label=label, active=True)
     if runs.active or width_of(key_line([*pages, runs, *keys])) <= width + 1:
         keys.insert(0, runs)
-    if width_of(key_line([*pages, *keys])) > width + 1:
-        pages = [key if key.active else key._replace(label="") for key in pages]
-    return [*pages, *keys]
+    return [*(pages if width_of(key_line([*pages, *keys])) <= width + 1 else numbers), *keys]
+
+
+def running_label(active: Sequence[str], room: int) -> str:
+    """Returns that other runs go on, in at most `room` columns; empty without such runs, and where nothing fits."""
+    if not active:
+        return ""
+    count, name = len(active), clean(active[0])
+    longer = [f"{cut(name, columns)} is running" for columns in range(MAX_LABEL, MIN_LABEL - 1, -1)]
+    labels = [*(longer if count == 1 else [f"{count} others are running"]), f"{count} running"]
+    return next((label for label in labels if cells(label) <= room), "")
 
 
 def extra_keys(page: str, snapshot: Snapshot, *, copied: bool) -> list[Key]:

@@ -53,8 +53,8 @@ class RunChoice:
     settings: Sequence[Setting] = ()  # that differ
 
     def active(self, shown: Snapshot | None) -> list[str]:
-        """Returns the names of the runs that go on, without that of the one which is shown."""
-        return [run.name for run in self.runs if run.state in LIVE and (shown is None or run.name != shown.name)]
+        """Returns the names of the runs that go on, without that of the one which is shown and of those in Slurm's queue."""
+        return [run.name for run in self.runs if run.state in LIVE[1:] and (shown is None or run.name != shown.name)]
 
     @property
     def path(self) -> Path:

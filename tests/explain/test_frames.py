@@ -399,6 +399,10 @@ def test_a_table_with_nan_that_an_estimator_refuses_is_no_matter_of_the_learning
     frames = (f"{PACKAGE}/{file}", name), (f"{PACKAGE}/sklearn/utils/validation.py", "_assert_all_finite")
     explanation = verdict(traceback("ValueError: Input X contains NaN.", *frames))
     assert explanation.cause == cause and "numpy.isfinite" in explanation.fix
+    tuner = verdict(
+        traceback("ValueError: Input X contains NaN.", (f"{PACKAGE}/bayes_opt/space.py", "suggest"), *frames)
+    )
+    assert tuner.cause == "loss-nan"  # of what it measured
 
 
 def test_a_worker_whose_pipe_is_closed_has_lost_its_main_process_and_no_service():

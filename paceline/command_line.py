@@ -215,7 +215,9 @@ def parse(args: Sequence[str], *, command: str, options: type[T]) -> T:
         if (len(items) > 1 and not parameter.many) or (not items and parameter.default is ...):
             fix = f"{parser.usage}" + ("; paceline runs lists them" if parameter.value_name == "RUN" else "")
             listed = f": {format_list(items, limit=3)}" if items else ""
-            raise UsageError(f"{command} takes one {parameter.value_name}, {len(items)} are given{listed}", fix=fix)
+            number = "at least one" if parameter.many else "one"
+            what = f"{command} takes {number} {parameter.value_name}, {len(items)} are given{listed}"
+            raise UsageError(what, fix=fix)
         if items:
             values[name] = tuple(items) if parameter.many else items[0]
     own = {item.name: values.pop(item.name) for item in fields(takes) if item.name in values}

@@ -201,6 +201,7 @@ CASES = [
      "start a new run with its weights: paceline train --init-from "),
     ("sample without a config", lambda d: ["sample", with_checkpoints(d, "config.toml")], 1, "has checkpoints and no config.toml",
      "write it with the keys"),
+    ("eval of no run", lambda d: ["eval"], 2, "eval takes at least one RUN, 0 are given", "paceline eval RUN"),
     ("eval what is not there", lambda d: ["eval", "none"], 1, "no run none", ""),
     ("runs of an empty folder", lambda d: ["runs", str(d)], 1, "no runs", "paceline train"),
     ("runs of no folder, for programs", lambda d: ["runs", str(d / "no"), "--json"], 1, "no runs", "paceline train"),

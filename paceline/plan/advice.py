@@ -253,10 +253,11 @@ def format_advice(advice: Advice, *, limit: str, more: str, command: str | None)
     )
 
 
-def expected_bpb(model: ModelConfig, *, data: str) -> Range | None:
+def expected_bpb(model: ModelConfig, *, data: str, val_data: str | None) -> Range | None:
     """Returns val_bpb at the end; None for other text, another vocabulary, and beyond the measured depths."""
     low, high = MEASURED_BPB
-    if MEASURED_DATA not in data.lower() or model.vocab_size != MEASURED_VOCAB or not low <= model.n_layer <= high:
+    is_measured = all(MEASURED_DATA in source.lower() for source in (data, val_data or data))
+    if not is_measured or model.vocab_size != MEASURED_VOCAB or not low <= model.n_layer <= high:
         return None
     share = (model.n_layer - low) / (high - low)
     expected = (1 - share) * MEASURED_BPB[low] + share * MEASURED_BPB[high]

@@ -247,7 +247,7 @@ def advise_depth(
             raise PlanError(
                 result.step.assumptions[0], fix="--gpu NAME of a known card, or paceline plan --measure first"
             )
-        bpb = expected_bpb(result.plan.model, data=config.val_data or config.data)
+        bpb = expected_bpb(result.plan.model, data=config.data, val_data=config.val_data)
         return Advice(result.setup, result.plan.num_steps, result.run.hours.scaled(HOUR_S), bpb)
 
     limits = limits_of(options, price, forecast_of(with_values(config, depth=1, time=None)).setup)

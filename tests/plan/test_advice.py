@@ -186,8 +186,10 @@ def test_nothing_that_fits_is_refused():
 
 
 def test_bits_per_byte_are_known_between_the_measured_depths_of_that_text_alone():
-    def bpb(depth: int, data: str = "climbmix"):
-        return expected_bpb(model_of_depth(LIKE, depth), data=data)
+    def bpb(depth: int, data: str = "climbmix", val_data: str | None = None):
+        return expected_bpb(model_of_depth(LIKE, depth), data=data, val_data=val_data)
+
+    assert bpb(12, val_data="climbmix") and not bpb(12, val_data="books") and not bpb(12, "books", "climbmix")
 
     assert bpb(12).low <= 0.854 <= bpb(12).high and bpb(24).expected == pytest.approx(0.718)
     assert bpb(12).expected > bpb(16).expected > bpb(24).expected
@@ -195,7 +197,7 @@ def test_bits_per_byte_are_known_between_the_measured_depths_of_that_text_alone(
 
 
 def test_another_vocabulary_has_no_expected_bits_per_byte():
-    assert expected_bpb(replace(LIKE, vocab_size=65_536), data="climbmix") is None
+    assert expected_bpb(replace(LIKE, vocab_size=65_536), data="climbmix", val_data=None) is None
 
 
 def test_a_budget_buys_hours():

@@ -190,7 +190,6 @@ def test_bits_per_byte_are_known_between_the_measured_depths_of_that_text_alone(
         return expected_bpb(model_of_depth(LIKE, depth), data=data, val_data=val_data)
 
     assert bpb(12, val_data="climbmix") and not bpb(12, val_data="books") and not bpb(12, "books", "climbmix")
-
     assert bpb(12).low <= 0.854 <= bpb(12).high and bpb(24).expected == pytest.approx(0.718)
     assert bpb(12).expected > bpb(16).expected > bpb(24).expected
     assert (bpb(8), bpb(26), bpb(12, "builtin")) == (None, None, None)

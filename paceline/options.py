@@ -39,6 +39,10 @@ class Options:
         missing = [name for name, value in vars(self).items() if value is MISSING]
         if values or missing:
             raise TypeError(f"{type(self).__name__}: unknown {[*values]}, missing {missing}")
+        self.check_values()
+
+    def check_values(self) -> None:
+        """Raises UsageError for values of which no limit says that they are wrong."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise FrozenInstanceError(f"cannot assign to field {name!r}")
@@ -158,14 +162,11 @@ class LabelOptions(Options):
     """What a new run is found by."""
 
     tag: tuple[str, ...] = option(
-        (),
-        "a tag of the run, a word without spaces; may be repeated. paceline runs --tag finds it",
-        value="TAG",
-        group="labels",
+        (), "a tag, a word without spaces; may be repeated. paceline runs --tag finds it", value="TAG", group="labels"
     )
     note: str = option("", "a note about the run, which stands in the list of runs")
 
-    def __post_init__(self) -> None:
+    def check_values(self) -> None:
         check_tags(self.tag)
 
 

@@ -21,10 +21,8 @@ from paceline.terminal import STEERING
 DIGITS = str.maketrans("", "", "0123456789")  # for str.translate, which removes them
 MAX_PREFIXES = 8  # on one line; real ones have four
 MAX_RANKS = 100_000
-MAX_LINE_BYTES, MAX_LINE_CHARS = (
-    1 << 16,
-    4000,
-)  # only the beginning of a longer line is parsed, and the two ends of that
+# only the beginning of a longer line is parsed, and the two ends of that
+MAX_LINE_BYTES, MAX_LINE_CHARS = 1 << 16, 4000
 MAX_WORD_CHARS = 400  # a pattern that begins with a word takes time by the square of the word's length
 LONG_WORD = re.compile(rb"\S{401,}")
 ESCAPED = re.compile(rb'\\n *File \\?"')  # a traceback as one text, with its newlines as two characters

@@ -71,7 +71,7 @@ SCORE = re.compile(  # of an evaluation, not a limit or a weight among settings
 SUCCESS = re.compile(
     r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b|\b(?<!no )success\W*$|\brun successfully with command\b"
 )
-EARLY_STOP = re.compile(r"did not improve in the last \d+ records\..*Signaling Trainer to stop")  # Lightning's
+RECORDS_STOP = re.compile(r"did not improve in the last \d+ records\..*Signaling Trainer to stop")  # Lightning's
 SUMMARY = re.compile(  # of all the work, with the errors in it that a program expects
     r"^\W*(?:STATUS\W+)?(?:SUCCESS|COMPLETED?)\b(?! RATE)|\b0 failed\b|^\|.*\| *(?:±|\+/-) *\| *\d"
     r"|\bTrial \d+ finished with value\b|^Best trial\b"  # Optuna

@@ -59,8 +59,8 @@ from paceline.explain.sentences import (
     unknown_fix,
 )
 from paceline.explain.signs_of_trouble import (
-    EARLY_STOP,
     LAST_CHECKED,
+    RECORDS_STOP,
     describe_doubts,
     ends_in,
     ends_well,
@@ -277,7 +277,7 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, trouble)
     if not progress.finished and (late := [item for log in logs for item in errors_behind_progress(log)]):
         return explain_silence(logs, progress, late)
-    stops = progress.last_loss is not None and any(ends_in(EARLY_STOP, log) for log in logs)
+    stops = progress.last_loss is not None and any(ends_in(RECORDS_STOP, log) for log in logs)
     is_over = progress.finished or stops or is_late_step(progress)
     if is_over or (progress.steps >= MIN_STEPS and not stays_at_start(progress)):
         is_log = not all(METRICS.fullmatch(text) for log in logs for _, text in log.last_lines[-1:])

@@ -35,6 +35,7 @@ from paceline.data.prepare import (
 from paceline.data.readers import TEXT_FIELD, ReadNotes
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file, train_tokenizer_on
 from paceline.errors import PacelineError, expand_home
+from paceline.hub import PREFIX
 from paceline.model.manifest import (
     better_checkpoint,
     check_shapes,
@@ -340,7 +341,7 @@ def reopen_data(run: RunDir, config: Config, *, is_elsewhere: bool = False) -> T
 
 def print_change_note(run: RunDir, config: Config, meta: Mapping[str, Any]) -> None:
     """Prints that the files of the run's text are not those that its shards, whose meta.json is `meta`, were made of."""
-    if config.data.startswith("hf:") or "requested_vocab_size" not in meta:  # an earlier version did not record it
+    if config.data.startswith(PREFIX) or "requested_vocab_size" not in meta:  # an earlier version did not record it
         return
     vocab_size = meta["requested_vocab_size"]
     tokenizer_hash = meta["tokenizer_hash"] if vocab_size is None else None

@@ -29,7 +29,7 @@ from paceline.data.readers import FORMATS, SourceFile
 from paceline.data.tokenizer import SEPARATORS, tokenizer_vocab_size
 from paceline.errors import PacelineError
 from paceline.file_systems import read_mounts
-from paceline.hub import ask_hub, endpoint, is_cached, is_saved_dataset, missing_packages, parse_source
+from paceline.hub import PREFIX, ask_hub, endpoint, is_cached, is_saved_dataset, missing_packages, parse_source
 from paceline.plan.host import names_in
 
 PLACE_DEADLINE_S = 3.0
@@ -44,7 +44,7 @@ NETWORK_FILESYSTEMS = {
 }  # fmt: skip
 LISTING_S = 1.0  # a folder of a million files is not counted to the end
 SHOWN_FILES = 3
-BUILTIN, HUB = "builtin", "hf:"
+BUILTIN = "builtin"
 
 
 def probe_storage(request: Json) -> Json:
@@ -86,7 +86,7 @@ def local_path(data: str | None) -> str | None:
     """Returns the path in a data source; None for a source that is not on a disk."""
     if data is None or data == BUILTIN:
         return None
-    if not data.startswith(HUB):
+    if not data.startswith(PREFIX):
         return data
     name, *_ = parse_source(data)
     if not name:
@@ -245,7 +245,7 @@ def probe_text(request: Json) -> Json:
         list_text = partial(list_files, data, val_source=val_data, text_field=text_field)
         find = partial(find_prepared, list_text, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size)
         facts |= find(cache_dir=Path(request["cache_dir"])) if can_exist else {"prepared": False}
-    sources = [text for text in (data, val_data) if text and text.startswith(HUB) and local_path(text) is None]
+    sources = [text for text in (data, val_data) if text and text.startswith(PREFIX) and local_path(text) is None]
     if sources and not facts["prepared"]:
         facts["hub"] = probe_hub(sources[0])
     return {"text": {"vocab_size": vocab_size, **facts, "tokenizer": tokenizer_facts}}
@@ -257,16 +257,16 @@ def probe_source(data: str) -> dict[str, Any]:
         return measure_folder(Path(sysconfig.get_path("stdlib")), types=(".py",), skip=NOT_TEXT_TO_LEARN)
     name = local_path(data)
     if name is None:
-        name = data.removeprefix(HUB).partition(":")[0]
+        name = parse_source(data)[0]
         return {"exists": True if is_cached(name) else None}
     path = expanded(name)
     try:
         status = path.stat()
         if path.is_dir():
             os.listdir(path)
-            facts = measure_folder(path, types=() if data.startswith(HUB) else tuple(FORMATS), skip={"__pycache__"})
-            is_dataset = facts.get("error") and not data.startswith(HUB) and is_saved_dataset(path)
-            return facts | ({"near": f"{HUB}{name}"} if is_dataset else {})
+            facts = measure_folder(path, types=() if data.startswith(PREFIX) else tuple(FORMATS), skip={"__pycache__"})
+            is_dataset = facts.get("error") and not data.startswith(PREFIX) and is_saved_dataset(path)
+            return facts | ({"near": f"{PREFIX}{name}"} if is_dataset else {})
         if not path.is_file():
             return {"exists": True, "error": "not a regular file"}
         with path.open("rb") as file:
@@ -326,7 +326,7 @@ def measure_folder(folder: Path, *, types: tuple[str, ...], skip: set[str]) -> d
 
 def probe_hub(data: str) -> dict[str, Any]:
     """Returns what reading a dataset of the hub needs: packages, a copy in the cache, or an answer of the hub."""
-    name = data.removeprefix(HUB).partition(":")[0]
+    name = parse_source(data)[0]
     started = time.monotonic()
     status, error = ask_hub(name)
     return {

@@ -147,11 +147,8 @@ def list_runs(runs: Sequence[RunStatus], options: RunsOptions, *, width: int | N
         is_other = options.sort == "loss" and run.command is not None  # a script's loss is of another kind
         if value is None or value != value:  # NaN
             return True, is_other, 0
-        return (
-            False,
-            is_other,
-            natural_order(Path(value)) if isinstance(value, str) else SIGNS.get(options.sort, 1) * value,
-        )
+        order = natural_order(Path(value)) if isinstance(value, str) else SIGNS.get(options.sort, 1) * value
+        return False, is_other, order
 
     states = parse_states(options.state)
     tagged = [run for run in runs if {*options.tag} <= {*run.tags}]

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.explain.progress import EpochSteps
 from paceline.file_systems import NoLocks, try_lock
 from paceline.redaction import redact
 from paceline.rundir import RunDir, append_event, holder_of, is_locked, read_json_lines, write_atomic
@@ -29,7 +28,7 @@ from paceline.track.trackers import Position, TrackerRow, open_tracker, start_ti
 from paceline.units import format_number_of, unix_time
 from paceline.watch.events import end_state
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines
-from paceline.watch.log_reader import counted, progress_lines, read_line
+from paceline.watch.log_lines import LogLines, progress_lines
 
 POLL_S = 2.0
 SAVING_POLL_S = 0.2
@@ -290,7 +289,7 @@ class LogRows:
         self.path = path
         self.file = GrowingFile(path, ends=STATE_ENDS)
         self.step: int | None = None
-        self.epoch_steps = EpochSteps()
+        self.lines = LogLines()
         self.values: dict[str, float] = {}
         self.written = 0.0
 
@@ -300,10 +299,8 @@ class LogRows:
         for block in self.file.blocks(to_end=last):
             self.written = min(time.time(), self.path.stat().st_mtime)
             for raw in progress_lines(block):
-                line = read_line(raw.decode(errors="replace"))
-                if line is None:
+                if (line := self.lines.read(raw.decode(errors="replace"))) is None:
                     continue
-                line = counted(line, self.epoch_steps)
                 if line.step is not None and line.step != self.step:
                     if self.step is not None and self.values:
                         yield self.step, self.written, self.values

@@ -1,15 +1,9 @@
 """
-Snapshots of any training log; each update reads only what is new.
-
-`read_line` takes step, number of steps, loss and speed from a line, as nanochat, nanoGPT, Hugging Face Trainer, Lightning, litgpt,
-DeepSpeed, Megatron, torchtitan and paceline print them. It finds steps and losses as paceline.explain does, which also
-explains what broke. The framework is shown only where a line can be of no other. A log of gigabytes is read in pieces at even
-distances.
+Snapshots of any training log; each update reads only what is new. A log of gigabytes is read in pieces at even distances.
 """
 
 import math
 import os
-import re
 import socket
 import threading
 import time
@@ -19,20 +13,18 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
 from paceline.errors import PacelineError
-from paceline.explain.line_measures import BAR, PART_LOSS, parse_count, read_step_and_loss, strip_bars
-from paceline.explain.lines import split_prefix, strip_escapes
-from paceline.explain.progress import EPOCH_OF, EpochSteps
 from paceline.explain.run_folder import explain
 from paceline.explain.series import is_metric_file
 from paceline.units import format_bytes
 from paceline.watch.curves import Curve, HostHealth, MetricFileCurves
 from paceline.watch.events import GOES_ON, log_state
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, head_and_tail, unreadable
+from paceline.watch.log_lines import EPOCH, LogLines, framework_of, progress_lines
 from paceline.watch.snapshot import LIVE, LogView, Snapshot
 from paceline.watch.summary import max_silence_s
 
@@ -44,52 +36,9 @@ EXPLAIN_EVERY_S = 15.0  # while it grows
 EXPLAIN_RATIO = 20  # times what it takes, of a file of metrics, which is read whole
 END_RATIO = 2  # times max_silence_s: a log that has not grown for so long has ended
 NUM_SILENCES = 100  # the last silences that a log came back from
-MAX_LINE_BYTES = 4000  # a longer line shows no progress
 SAMPLE_EVERY_S = 2.0  # of this machine, beside a log
 FIRST_GAP_S, FIRST_SAMPLES_S = 0.2, 3.0  # between the first two, and at most: the wait for them
 UNWATCHED_S = 60.0  # after which the sampling ends
-
-# a line without a match shows no progress
-PROGRESS = re.compile(rb"(?i)loss|step|iter|it/s|s/it|bpb|tok|epoch|\d\s*/\s*\d|%\|")
-NUMBER = r"(?P<value>[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|(?:nan|inf)\b)"
-SEPARATOR = r"['\"]?\s*[:=|]?\s*['\"]?"
-STEPS_OF = re.compile(
-    r"(?i)(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|it|batch)['\"]?\s*[:=# \[(]{0,3}\s*\d[\d,]*\s*/\s*(?P<of>\d[\d,]*)"
-)
-BAR_SPEED = re.compile(r"(?P<value>\d+(?:\.\d+)?)\s*(?P<unit>it/s|s/it|steps?/s)")
-TRAINING_BAR = re.compile(r"(?i)\b(?:epoch|train|step|iter)|^\W*$")
-EPOCH_BAR = re.compile(r"(?i)\bepoch:? (?P<epoch>\d+)$")
-EPOCH = re.compile(r"['\"]epoch['\"]: ['\"]?(?P<value>\d+\.?\d*)")  # transformers' Trainer
-STEP_FIRST = re.compile(r"(?i)^\W*(?:global[_ ]?)?(?:step|iter(?:ation)?)\b")
-RUN_SUMMARY = re.compile(r"train_runtime")  # the loss on such a line is the mean of all steps
-LOG_MEASURES = (  # name, a text that such a line contains in lower case, the pattern
-    ("loss", "loss", rf"(?<![a-z_])(?:train[_ /]?|lm[_ ]|running[_ ])?loss(?:[_ ](?:train|step))?{SEPARATOR}{NUMBER}"),
-    ("val_loss", "val", rf"(?:(?<![a-z])(?:e?val|validation)[_ /]?loss|loss train: \S+ val){SEPARATOR}{NUMBER}"),
-    ("val_bpb", "bpb", rf"(?:val(?:idation)?[_ ]?)?bpb{SEPARATOR}{NUMBER}"),
-    ("tok_per_sec", "tok", rf"(?<![a-z])tok(?:ens)?[/_ ](?:per_)?s(?:ec(?:ond)?)?{SEPARATOR}{NUMBER}"),
-    ("tok_per_sec", "tps", rf"(?<![a-z])tps{SEPARATOR}{NUMBER}"),
-    ("grad_norm", "norm", rf"(?<![a-z])(?:grad(?:ient)?[_ ]norm|gnorm){SEPARATOR}{NUMBER}"),
-    ("lr", "lr", rf"(?<![a-z])lr{SEPARATOR}\[?{NUMBER}"),
-    ("lr", "learning", rf"learning[_ ]rate{SEPARATOR}{NUMBER}"),
-    ("mfu_percent", "mfu", rf"(?<![a-z])mfu{SEPARATOR}{NUMBER}\s*%?"),
-    ("step_ms", "dt", rf"(?<![a-z])dt{SEPARATOR}{NUMBER}\s?(?P<unit>ms|s)\b"),
-    ("step_ms", "time", rf"(?:(?:iter|step|batch)[ _]time|, time){SEPARATOR}{NUMBER}\s?(?P<unit>ms|s)\b"),
-    ("step_ms", "(ms)", rf"elapsed time per iteration \((?P<unit>ms)\){SEPARATOR}{NUMBER}"),
-    ("step_ms", "(s)", rf"(?<![a-z])(?:iter|step) time \((?P<unit>s)\){SEPARATOR}{NUMBER}"),
-)
-PATTERNS = tuple((name, needle, re.compile(pattern, re.IGNORECASE)) for name, needle, pattern in LOG_MEASURES)
-OURS = re.compile(r"\| (?P<step_ms>[\d,]+) ms \| (?P<tok_per_sec>[\d,]+) tok/s")
-FRAMEWORKS = (
-    ("paceline", OURS),
-    ("nanochat", re.compile(r"\blrm: |Validation bpb:")),
-    ("litgpt", re.compile(r"Epoch \d+ \| iter \d+ step \d+ \|")),
-    ("Megatron", re.compile(r"iteration +\d+/ *\d+ \| consumed samples:")),
-    ("DeepSpeed", re.compile(r"\[[Dd]eep[Ss]peed\]|steps: \d+ loss: .*iter time \(s\)|micro_step=\d+/global_step=")),
-    ("torchtitan", re.compile(r"\btps: [\d,]+ +tflops:")),
-    ("nanoGPT", re.compile(r"iter \d+: loss [\d.]+, time [\d.]+ms")),
-    ("Hugging Face Trainer", re.compile(r"\{'loss': .*'epoch': |'train_runtime': ")),
-    ("Lightning", re.compile(r"Epoch \d+: +\d+%\|.*(?:v_num=|_step=)|LightningModule|`Trainer\.fit` stopped")),
-)
 
 
 class TrainingLogReader:
@@ -199,7 +148,7 @@ class LogCurves:
         self.framework: str | None = None
         self.step: int | None = None
         self.num_steps: int | None = None
-        self._epoch_steps, self._line_steps = EpochSteps(), 0  # the last number of steps on a line
+        self._lines = LogLines()
         self.first_step: int | None = None
         self.num_lines = 0  # with progress, of those that were read
         self._silences: deque[float] = deque(maxlen=NUM_SILENCES)
@@ -269,10 +218,8 @@ class LogCurves:
         for raw in progress_lines(block):
             text = raw.decode(errors="replace")
             self.framework = self.framework or framework_of(text)
-            line = read_line(text)
-            if line is None or (line.by_bar and (line.num_steps or math.inf) < self._line_steps):
-                continue  # a shorter bar is that of an evaluation
-            self._line_steps, line = line.num_steps or self._line_steps, counted(line, self._epoch_steps)
+            if (line := self._lines.read(text)) is None:
+                continue
             if (loss := line.values.pop("part_loss", None)) is not None:
                 line.values["val_loss" if self._has_training else "loss"] = loss
             elif "loss" in line.values and not self._has_training:
@@ -304,97 +251,3 @@ class LogCurves:
         for name, (steps, values) in points.items():
             times = written - (steps[-1] - np.array(steps)) * self.latest.get("step_ms", 0.0) / 1000
             self.curves.setdefault(name, Curve(has_gaps=True)).extend(steps, values, times)
-
-
-def progress_lines(block: bytes) -> Iterator[bytes]:
-    """Yields lines, and states of a progress bar, that may show progress."""
-    for line in block.split(b"\n"):
-        for state in line.rstrip(b"\r").split(b"\r"):
-            if len(state) < MAX_LINE_BYTES and PROGRESS.search(state):
-                yield state
-
-
-class LineValues(NamedTuple):
-    """What a line shows; None where it does not. by_bar: a progress bar shows it. The loss may be NaN or infinite."""
-
-    step: int | None
-    num_steps: int | None
-    values: dict[str, float]
-    by_bar: bool
-    epochs: tuple[int, int] | None = None  # the epoch and their number, of a line that may count steps in each epoch
-
-
-def read_line(raw: str) -> LineValues | None:
-    """Returns what a line of a training log shows; None for a line without progress."""
-    line = split_prefix(strip_escapes(raw)).text
-    if RUN_SUMMARY.search(line):
-        return None
-    epochs = (int(epoch["epoch"]), int(epoch["of"])) if (epoch := EPOCH_OF.search(line)) else None
-    text, bar = strip_bars(line)[0], bar_of(line)
-    if bar is not None and bar.step is None:  # a bar that was reset still shows the measures of before
-        line = text
-    mark, values = read_step_and_loss(text), measures_of(line)
-    if mark is not None and mark.name == PART_LOSS:
-        values["part_loss"] = values.pop("loss", mark.loss or math.nan)  # of an evaluation if others are of training
-    elif mark is not None and mark.name == "eval_loss":
-        values.pop("loss", None)
-        if mark.loss is not None and "val_bpb" not in values:
-            values.setdefault("val_loss", mark.loss)
-    elif mark is not None and mark.loss is not None and "val_loss" not in values:
-        values.setdefault("loss", mark.loss)
-    step, num_steps = (mark.step if mark else None), None
-    if bar is not None:
-        step, num_steps = step if bar.step is None else bar.step, bar.num_steps
-        values = {**bar.values, **values}
-    elif (total := STEPS_OF.search(text)) is not None:
-        num_steps = parse_count(total["of"])
-        epochs = None if total[0].lower().startswith("global") else epochs
-    elif not values and not STEP_FIRST.search(text):
-        return None  # "total steps: 1000"
-    values = {name: value for name, value in values.items() if math.isfinite(value) or name.endswith("loss")}
-    return LineValues(step, num_steps, values, bar is not None, epochs) if values or step is not None else None
-
-
-def counted(line: LineValues, epoch_steps: EpochSteps) -> LineValues:
-    """Returns a line with the steps of all epochs, where it has the epoch and their number."""
-    if line.step is None or not line.num_steps or line.epochs is None:
-        return line
-    epoch, num_epochs = line.epochs
-    if line.by_bar and line.num_steps == num_epochs:  # the bar counts epochs
-        return line
-    step, num_steps = epoch_steps.count(line.step, num_steps=line.num_steps, epoch=epoch, num_epochs=num_epochs)
-    return line._replace(step=step, num_steps=num_steps)
-
-
-def bar_of(text: str) -> LineValues | None:
-    """Returns what the last progress bar on the line shows; None where it cannot be that of a training."""
-    bars = list(BAR.finditer(text)) if "%|" in text else []
-    if not bars or (at := parse_count(bars[-1]["at"])) is None or not (total := parse_count(bars[-1]["of"])):
-        return None
-    before = text[: bars[-1].start("percent")].strip(" :")
-    if before and not TRAINING_BAR.search(before):
-        return None
-    values = {}
-    if (speed := BAR_SPEED.search(bars[-1][0])) is not None and float(speed["value"]) > 0:
-        rate = float(speed["value"])
-        values["step_ms"] = 1000 * rate if speed["unit"] == "s/it" else 1000 / rate
-    if (epoch := EPOCH_BAR.search(before)) is not None:  # restarts in each epoch, at 0 with the title of the last one
-        return LineValues(int(epoch["epoch"]) * total + at if at else None, None, values, True)
-    return LineValues(at, total, values, True)
-
-
-def measures_of(text: str) -> dict[str, float]:
-    measures, lowered = dict[str, float](), text.lower()
-    for name, needle, pattern in PATTERNS:
-        if needle in lowered and (match := pattern.search(text)) is not None:
-            value = float(match["value"].replace(",", ""))
-            measures[name] = value * 1000 if match.groupdict().get("unit") == "s" else value
-    if (ours := OURS.search(text)) is not None:
-        measures |= {name: float(ours[name].replace(",", "")) for name in ("step_ms", "tok_per_sec")}
-    if "mfu_percent" in measures:
-        measures["mfu"] = round(measures.pop("mfu_percent") / 100, 6)
-    return measures
-
-
-def framework_of(text: str) -> str | None:
-    return next((name for name, pattern in FRAMEWORKS if pattern.search(text)), None)

@@ -8,6 +8,7 @@ outside. A run with a link that leads out of its folder is not shown. A run that
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -146,7 +147,7 @@ def end_speed(run: RunDir, events: Sequence[dict[str, Any]]) -> dict[str, float]
 def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[str, Any]:
     """Returns the last value of each field near the end of a script's log. to_end: nothing follows a last line without an end."""
     from paceline.explain.progress import EpochSteps
-    from paceline.watch.log_reader import PATTERNS, LineValues, counted, read_line
+    from paceline.watch.log_lines import PATTERNS, LineValues, counted, read_line
 
     file = GrowingFile(path, ends=STATE_ENDS)
     epoch_steps, last = EpochSteps(), LineValues(None, None, {}, by_bar=False)
@@ -157,10 +158,15 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
     needles = [("loss", ""), *((name, needle) for name, needle, _ in PATTERNS if name != "loss")]
     for line in reversed(lines):
         missing = [needle for name, needle in needles if name in names and name not in values]
-        is_open = last.step is None or (last.epochs is not None and epoch_steps.restarts is None)
+        is_open = (
+            last.step is None
+            or (last.epochs is not None and epoch_steps.restarts is None)
+            or (last.by_bar and "%|" in line)
+        )
         if (is_open or any(needle in line.lower() for needle in missing)) and (shown := read_line(line)):
             counted(shown, epoch_steps)  # lines before the last step may tell how to count it
-            last = shown if last.step is None else last
+            is_longer = shown.by_bar and last.by_bar and (shown.num_steps or 0) > (last.num_steps or sys.maxsize)
+            last = shown if last.step is None or is_longer else last  # a shorter bar is that of an evaluation
             values = {**shown.values, **values}
     values.setdefault("loss", values.get("part_loss"))  # no other line has one
     if last.epochs is not None:

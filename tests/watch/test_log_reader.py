@@ -14,7 +14,8 @@ import pytest
 from rows import with_rows
 
 from paceline.launch.health import live_samples
-from paceline.watch.log_reader import LogAndMachine, TrainingLogReader, framework_of, read_line
+from paceline.watch.log_lines import framework_of, read_line
+from paceline.watch.log_reader import LogAndMachine, TrainingLogReader
 from paceline.watch.status import open_reader
 
 LINES = {
@@ -48,6 +49,8 @@ LINES = {
     "[0] step 00120/02500 | loss 4.1203 | val_bpb 1.2034 | 612 ms | 856,679 tok/s | mfu 41.2% | 38.1 GiB | eta 24m17s": (
         "paceline", 120, 2500, {"loss": 4.1203, "val_bpb": 1.2034, "step_ms": 612.0, "tok_per_sec": 856679.0, "mfu": 0.412},
     ),
+    "step 10 | loss 4.1 | 61.8 ms | 8283 tok/s": (None, 10, None, {"loss": 4.1, "step_ms": 61.8, "tok_per_sec": 8283.0}),
+    "step 10 loss 4.1 8,283.5 tokens/sec, 0.25 s/step": (None, 10, None, {"loss": 4.1, "step_ms": 250.0, "tok_per_sec": 8283.5}),
 }  # fmt: skip
 
 

@@ -19,7 +19,8 @@ from paceline.explain.lines import strip_escapes
 from paceline.run_options import RunsNoteOptions, RunsOptions, RunsTagOptions
 from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
 from paceline.terminal import cells
-from paceline.watch import log_reader
+from paceline.track.follower import LogRows
+from paceline.watch import log_lines
 from paceline.watch.about import edit_note, edit_tags, read_about, read_notes, write_notes
 from paceline.watch.events import event_text
 from paceline.watch.log_reader import LogAndMachine
@@ -400,8 +401,8 @@ def test_a_script_has_a_state_and_a_command_and_what_its_first_rank_printed(tmp_
 
 
 def test_a_script_s_log_is_read_from_its_end_back_to_the_last_value_of_each_field(tmp_path, monkeypatch):
-    read, read_line = [], log_reader.read_line
-    monkeypatch.setattr(log_reader, "read_line", lambda line: (read.append(line), read_line(line))[1])
+    read, read_line = [], log_lines.read_line
+    monkeypatch.setattr(log_lines, "read_line", lambda line: (read.append(line), read_line(line))[1])
     lines = [
         "step 0/9 loss 4.0 val_bpb 1.5",
         "tok/s: 850",
@@ -434,6 +435,16 @@ def test_the_list_of_runs_has_the_loss_of_a_script_whose_lines_all_name_one_part
     assert printed_values(tmp_path / "0.log", names, to_end=True) == {"step": 2, "loss": 2.5}
     (tmp_path / "0.log").write_text("stage=train step 1 loss 3.0\nstage=dev step 2 loss 2.5\n")
     assert printed_values(tmp_path / "0.log", names, to_end=True) == {"step": 2, "loss": 3.0}
+
+
+def test_the_bar_of_an_evaluation_at_the_end_does_not_hide_how_far_the_training_came(tmp_path):
+    training = "".join(f"\r{at:3}%|##| {at}/134 [00:{at % 60:02}<00:09, 9.00it/s]" for at in (100, 134))
+    evaluation = "".join(f"\r{25 * at:3}%|##| {at}/4 [00:01<00:00, 3.00it/s]" for at in range(1, 5))
+    (tmp_path / "0.log").write_text(f"{training}\n{{'loss': 2.9, 'epoch': 2.0}}\n{evaluation}\n{{'eval_loss': 2.8}}\n")
+    values = printed_values(tmp_path / "0.log", ("step", "loss"), to_end=True)
+    assert values == {"step": 134, "num_steps": 134, "loss": 2.9}
+    *_, (step, _, row) = LogRows(tmp_path / "0.log").read(last=True)
+    assert (step, row["loss"]) == (134, 2.9)
 
 
 def test_progress_in_one_line_is_read_to_its_last_state_once_the_script_has_ended(tmp_path):

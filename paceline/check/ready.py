@@ -147,6 +147,7 @@ def training_intent(config: Config, plan: Plan, *, command: str, set_keys: froze
         config=asdict(config),
         set_keys=set_keys,
         run_dir=str(run_path),
+        resumes=command == "resume",
         sequence_len=plan.model.sequence_len,
         device_batch_size=plan.device_batch_size,
         total_batch_size=plan.total_batch_size,

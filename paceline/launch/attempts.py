@@ -52,7 +52,7 @@ class Job:
     options: LaunchOptions
     resumes_itself = False  # whether the same command, started again by Slurm, continues the run
     is_training = False  # by paceline's own trainer, which saves before it stops
-    is_folder_moved = False  # whether it was renamed during the last attempt
+    old_folder = ""  # its parent's and its own name, if it was renamed during the last attempt
     workers_record_end = False  # whether the workers write `finished` and `stopped` to events.jsonl themselves
 
     def attempt(self, number: int, signals: StopSignals) -> Outcome:
@@ -76,7 +76,8 @@ class Job:
 
     def move(self, run: RunDir) -> None:
         """Takes the place to which the run folder was renamed during an attempt."""
-        self.run, self.is_folder_moved = run, True
+        self.old_folder = "/".join(self.run.path.absolute().parts[-2:])  # as in an absolute path and in a relative one
+        self.run = run
         self.show([f"the run folder was renamed: it is {run.path} now"])
 
     def regroup(self) -> None:
@@ -227,9 +228,9 @@ def decide_next(
         explanation = explain_job_end(job_end, explanation, job.run)
     abilities = replace(
         job.abilities(history[-1]), min_hosts=job.options.min_hosts, is_job_over=job_end is not None,
-        is_folder_moved=job.is_folder_moved,
+        old_folder=job.old_folder,
     )  # fmt: skip
-    job.is_folder_moved = False
+    job.old_folder = ""
     decision = decide(Situation(history, recovery, abilities))
     if decision.action == "stop" and abilities.lost_hosts and not job_end:
         explanation = explain_end_without_host(explanation, job.run, abilities)

@@ -56,7 +56,8 @@ class Abilities:
     hosts_left: tuple[str, ...] = ()  # with ranks_left ranks together, or those that cannot go on
     min_hosts: int = 1  # --min-hosts
     is_job_over: bool = False  # the Slurm job that this process is in, with its nodes
-    is_folder_moved: bool = False  # the run folder was renamed during the attempt, and its new place is known
+    # of the run, if it was renamed during the attempt and its new place is known
+    old_folder: str = ""
 
     @property
     def too_few_hosts(self) -> str | None:
@@ -148,6 +149,12 @@ RULES = (
         lambda state: state.abilities.is_job_over, "stop", lambda state: "the Slurm job that gave the nodes is over",
     ),
     Rule(
+        "folder-moved", "the run folder was renamed during the attempt, and the ranks did not find their files",
+        lambda state: bool(state.abilities.old_folder)
+        and (state.last.cause == "storage-io-error" or state.abilities.old_folder in state.last.error), "retry",
+        lambda state: "continuing in the renamed folder",
+    ),
+    Rule(
         "mistake", "the cause stays until somebody fixes it (`retry` is `never` in `paceline explain --list`)",
         lambda state: state.retry == "never" and state.abilities.ranks_left is None and not state.abilities.lost_hosts, "stop",
         lambda state: "another attempt would fail the same way",
@@ -194,11 +201,6 @@ RULES = (
         lambda state: state.retry == "smaller", "stop",
         lambda state: "memory ran out, and "
         + ("no smaller configuration exists" if state.abilities.own_trainer else "the script chooses its own sizes"),
-    ),
-    Rule(
-        "folder-moved", "the run folder was renamed during the attempt, and the ranks did not find their files",
-        lambda state: state.abilities.is_folder_moved and state.last.cause == "storage-io-error", "retry",
-        lambda state: "continuing in the renamed folder",
     ),
     Rule(
         "same-error",

@@ -144,7 +144,7 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = (), *, run: 
     script = make_script(request, machine)
     checked = CheckResult((), ())
     if options.check and facts:
-        checked = check_script(script, run, facts.result(), config=config, trackers=services.track)
+        checked = check_script(script, run, facts.result(), config=config, trackers=services.track, resumes=not is_new)
     launch = Launch(script.nproc, script.device, machine.cpu_cores, libuv=checked.libuv, for_script=True)
     env, rows = worker_env(os.environ, launch)
     with suppress(PacelineError) if options.show_env else nullcontext():
@@ -303,12 +303,13 @@ def script_facts(entries: Sequence[HostEntry], config: Config, run: RunDir) -> F
 
 
 def check_script(
-    script: Script, run: RunDir, facts: HostFacts, *, config: Config, trackers: tuple[str, ...]
+    script: Script, run: RunDir, facts: HostFacts, *, config: Config, trackers: tuple[str, ...], resumes: bool
 ) -> CheckResult:
     """Checks whether the script would fail, and what would hurt it."""
     keys = {key: getattr(config, key) for key in ("device", *HOST_KEYS)}
     intent = Intent(command="run", device=script.device, nproc=script.nproc, run_dir=str(run.path), config=keys)
-    return judge_facts(facts[0], replace(intent, num_hosts=len(facts[0]), trackers=trackers), facts[1])
+    intent = replace(intent, num_hosts=len(facts[0]), trackers=trackers, resumes=resumes)
+    return judge_facts(facts[0], intent, facts[1])
 
 
 def read_request(command: Sequence[str], keys: Mapping[str, Any]) -> Request:

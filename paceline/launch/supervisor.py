@@ -139,7 +139,8 @@ class AttemptRecord:
         self.members = cluster.begin()
         self.nproc = sum(member.nproc for member in self.members)
         self.peer_grace_s = SCRIPT_PEER_GRACE_S if script else PEER_GRACE_S
-        self.stopping = self.killing = self.ending = self.regrouping = self.is_overdue = False
+        self.stopping = self.killing = self.ending = self.regrouping = False
+        self.is_overdue = self.is_cut_short = False  # ended behind the time of a notice, or at a second Ctrl-C
         self.stop_s = 0.0  # that the ranks have to end, once they should
         self.dead_agents: list[Member] = []  # whose agent ended first, by itself
         self.failed_first = False  # a rank had failed before anyone asked to stop
@@ -201,6 +202,7 @@ class AttemptRecord:
         is_overdue = not self.stopping and time.monotonic() - self.early_exit_at > EARLY_EXIT_GRACE_S
         if (signals.is_over or is_overdue) and not self.killing:
             self.killing = True
+            self.is_cut_short = self.script and signals.kill
             if signals.is_over and not signals.kill:
                 self.is_overdue = True
                 append_event(
@@ -300,10 +302,12 @@ class AttemptRecord:
         )
 
     def cut_off(self) -> str | None:
-        """Returns which ranks were killed because they had not ended in time behind a stop; not those of a second Ctrl-C."""
-        killed = [r["rank"] for r in self.ranks if r["killed"] or (self.is_overdue and r["exit_code"] is None)]
-        text = f"killed {format_ranks(killed, limit=MAX_VICTIMS)}, which did not end in {self.stop_s:.0f} s"
-        return f"{text}: what was being saved is incomplete" if killed else None
+        """Returns which ranks were killed while they may have been saving; a training's checkpoints are complete or absent."""
+        is_late = self.is_overdue or self.is_cut_short
+        killed = [r["rank"] for r in self.ranks if r["killed"] or (is_late and r["exit_code"] is None)]
+        why = " at once, as requested" if self.is_cut_short else f", which did not end in {self.stop_s:.0f} s"
+        text = f"killed {format_ranks(killed, limit=MAX_VICTIMS)}{why}: what was being saved is incomplete"
+        return text if killed else None
 
     def failures(self) -> list[Failure]:
         """Returns every failure, the root cause first: a lost host, a rank that exited too early, hung or failed, or the launch."""

@@ -400,16 +400,18 @@ HEALTHY: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | 
      {**DISK, "config": {"keep_last": 2, "save_every": 0}}, None),
     ("disk-full", "cpu_box", {"storage.run_dir.free_bytes": 3 * GIB}, {**DISK, "saved_checkpoints": 3}, None),
     ("disk-full", "cpu_box", {"storage.run_dir.free_bytes": 3 * GIB}, {**DISK, "saved_checkpoints": 9}, None),
+    ("disk-full", "cpu_box", FULL, {"command": "run", "resumes": True},
+     ("stop", "mkdir -p ~/runs && cp -r /home/ada/runs ~/runs/runs && paceline resume ~/runs/runs")),
     ("disk-full", "cpu_box", {"storage.run_dir.free_bytes": 3 * GIB},
      {**DISK, "saved_checkpoints": 1, "config": {"keep_last": 3}}, ("stop", "--keep-last 1")),
     *(("disk-full", "cpu_box", {"storage.run_dir.free_bytes": GIB, "storage.cache.free_bytes": room * GIB},
-       {**DISK, "command": "resume", "saved_checkpoints": 3}, ("stop", fix))
+       {**DISK, "resumes": True, "saved_checkpoints": 3}, ("stop", fix))
       for room, fix in ((8, "mkdir -p ~/runs && cp -r /home/ada/runs ~/runs/runs && paceline resume ~/runs/runs"), (7, "df -h"))),
     ("folder-unwritable", "cpu_box", FULL, {"command": "run"}, None),
     ("shm-small", "workstation", {"host.shm.writable": False, "host.shm.free_bytes": 0}, CUDA,
      ("stop", "mount -o remount,size=8G /dev/shm")),
     ("folder-unwritable", "cpu_box", {"storage.run_dir.writable": False}, DISK, ("stop", "--runs-dir ~/runs")),
-    ("folder-unwritable", "cpu_box", {"storage.run_dir.writable": False}, {**DISK, "command": "resume"},
+    ("folder-unwritable", "cpu_box", {"storage.run_dir.writable": False}, {**DISK, "resumes": True},
      ("stop", "mkdir -p ~/runs && cp -r /home/ada/runs ~/runs/runs && paceline resume ~/runs/runs")),  # another user's
     ("folder-unwritable", "cpu_box", {"storage.cache.writable": False, "storage.cache.path": "/data/cache"}, CPU,
      ("warn", "--cache-dir ~/.cache/paceline")),

@@ -35,7 +35,7 @@ class FakeJob:
     """A job whose attempts end as given: a Failure, "interrupted", or None for success."""
 
     options = LaunchOptions(min_hosts=2)
-    is_folder_moved = False
+    old_folder = ""
 
     def __init__(self, folder, *ends, abilities=None, on_attempt=lambda number: None, world_size=1):
         self.run = RunDir(folder)

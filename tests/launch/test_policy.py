@@ -65,7 +65,7 @@ EXAMPLES = {
         Decision("stop", 0, "the Slurm job that gave the nodes is over"),
     ),
     "folder-moved": (
-        [replace(KILLED, cause="storage-io-error", retry="later", error="metrics.jsonl")], replace(OURS, is_folder_moved=True), {},
+        [replace(TYPO, error="FileNotFoundError: 'runs/a/last.pt'")], replace(SCRIPT, old_folder="runs/a"), {},
         Decision("retry", 0, "continuing in the renamed folder"),
     ),
     "same-error": (
@@ -105,6 +105,15 @@ def test_the_waits_grow_until_a_checkpoint_is_saved():
     assert [after(SAVED, *[KILLED] * n).wait_s for n in (1, 2)] == [1, 5]
     unavailable = replace(KILLED, retry="later")
     assert [after(unavailable).wait_s, after(SAVED, unavailable).wait_s] == [30, 30]
+
+
+def test_a_renamed_folder_is_no_reason_for_another_error():
+    """The trainer's own files are found by their cause: their messages have no path."""
+    own = replace(KILLED, cause="storage-io-error", retry="later", error="metrics.jsonl")
+    assert after(own, abilities=replace(OURS, old_folder="runs/a")) == Decision(
+        "retry", 0, "continuing in the renamed folder"
+    )
+    assert after(TYPO, abilities=replace(SCRIPT, old_folder="runs/a")).action == "stop"
 
 
 @pytest.mark.parametrize("end", [BROKEN, TYPO, DAMAGED, NO_MEMORY], ids=lambda end: end.cause)

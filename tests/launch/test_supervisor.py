@@ -277,14 +277,22 @@ def test_sigterm_saves_too_and_a_rank_that_dies_of_it_does_not_cut_the_others_sh
 
 @pytest.mark.soak
 def test_ctrl_c_twice_ends_at_once(launch):
-    script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
-    running = launch(script, stop_grace_s=1000.0).wait_until_running()
+    script = """
+        import signal, time
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, signal.SIG_IGN)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    running = launch(script, stop_grace_s=1000.0, prefix=("env", "RANKS_ARE=script")).wait_until_running()
     running.signal(signal.SIGINT)
     running.wait_for(lambda: "stopping" in running.events())
     time.sleep(2 * ONE_CTRL_C_S)  # a second one that is sooner is the first one once more
     running.signal(signal.SIGINT)
     ended = running.end()  # long before the grace is over
     assert (ended.exit_code, ended.outcome["state"]) == (130, "interrupted")
+    text = "killed ranks 0 and 1 at once, as requested: what was being saved is incomplete"
+    assert ended.event("attempt_ended")["message"] == text
     assert running.left(0) == []
 
 

@@ -29,6 +29,7 @@ class Intent:
     config: dict[str, Any] = field(default_factory=dict)
     set_keys: frozenset[str] = field(default_factory=frozenset)  # the keys that the user has set
     run_dir: str | None = None
+    resumes: bool = False  # the run in that folder
     sequence_len: int | None = None
     device_batch_size: int | None = None
     total_batch_size: int | None = None

@@ -150,7 +150,7 @@ def folder_unwritable(host: Host) -> Cases:
         if key == "cache" and host.is_other:  # it may hold all that is needed
             yield Case(what, other_cache(host), "warn", ("storage.cache",))
             continue
-        if key == "run_dir" and host.intent.command == "resume":
+        if key == "run_dir" and host.intent.resumes:
             fix = resume_of_copy(place["path"])
         elif is_home_unwritable(host):
             fix = f"{usual_fix.partition('~')[0]}DIR in a place you can write"
@@ -182,7 +182,7 @@ def disk_full(host: Host) -> Cases:
     limit = intent.num_checkpoints or 1
     number = checkpoints_to_come(intent, limit)
     what = f"{place['path']} has {format_bytes(free)} free"
-    fix = resume_of_copy(place["path"]) if intent.command == "resume" else "--runs-dir ~/runs"
+    fix = resume_of_copy(place["path"]) if intent.resumes else "--runs-dir ~/runs"
     if is_without_space(place) and place.get("writable") is False:
         yield Case(what, fix)
     elif free < one * number:

@@ -12,11 +12,11 @@ from itertools import pairwise
 
 from paceline.explain.collectives import STATUS, CollectiveHang
 from paceline.explain.explanation import RECORDED, Record
-from paceline.explain.frames import LOST_PEER
 from paceline.explain.log import Log
 from paceline.explain.matches import PROGRAM_ENDED, WAITING, Event
 from paceline.explain.reader import BANNER_RANK
 from paceline.explain.run_bounds import shape_of
+from paceline.explain.survival import LOST_PEER
 
 MAX_RANK = 10**6
 EXTERNAL = {"keyboard-interrupt", "terminal-hangup"}  # sent to all ranks, no rank is to blame

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 
 from paceline.explain.explanation import Record
-from paceline.explain.log import SAVED, Log
-from paceline.explain.run_bounds import ended_program, failed_at_import, shape_of
 
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\]")
 # a file that is not the user's
@@ -130,8 +128,6 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ),
 )  # fmt: skip
 CHECK = re.compile(r"(?:Value|Assertion|Type|NotImplemented|Index|Lookup|Attribute)Error\b")
-OUTCOME_LINES = 8  # behind an exception
-TRAINING_FAILED = re.compile(r"(?i)\b(?:training|fine-?tuning|experiment|job|run) (?:has )?failed\b")
 NO_MEMBER = re.compile(rf"AttributeError: '(?!(?:{CLASSES})')\w+' object has no attribute")
 MODULE_GETATTR = re.compile(r'", line \d+, in __getattr__\b')
 OWN_FORWARD = re.compile(r'", line \d+, in (?:__init__|forward)\b')
@@ -142,55 +138,6 @@ HIDDEN_NAME = re.compile(
 )
 HIDDEN_WEIGHT = 0.9
 FRAME_PATH = re.compile(r'"([^"]+)", line \d+')
-# of a queue whose reader is gone; its thread prints it and ends
-QUEUE = re.compile(
-    r"multiprocessing[/\\](?:queues\.py.*, in _feed|connection\.py.*, in (?:close|send_bytes|_send_bytes|_send|_close))$"
-)
-NO_READER = re.compile(r"BrokenPipeError|OSError: \[Errno 9\]")
-IN_CHILD = re.compile(r"multiprocessing[/\\]process\.py\", line \d+,? in _bootstrap")  # likewise, a child process
-NOTHING_CAME = re.compile(r"(?:\w+\.)*(?:Empty|EOFError|BrokenPipeError|ConnectionResetError)\b")
-WAITS = re.compile(r"\bqueues?\.py\b|[/\\]multiprocessing[/\\]|\bin (?:get|recv|join)\b")
-LOST_PEER = re.compile(r"Connection (?:closed|reset) by peer|Broken pipe|remote process exited")
-IN_THREAD = re.compile(r"threading\.py\", line \d+,? in _bootstrap")  # the first frame of what ends a thread alone
-NOT_LOADED = re.compile(r"(?i)could not|cannot|unable|fail|error")
-PACKAGE_IMPORT = re.compile(r"(?:site|dist)-packages[/\\].* in <module>$")  # the first frame is the package's own
-TRACKER = re.compile(  # or a server of notebooks, or what looks for a build of bitsandbytes
-    r"(?:site|dist)-packages/(?:bitsandbytes/c\w+\.py|(?:tornado|jupyter\w*|notebook|wandb|tensorboardX?|mlflow|comet_ml|neptune"
-    r"|trackio|clearml|swanlab)/|iopath/common/event_logger)"
-)
-TRACKER_COMMAND = re.compile(r"packages/wandb/cli/")  # which is the program itself, where nothing was trained
-# where logging prints what a wrong call raised, and a server what a request did
-LOGGING = re.compile(
-    r"\blogging[/\\]__init__\.py\", line \d+, in emit$|\bsocketserver\.py\", line \d+, in _?(?:handle|process)_request_\w+$"
-)
-LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
-# right behind an exception: what the program does in place of what failed
-CAUGHT = re.compile(r"(?i)^.{0,40}?\b(?:(?:re)?trying (?:again )?with|falling back to)\b")
-LEFT_STAGE = re.compile(
-    r"(?i)^(?!.*\btrain)[\w ,.:-]{0,60}\bskipp(?:ed|ing)\b"
-)  # by a script, without a package that it needs
-ALL_STAGES = re.compile(r"(?i)\ball stages (?:complete|finished)")
-OF_MACHINE = re.compile(r"OutOfMemory|[Oo]ut of memory|CUDA|core dumped|Segmentation fault|terminate called")
-# what no process survives
-CONTEXT_LOST = re.compile(r"illegal memory access|device-side assert|launch failure|uncorrectable ECC")
-LEFT_OUT = re.compile(  # logged right above it, of an item of the data
-    r"(?i)^\W*ERROR\b.*\b(?:line|row|sample|example|file|shard|doc(?:ument)?|record|image)s?\b.*\b(?:skipp|ignor)(?:ed|ing)\b"
-)
-WARNED = re.compile(  # or an error after which a program goes on, as it says
-    r"\bWARN(?:ING)?\b|\bERROR\b.*\b(?:optional|keeping|continu(?:e|es|ing)|skipp(?:ed|ing)|ignor(?:ed|ing)|falling back)\b"
-)
-FAILED = re.compile(
-    r"(?i)fail|error|exception|could not|cannot|can't|unable|optional|skip|ignor|retry|fall(?:ing)? back"
-)
-WORK_FAILED = re.compile(  # not of a side task
-    r"(?i)\b(?:training|run|job|step|epoch)\b.{0,30}\b(?:fail|crash|abort|error|exception)"
-    r"|\b(?:fail\w*|crash\w*|error|exception)\b.{0,12}\b(?:in|at|during) (?:step|epoch|training)"
-    r"|^wandb: |\bnot (?:skipp|continu|ignor)"
-)
-MIN_EVALUATED = 3  # different errors at one place of the script: Python ends at the first that nobody has caught
-CHAIN_LINES = 6  # from an exception to the one that it led to, beside the lines of its frames
-CHILD_STEPS = 20  # that a program takes from what its queue still holds
-STEPS_BEHIND, ITEMS_BEHIND, ITEMS_ABOVE = 3, 2, 3  # that show that it did; lines above, of which one is of such an item
 
 
 def is_own(record: Record) -> bool:
@@ -216,15 +163,6 @@ def lacks_own_member(record: Record) -> bool:
     return OWN_FORWARD.search(record.frames[-2]) is not None and not INSTALLED.search(record.frames[-2])
 
 
-def is_outcome(record: Record, log: Log) -> bool:
-    """Whether a line soon behind a traceback says that the training failed with its message."""
-    first, *others = record.text.split("\n")
-    message = first.partition(": ")[2]
-    last = record.line + 2 * len(record.frames) + OUTCOME_LINES  # a frame is two lines
-    others += [other.text for other in log.records_between(record.line + 1, last)]
-    return bool(record.frames and message) and any(TRAINING_FAILED.search(text) and message in text for text in others)
-
-
 def match_frames(record: Record) -> tuple[str, float, dict[str, str]] | None:
     """The cause, its weight and its values that the innermost frames of an exception show."""
     if (missing := MISSING_NAME.match(record.text)) and (
@@ -245,120 +183,3 @@ def hiding_file(module: str, name: str, frames: Sequence[str]) -> str | None:
     paths = [match[1] for frame in frames if not INSTALLED.search(frame) and (match := FRAME_PATH.search(frame))]
     hiding = re.sub(r"[^/\\]*$", "", paths[0]) + module if paths else ""
     return next((hiding for path in paths if re.match(rf"{re.escape(hiding)}(?:\.py$|[/\\])", path)), None)
-
-
-def left_program_running(record: Record, log: Log) -> bool:
-    """Whether an exception ended no more than a thread, a tracker's or one of a program whose work was done, or a logging call."""
-    if record.text.startswith("KeyboardInterrupt"):  # Python raises it in the main thread alone
-        return False
-    if not record.frames:  # of one that threads have printed at once
-        twins = (other for other in log.records if other.frames and other.text.startswith(record.text))
-        return record.kind == "exception" and any(left_program_running(twin, log) for twin in twins)
-    if NO_READER.match(record.text) and all(map(QUEUE.search, record.frames)):
-        return True
-    is_thread = IN_THREAD.search(record.frames[0]) is not None
-    if outlived(record, log, is_thread=is_thread):
-        return True
-    # threads that print at once mix their frames
-    places = record.frames if is_thread else (record.frames[0], record.frames[-1])
-    is_program = TRACKER_COMMAND.search(record.frames[0]) and not log.progress.steps
-    if any(map(TRACKER.search, places)) and not is_program:
-        return all(map(INSTALLED.search, record.frames))
-    done_line = log.progress.done_line or (log.last_progress_line if log.progress.finished else None)
-    is_later = done_line is not None and record.line > done_line
-    is_logged = LOGGING.search(record.frames[0]) or LOGGED.match(record.text)
-    return bool(is_logged) or (is_later and is_thread)
-
-
-def is_caught(record: Record, log: Log) -> bool:
-    """Whether the program says of an exception that it repeats or leaves out what failed, and the work goes on behind it.
-
-    Likewise what a model has written, the end of a trial of Optuna, and of an engine that its server has stopped.
-    """
-    if log.is_of_trial(record) or log.is_of_shutdown(record) or is_quoted(record, log):
-        return True
-    if not record.frames or CONTEXT_LOST.search(record.text):
-        return False
-    following = log.records_between(record.line + 1, record.line + 3 * len(record.frames) + OUTCOME_LINES)
-    notices = [*record.text.split("\n")[1:], *(other.text for other in following[:1])]
-    is_done = any(line > record.line and ALL_STAGES.search(text) for line, text in log.last_lines)
-    if is_of_evaluated(record, log) or (is_done and failed_at_import(record) and any(map(LEFT_STAGE.match, notices))):
-        return log.has_one_process
-    if any(map(CAUGHT.match, notices)) and len(log.steps_after(record)) >= STEPS_BEHIND:
-        return log.has_one_process
-    above = log.records_between(record.line - 1 - ITEMS_ABOVE, record.line - 1)
-    report = above.pop() if above and above[-1].line == record.line - 1 else None
-    if report is None or report.time is None or not LEFT_OUT.match(report.text):
-        return False
-    shapes = {shape_of(other.text) for other in above}
-    behind = log.records_between(record.line + 1, log.last_line)
-    times = [other.time for other in behind if other.time is not None and shape_of(other.text) in shapes]
-    return sum(time >= report.time for time in times) >= ITEMS_BEHIND and log.has_one_process
-
-
-def is_of_evaluated(record: Record, log: Log) -> bool:
-    """Whether a program prints what failed in each thing that it evaluates: several errors at one place, and results at the end.
-
-    Errors that nobody seems to have caught are such only where code was run that stands in no file.
-    """
-    if not log.last_lines or not SAVED.search(log.last_lines[-1][1]) or OF_MACHINE.search(record.text):
-        return False
-    alike = [other for other in log.records if other.frames[:1] == record.frames[:1]]
-    runs_texts = any('File "<string>"' in frame for other in alike for frame in other.frames)
-    return (runs_texts or not ended_program(record)) and len({shape_of(other.text) for other in alike}) >= MIN_EVALUATED
-
-
-def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:
-    """Whether another exception ended the program, before this thread, or after this failed import that was logged."""
-    is_import = PACKAGE_IMPORT.search(record.frames[0]) is not None
-    above = log.records_between(record.line - 1, record.line - 1) if is_import else []
-    logged = any(other.kind == "line" and NOT_LOADED.search(other.text) for other in above)
-    if not (is_thread or logged):
-        return False
-    ends = [other.line for other in log.records if ended_program(other) and not PACKAGE.search(other.frames[0])]
-    return bool(ends) and ((is_thread and ends[0] < record.line) or (logged and ends[-1] > record.line))
-
-
-def is_warned_of(record: Record, log: Log) -> bool:
-    """Whether a logger wrote an exception, and no other that it led to, behind a warning of its own."""
-    return WARNED.search(line_above(record, log)) is not None
-
-
-def is_side_error(record: Record, log: Log) -> bool:
-    """Whether that warning says that something failed, and not the training itself."""
-    above = line_above(record, log)
-    is_of_work = WORK_FAILED.search(above) or OF_MACHINE.search(record.text) or CONTEXT_LOST.search(record.text)
-    return bool(WARNED.search(above) and FAILED.search(above) and not is_of_work)
-
-
-def line_above(record: Record, log: Log) -> str:
-    """The text right above an exception that was logged and led to no other; "" for any other record."""
-    near = log.records_between(record.line - 2, record.line - 1)
-    before = [other for other in near if other.kind == "line" and other.rank == record.rank]
-    behind = log.records_between(record.line + 1, record.line + CHAIN_LINES + 3 * len(record.frames))
-    is_chained = bool(behind) and behind[0].kind == "exception"
-    is_logged = record.kind == "exception" and not ended_program(record) and not is_chained
-    return before[-1].text if is_logged and before else ""
-
-
-def others_waited(record: Record, log: Log) -> bool:
-    """Whether an exception ended a child or a rank, for which its parent or another rank then waited in vain, and ended too."""
-    ended = [other for other in log.records if other.line > record.line and ended_program(other)]
-    if record.frames and IN_CHILD.search(record.frames[0]):
-        waited = (other for other in ended if NOTHING_CAME.match(other.text) and any(map(WAITS.search, other.frames)))
-        return any(len(log.steps_after(record, before=other.line)) < CHILD_STEPS for other in waited)
-    lost = (other for other in ended if other.rank not in (None, record.rank) and LOST_PEER.search(other.text))
-    lines = {line for line, _, _ in log.last_progress if line > record.line}
-    went_on = any(other.rank == record.rank and other.line in lines for other in log.records)
-    is_rank = record.rank is not None and ended_program(record) and not went_on and not LOST_PEER.search(record.text)
-    return is_rank and any(len(log.steps_after(other)) < STEPS_BEHIND for other in lost)
-
-
-def is_quoted(record: Record, log: Log) -> bool:
-    """Whether the only process of a log shows an error in a text that a model has written.
-
-    A buffer may put the end of such a text behind the traceback that ended the program, but not behind a signal.
-    """
-    is_real = bool(record.frames) and not record.frames[0].startswith('File "<stdin>"')
-    is_real = is_real or record.kind == "signal" or OF_MACHINE.search(record.text) is not None
-    return not is_real and log.is_in_sample(record.line, record.text) and log.has_one_process

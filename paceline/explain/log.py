@@ -35,13 +35,6 @@ EARLY_STOP = re.compile(  # not that it may come
     r"(?i)(?:\bearly[ -]?stop|\bstop\w* early\b)(?!.*\b(?:counter|patience|enabled|monitor)\b)"
 )
 ACCURACY = re.compile(r"(?i)(?<![a-z])acc(?:uracy)?['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)(?P<percent>\s?%)?")
-TRIAL = re.compile(r"\bTrial \d+ (?:finished|pruned)\b")  # of a study of Optuna
-FAILED_TRIAL = re.compile(r"\bTrial \d+ failed with parameters\b")
-STOPS_ENGINE = re.compile(  # vLLM's server, by a signal
-    r"\[shutdown\] (?:API server: (?:shutdown triggered|stopping engine client)|EngineCore: trigger received signal=)"
-)
-STOPPING_LINES = 50
-ENGINE_GONE = re.compile(r"EngineDeadError\b|\bAsyncLLM output_handler failed")
 RESUMED = re.compile(  # from a checkpoint of a step
     r"(?i)(?!.*\b(?:convert|export|merg|evaluat|test)).{0,60}?\b(?:load(?:ed|ing)|resum(?:ed|ing)|restor(?:ed|ing))\b.{0,120}?"
     r"\b(?:step|iter(?:ation)?|epoch|checkpoint|ckpt)[ _=:-]{0,2}(?P<step>\d{1,12})\b"
@@ -90,17 +83,6 @@ class Log:
     is_notebook: bool = False
     note: str = ""  # on cells of a notebook that failed before later ones worked
     problem: str = ""  # why the log could not be read whole
-
-    def is_of_trial(self, record: Record) -> bool:
-        """Whether a record reports the end of one trial of a study of Optuna, which went on with others."""
-        above = self.records_between(record.line - 1, record.line - 1)
-        is_trial = any(FAILED_TRIAL.search(other.text) for other in (record, *above))
-        return is_trial and any(line > record.line and TRIAL.search(text) for line, text in self.last_lines)
-
-    def is_of_shutdown(self, record: Record) -> bool:
-        """Whether a record reports that a server's engine is gone, which the server had stopped itself."""
-        above = self.records_between(record.line - STOPPING_LINES, record.line - 1)
-        return ENGINE_GONE.search(record.text) is not None and any(STOPS_ENGINE.search(other.text) for other in above)
 
     @property
     def last_progress_line(self) -> int:

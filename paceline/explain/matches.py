@@ -5,44 +5,38 @@ An event is a record with one cause that the catalogue finds in it. Its score is
 forwards it, or if the run continued after it, as it did twice after what began alike.
 """
 
-import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import CLOSED, DESYNC, FIRST_TRANSFER
 from paceline.explain.explanation import Record
-from paceline.explain.frames import (
-    PACKAGE,
+from paceline.explain.frames import PACKAGE, is_check, is_own, match_frames
+from paceline.explain.lines import IGNORABLE, WARNING_LINE
+from paceline.explain.log import Log
+from paceline.explain.run_bounds import PROGRAM, ended_program, shape_of
+from paceline.explain.survival import (
+    CANCELLED_STEP,
+    CODE_ERROR,
+    WENT_ON,
+    continuation_of,
     is_caught,
-    is_check,
-    is_outcome,
-    is_own,
-    is_side_error,
-    is_warned_of,
+    is_failure,
+    is_near_end,
     left_program_running,
-    match_frames,
-    others_waited,
-)  # fmt: skip
-from paceline.explain.lines import IGNORABLE
-from paceline.explain.log import LAST_LINES, Log
-from paceline.explain.run_bounds import BEHIND_END, BUFFERED_LINES, PROGRAM, ended_program, failed_at_import, shape_of
+    run_continued,
+)
 from paceline.explain.tracebacks import as_raised, shown_exception
 
 MIN_STEPS = 2  # progress lines that show that a run goes on
-STEPS_AFTER = 3  # different steps after an error: it did not end the run
 CONTINUED, WARNING, ERROR_LINE = 0.45, 0.55, 0.93  # factors of a score
 WEIGHTS = {"banner": 0.5, "exception": 1.0}  # by the kind of record; ERROR_LINE for any other
 FALLBACK = "user-code-exception"  # the cause of an exception if no other one matches
 CUDA_ERROR = "cuda-error"
 VAGUE = {FALLBACK: 0.4, "config-error": 0.66, CUDA_ERROR: 0.7}  # the highest weight of a match that tells little
 GUESS, OWN_CLASS_WEIGHT, KILL_WEIGHT = 0.42, 0.3, 0.6  # of keywords, of a class of the user's own, of a cut bar
-CODE_ERROR = re.compile(  # what Python itself says about a mistake in code
-    r"(?:\w+\.)*(?:TypeError|NameError|UnboundLocalError|AttributeError|KeyError|IndexError|ZeroDivisionError|StopIteration"
-    r"|RecursionError|SyntaxError|IndentationError|TabError|NotImplementedError)\b"
-)
 MAX_EVENTS = 400  # of one log, from either end
 RACE, MANY_FILES = "rank-file-race", 20  # what fails for so many files needs no other process
 PEER_DIED = "peer-died"
@@ -51,30 +45,8 @@ WAITING = {DESYNC, FIRST_TRANSFER, PEER_DIED}  # reported by ranks that wait for
 STOPPED = re.compile(r"(?:Sending process|Unable to shutdown process) (?P<pid>\d+)\b")
 PID = re.compile(r"\b(?:pid:|PID) (?P<pid>\d+)\b")
 STOP_SIGNAL = re.compile(r"-(?:2|9|15)\b|SIG(?:INT|KILL|TERM)\b")
-WARNING_LINE = re.compile(
-    r"^\W*(?:W|I|D|INFO|WARN|WARNING|DEBUG|NOTE)\b(?!.*\b(?:ERROR|FATAL|Error:))|\b\w*Warning: "
-    r"|\[(?:WARNING|INFO|DEBUG)\]|NCCL INFO|^\s*(?:warnings\.)?warn\(|(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b[ :|\]-]"
-)
-WRAPPED = re.compile(
-    r"(?:ChildFailed|CalledProcess|RayTask|WorkerCrashed)Error|WorkerGroupFailure|ProcessRaised|ProcessExited|SystemExit: [1-9]"
-)
-EXIT_ZERO = (
-    r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)[ :=]*0\b|exit[ -]?code[ :=]+0\b"
-    r"|return code[ :=]+0\b|ExitCode 0:0|exit_?code\W+(?:null|none)\b|\s{2}exit code$"  # not yet, the head of a table
-)
-NO_FAILURE = re.compile(rf"{EXIT_ZERO}|(?<!sigkill_)handler|^Terminated at \w{{3}} ", re.IGNORECASE)  # LSF's time
-CANNOT_START = re.compile(r"can't open file '[^']+': \[Errno 2\]")  # Python itself, before any program runs
-NOT_FOUND = re.compile(  # said by a script or a shell
-    r"(?:^|: )(?:line )?\d+: [\w./-]+: (?:command )?not found|^(?:ba)?sh: [\w./-]+: command not found"
-    r"|^(?:mkdir|ln|cp|mv|rm|chmod|chown|touch): cannot |\.sh: line \d+: syntax error"  # by others of its commands
-)
 # a way back through NCCL's functions, also when its sockets are closed at the end
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
-TYPED_KEYS = re.compile(r"(?:\^C)+")  # as a terminal shows them
-WENT_ON, BEFORE_DONE, MAX_QUOTED = 40, 8, 16  # lines behind an error, before the end, that quote an error above them
-MIN_REPEATS, MAX_ADVICE = 5, 8  # lines about an item that was left out; lines behind the advice of bitsandbytes
-RETRIES = re.compile(r"(?i)\bretry(?:ing)? \(?(?:attempt )?\d+ ?(?:/|of) ?\d|^g?make(?:\[\d+\])?: \*\*\* ")
-HANDLED = re.compile(r"(?i)\bfail\w*, (?:re)?(?:trying|installing|falling back)\b")
 NO_IMPORT = re.compile(r"(?i)\bfailed to import\b|\bcould not (?:be )?import")
 REPORTED = re.compile(  # what a program says before an error that it caught
     r"^.{0,100}?(?:\b(?:ERROR|FATAL)\b[\]) |-]+(?=\S)"
@@ -95,24 +67,12 @@ PYTHON_MESSAGE = re.compile(  # what Python and NumPy say about a mistake in cod
 PROGRAM_ENDED = re.compile(
     r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"
 )
-CANCELLED = r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED"
-CANCELLED_STEP = re.compile(rf"{CANCELLED}|srun: (?:Force Terminated|forcing job termination)")
 ENDS = re.compile(rf"{CANCELLED_STEP.pattern}|(?i:ctrl ?[-+] ?c\b)")  # each time that it comes
-FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog, Slurm
-    r"[Ss]top [Tt]raining$|terminating training|block: \[[\d,]+\], thread: \[[\d,]+\] Assertion "
-    r"|Watchdog caught collective operation timeout|taking the entire process down|terminate called |what\(\):  "
-    rf"|{CANCELLED}"
-)
-NOT_SET_UP = re.compile(  # which a program can go on without, as what imports bitsandbytes does
-    r"^CUDA Setup failed despite (?:CUDA|GPU) being available|CUDA capability sm_\w+ is not compatible with the current PyTorch"
-)
-DIED = re.compile(r"\bdied with <Signals\.SIG")  # as Python reports the end of a child
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
 NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt)(?:\w+\.)*(?:[A-Z]\w+|error)(?::|$)")
 # behind a bar that did not get to its end: of a process that could not clean up
 CUT_BAR = re.compile(r"(?<!\d)\d{1,2}%\|(?!.*\d%\|).*resource_tracker: There appear to be \d+ leaked")
 NOT_OWN = {"version-mismatch", "config-error"}
-USAGE = re.compile(r"error: (?:unrecognized arg|ambiguous |(?:the following )?argument)|FATAL: +could not open image ")
 
 
 @dataclass(frozen=True)
@@ -126,16 +86,6 @@ class Event:
     run_continued: bool
     place: tuple[int, int]  # number of the log, line
     from_launcher: bool  # a launcher's report, or the end of a process that the launcher stopped
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """What a log shows of work that goes on after its errors."""
-
-    done: range  # the lines that "done" vouches for
-    repeated: frozenset[str]  # shapes of lines that come often, far apart, before others: about items that are left out
-    cancelled: float  # the line with which Slurm reports that it ended a step; infinite where there is none
-    stop: float  # the same, where all that follows was in a buffer
 
 
 def find_events(log: Log, *, number: int) -> list[Event]:
@@ -255,86 +205,6 @@ def matches_of_message(text: str) -> list[tuple[Cause, float, dict[str, str]]]:
     return [(cause, weight * ERROR_LINE, values)]
 
 
-def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
-    """Whether the same rank made further steps after the record, or the log reports that the work is done.
-
-    A shell script goes on without a program that it does not find, and what fails for that reason says so itself.
-    """
-    last_line, is_far = log.last_line, log.last_line > record.line + WENT_ON
-    if NOT_SET_UP.search(record.text):
-        return last_line - record.line > MAX_ADVICE
-    if TYPED_KEYS.match(record.text) and not log.progress.steps and last_line - record.line > BUFFERED_LINES:
-        return True  # the program has not ended
-    if RETRIES.search(record.text) and last_line - record.line > MAX_QUOTED:
-        return True  # what fails in the end says so
-    if FATAL.search(record.text) and last_line - record.line <= BUFFERED_LINES:
-        return False  # the process ends; the steps behind it are other processes' or were in a buffer
-    near = log.records_between(record.line + 1, record.line + WENT_ON - 1)
-    if (record.kind == "signal" and any(DIED.search(other.text) for other in near)) or others_waited(record, log):
-        return False
-    if record.line in continuation.done or is_caught(record, log):
-        return True
-    # another program wrote what follows the end of one that had done nothing
-    did_nothing = USAGE.search(record.text) is not None or failed_at_import(record)
-    if last_line > record.line + BUFFERED_LINES and (did_nothing or is_handled(record, log)):
-        return True
-    behind = (other for other in log.records if other.line > record.line and other.frames)
-    if CANNOT_START.search(record.text):
-        return any(other.kind != "banner" for other in behind)  # of another program
-    is_done = log.last_progress_line < (log.progress.done_line or 0) < record.line
-    if (is_done and BEHIND_END.match(record.text)) or (is_far and (log.is_serving or is_warned_of(record, log))):
-        return True
-    if NOT_FOUND.search(record.text):
-        return is_far or log.has_trained_behind(record) or any(CODE_ERROR.match(other.text) for other in behind)
-    if is_of_item(record) and shape_of(record.text) in continuation.repeated:
-        return True
-    stop = continuation.stop if ended_program(record) else math.inf
-    return len(log.steps_after(record, before=stop)) >= STEPS_AFTER
-
-
-def is_handled(record: Record, log: Log) -> bool:
-    """Whether the program announced above a line what it does in place of what failed."""
-    before = log.records_between(record.line - MAX_QUOTED, record.line - 1)
-    return not record.frames and any(HANDLED.search(other.text) for other in before)
-
-
-def continuation_of(log: Log) -> Continuation:
-    """What a log shows of work that goes on after its errors."""
-    lines: dict[str, list[int]] = defaultdict(list)
-    for record in filter(is_of_item, log.records):
-        lines[shape_of(record.text)].append(record.line)
-    repeated = {
-        shape
-        for shape, alike in lines.items()
-        if len(alike) >= MIN_REPEATS
-        and alike[-1] - alike[0] > BUFFERED_LINES
-        and log.last_line - alike[-1] >= LAST_LINES
-    }
-    cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=math.inf)
-    goes_on = log.last_progress_line - cancelled > BUFFERED_LINES  # with another step of the job
-    return Continuation(lines_before_done(log), frozenset(repeated), cancelled, math.inf if goes_on else cancelled)
-
-
-def is_of_item(record: Record) -> bool:
-    """Whether a record can report an item that a program leaves out: a line of its own."""
-    return record.rank is None and (record.kind == "line" or (record.kind == "exception" and not record.frames))
-
-
-def lines_before_done(log: Log) -> range:
-    """The lines that "done" vouches for: a script also says it behind a program that has failed, or an error that it caught."""
-    end = log.progress.done_line or 0
-    failures = (record for record in log.records if record.line < end and is_failure(record))
-    ends = (item.line for item in failures if item.kind in ("exit", "signal") or is_last_word(item, end, log))
-    return range(max(ends, default=-1) + 1, end)
-
-
-def is_last_word(record: Record, end: int, log: Log) -> bool:
-    """Whether a traceback is the outcome, or right before the "done" that ends a log, with hardly any progress between."""
-    is_near = end - record.line - record.text.count("\n") <= BEFORE_DONE and log.last_lines[0][0] <= end
-    is_said = (is_near and not is_side_error(record, log)) or is_outcome(record, log)
-    return bool(record.frames) and is_said and len(log.steps_after(record)) < STEPS_AFTER
-
-
 def as_ended(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
     """Those of the events after which the log goes on that ended their program: exceptions that nobody has caught.
 
@@ -354,14 +224,6 @@ def is_forwarded(record: Record, log: Log) -> bool:
     """Whether an exception is that of a worker, quoted by the driver's own, which nobody has caught."""
     before = log.records_between(record.line - WENT_ON, record.line - 1)
     return record.kind == "exception" and any(other.kind == "banner" and ended_program(other) for other in before)
-
-
-def is_near_end(record: Record, log: Log) -> bool:
-    """Whether no more lines follow than a buffer holds, no run that finished, and no steps behind a launcher that has ended."""
-    if log.last_line - record.line > BUFFERED_LINES:
-        return False
-    is_over = log.progress.finished or record.kind == "banner"
-    return not (is_over and len(log.steps_after(record)) >= STEPS_AFTER)
 
 
 def ended_programs(logs: Sequence[Log], events: Sequence[Event]) -> list[Record]:
@@ -389,12 +251,3 @@ def unexplained_failures(logs: Sequence[Log], events: Sequence[Event]) -> list[R
         and not run_continued(record, log, continuation)
         and not left_program_running(record, log)
     ]
-
-
-def is_failure(record: Record) -> bool:
-    text = record.text
-    if record.kind == "exception":
-        return not text.startswith(("SystemExit: 0", "SystemExit\n")) and "Warning" not in text.split(":")[0]
-    if record.kind == "banner":
-        return bool(WRAPPED.search(text))
-    return record.kind in ("exit", "signal") and not NO_FAILURE.search(text) and not WARNING_LINE.search(text)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import CACHE_SPACE
+from paceline.explain.collectives import hang_evidence, hang_fix
 from paceline.explain.curve_verdict import DIVERGED, STANDS_STILL
 from paceline.explain.explanation import (
     HEALTHY,
@@ -25,7 +26,6 @@ from paceline.explain.explanation import (
     format_failures,
     format_summary,
 )
-from paceline.explain.hang_files import hang_evidence, hang_fix
 from paceline.explain.log_text import count_lines
 from paceline.explain.matches import PEER_DIED
 from paceline.explain.verdict import NAN, explain_health

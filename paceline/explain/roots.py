@@ -13,8 +13,9 @@ from paceline.explain.blame import ranks_of_job
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, read_hang
 from paceline.explain.explanation import RECORDED, Record
+from paceline.explain.lines import WARNING_LINE
 from paceline.explain.log import Log
-from paceline.explain.matches import PEER_DIED, WAITING, WARNING_LINE, Event
+from paceline.explain.matches import PEER_DIED, WAITING, Event
 from paceline.explain.run_bounds import ended_program
 
 TIMEOUTS = {DESYNC, FIRST_TRANSFER}

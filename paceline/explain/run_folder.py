@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError, TrainingFailed, UsageError
 from paceline.explain.catalogue import load_catalogue
+from paceline.explain.collectives import RAS_NAME, companion_logs, flight_recorder_logs
 from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
 from paceline.explain.evidence import (
     DISK_FIELDS,
@@ -40,7 +41,6 @@ from paceline.explain.explanation import (
     Record,
     name_host,
 )
-from paceline.explain.hang_files import RAS_NAME, companion_logs, flight_recorder_logs
 from paceline.explain.line_filter import Shapes
 from paceline.explain.log import Log
 from paceline.explain.log_curves import judge_progress

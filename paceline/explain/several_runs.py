@@ -17,10 +17,11 @@ from typing import Literal
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import HEALTHY, UNKNOWN, Explanation
 from paceline.explain.log import Log
-from paceline.explain.matches import MIN_STEPS, NOT_FOUND
+from paceline.explain.matches import MIN_STEPS
 from paceline.explain.roots import JOB_ENDS
 from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.signs_of_trouble import ends_well
+from paceline.explain.survival import NOT_FOUND
 from paceline.explain.verdict import explain_one_run
 from paceline.units import format_number_of
 

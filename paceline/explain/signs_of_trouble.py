@@ -11,24 +11,23 @@ from dataclasses import replace
 from itertools import pairwise
 
 from paceline.explain.explanation import Evidence, Record, shorten
-from paceline.explain.frames import is_caught, is_quoted, left_program_running
 from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME
-from paceline.explain.lines import IGNORABLE, split_prefix
+from paceline.explain.lines import IGNORABLE, WARNING_LINE, split_prefix
 from paceline.explain.log import PROMPT, SAVED, Log
-from paceline.explain.matches import (
-    CONTINUED,
+from paceline.explain.matches import CONTINUED, Event, matches_of_message
+from paceline.explain.run_bounds import failed_at_import, shape_of
+from paceline.explain.survival import (
     EXIT_ZERO,
     MAX_ADVICE,
     NOT_FOUND,
     NOT_SET_UP,
     STEPS_AFTER,
-    WARNING_LINE,
     WENT_ON,
-    Event,
-    matches_of_message,
+    is_caught,
+    is_quoted,
+    left_program_running,
 )
-from paceline.explain.run_bounds import failed_at_import, shape_of
 
 LAST_CHECKED = 3  # lines at the end of a log
 MAX_WORDS = 200  # characters in which a line tells of trouble; in a long one such a word can be in the data

@@ -21,8 +21,8 @@ import psutil
 
 from paceline.errors import TrainingFailed
 from paceline.explain.catalogue import load_catalogue
+from paceline.explain.collectives import flight_recorder_logs, hang_fix
 from paceline.explain.explanation import HEALTHY, KERNEL_LOG, UNKNOWN, Explanation, name_host
-from paceline.explain.hang_files import flight_recorder_logs, hang_fix
 from paceline.explain.lines import strip_escapes
 from paceline.explain.log import Log
 from paceline.explain.matches import PEER_DIED

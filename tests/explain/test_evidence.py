@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from paceline.explain import evidence
+from paceline.explain.collectives import flight_recorder_logs
 from paceline.explain.evidence import KMSG, has_oom_kill, read_kernel_errors, read_kmsg
-from paceline.explain.hang_files import flight_recorder_logs
 from paceline.explain.run_folder import explain, explain_run
 from paceline.rundir import RECORDER_DUMP, RunDir, append_event, append_sample, utc_now
 from paceline.units import unix_time

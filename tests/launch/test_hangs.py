@@ -11,7 +11,7 @@ import psutil
 import pytest
 from launch.conftest import DRIVE, Launch
 
-from paceline.explain.hang_files import read_dump
+from paceline.explain.collectives import read_dump
 from paceline.explain.run_folder import explain_run
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RECORDER_DUMP, RunDir

@@ -161,16 +161,21 @@ FAILED_SAVE = re.compile(
 LOSS_ALONE = re.compile(r"[-+]?\d+\.\d{6,}(?:e[-+]\d+)?|tensor\([-+]?\d+\.\d+, .*grad_fn=.*\)")
 MIN_ZEROS = 5  # evaluations
 IDLE_TRAINING = re.compile(r"'train_runtime': '?0(?:\.\d+)?'?, .*'train_loss': '?0(?:\.0*)?'?[,}]")  # within a second
-MIN_LINES = 8  # of a log without progress: ordinary output to its end
+# lines of a log without progress: of ordinary output to its end, and below which an end that only announces work counts
+MIN_LINES, MIN_OUTPUT = 8, 50
 TRAINING_BEGINS = re.compile(
     r"(?i)\b(?:(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training|training started)(?:(?: for|\W{1,3})\W?\d+ epochs)?\W*$"
 )
 MAX_UNDECODED = 0.01  # of the characters at the end of a log: a model's answer may break one
-MIN_OUTPUT = 50  # lines: fewer whose end only announces work do not show that it was done
 ANNOUNCES = re.compile(
     r"(?i)(?<!exiting)(?:\.\.\.|…)\W*$|^\W*\{'\w+': (?!-?\d+\.\d)|\bNamespace\(|\bepoch\W*[01]\b(?!.*\d\.\d)"
     r"|^(?:loading|retrying|starting)\b|^SLURM auto-requeueing enabled"
     r"|(?:^\W*|- )(?:optimizer|(?:number of )?(?:trainable )?param(?:eter)?s?|args|arguments|config)\b.{0,20}:"
+)
+# the end of any log, where it announces work or prints a model
+LAST_WORK = re.compile(
+    r"(?i)(?:^|[\]:] )\W*(?:construct|load|build|creat|initiali[sz]|prepar|download|compil|read|train)ing\b.{0,80}(?:\.\.\.|…)\W*$"
+    r"|\bstart(?:ing)?(?: of| the)* (?:training|epoch)\b(?!.*\d\.\d).{0,60}$| 0%\|[^%]*$|\(\w+\): [a-z]\w+\([^()]*\)$"
 )
 MONITOR = re.compile(
     r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|"
@@ -391,9 +396,12 @@ def is_ordinary(log: Log) -> bool:
     """
     # all that a bar draws on its line is one
     ordinary = {(number, "%|" in text or text) for number, text in log.last_lines if not MONITOR.search(text)}
-    begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
-    if log.last_lines and log.last_line - log.first_line < MIN_OUTPUT and not ends_well(log):
-        begins = begins or any(ANNOUNCES.search(split_prefix(text).text) for _, text in log.last_lines[-LAST_CHECKED:])
     end = "".join(text for _, text in log.last_lines)
-    is_decoded = end.count("\ufffd") < MAX_UNDECODED * len(end) + 1
-    return (len(ordinary) >= MIN_LINES or ends_well(log)) and is_decoded and not begins
+    begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
+    if begins or end.count("\ufffd") >= MAX_UNDECODED * len(end) + 1:
+        return False
+    if ends_well(log):
+        return True
+    last = [split_prefix(text).text for _, text in log.last_lines[-LAST_CHECKED:]]
+    announces = log.last_line - log.first_line < MIN_OUTPUT and any(map(ANNOUNCES.search, last))
+    return len(ordinary) >= MIN_LINES and not announces and not any(map(LAST_WORK.search, last_texts(log)[-1:]))

@@ -250,6 +250,22 @@ def test_epochs_without_a_loss_show_that_a_run_works():
     assert (explanation.cause, explanation.progress.steps) == ("healthy", 4)
 
 
+@with_rows(
+    "last",
+    [
+        "[05/12 20:14:39][INFO] kinetics.py:  84: Constructing Kinetics train...",
+        "[07/25 21:43:32] d2.engine.train_loop INFO: Starting training from iteration 0",
+        "[before the start of training step] datetime: 2024-12-25 05:51:59",
+        "Training:   0%|          | 0/40 [00:00<?, ?it/s]",
+        "    (bbox_pred): Linear(in_features=2048, out_features=80, bias=True)\n)",
+    ],
+)
+def test_ordinary_output_whose_last_line_only_announces_work_shows_no_run(last):
+    output = "".join(f"item {chr(97 + n % 26)} of the list has {n} parts\n" for n in range(80))
+    assert verdict(f"{output}{last}\n").cause == "unknown"
+    assert verdict(f"{output}{last}\n{output}").cause == "healthy"
+
+
 def test_a_loss_that_is_written_as_zero_while_all_outputs_are_nan_is_nan():
     line = "{{'loss': {}, 'rewards/chosen': nan, 'logps/chosen': nan, 'logits/chosen': nan, 'epoch': 0.{}}}\n"
     mean = "{'train_runtime': 4730.6, 'train_loss': 700461828.4, 'epoch': 1.0}\n  train_loss   =  700461828.4\n"

@@ -7,7 +7,6 @@ They decide between healthy and unknown where a log shows no failure that is kno
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from paceline.explain.explanation import Evidence, Record, shorten
@@ -15,7 +14,7 @@ from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.lines import IGNORABLE, WARNING_LINE, split_prefix
 from paceline.explain.log import PROMPT, SAVED, Log
-from paceline.explain.matches import CONTINUED, Event, matches_of_message
+from paceline.explain.matches import Event, as_fatal, matches_of_message
 from paceline.explain.run_bounds import failed_at_import, shape_of
 from paceline.explain.survival import (
     EXIT_ZERO,
@@ -220,8 +219,7 @@ def errors_of_every_item(log: Log) -> list[Record]:
 def errors_of_all_steps(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
     """The events for which every step was skipped: none of them was survived."""
     skipped = {id(record) for log in logs for record in skipped_steps(log)}
-    survived = (event for event in events if id(event.record) in skipped)
-    return [replace(event, run_continued=False, score=event.score / CONTINUED) for event in survived]
+    return [as_fatal(event) for event in events if id(event.record) in skipped]
 
 
 def skipped_steps(log: Log) -> list[Record]:

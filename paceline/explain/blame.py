@@ -165,8 +165,8 @@ def reports_of_leaving(logs: Sequence[Log]) -> list[Record]:
 
 def only_silent_rank(reporting: Set[int | None], logs: Sequence[Log]) -> int | None:
     """The one rank of the job, as far as the logs show its ranks, that reports neither an error nor that it waits for another."""
-    said = {record.rank: record.text for log in logs for record in log.records if record.kind == "line"}  # at last
-    silent = ranks_of_job(logs) - reporting - {rank for rank, text in said.items() if WAITS_FOR_RANK.search(text)}
+    reports = {record.rank: record.text for log in logs for record in log.records if record.kind == "line"}  # at last
+    silent = ranks_of_job(logs) - reporting - {rank for rank, text in reports.items() if WAITS_FOR_RANK.search(text)}
     return silent.pop() if reporting - {None} and len(silent) == 1 else None
 
 

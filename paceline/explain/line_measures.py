@@ -7,7 +7,7 @@ open progress bar prints on the same line, so bars are removed from a line befor
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.explain.lines import has_word
@@ -100,22 +100,7 @@ LABEL_EDGES = " \t:=|,;()[]{}'\"<>│┃-"
 UNCERTAIN = re.compile(
     rf"(?<![a-z]){HELD_OUT_WORD}(?![a-z])|norm|grad|time|eta\b|speed|fps|/s\b|mfu|avg|iou|std|var|cor|r2|acc|auc|\bm?ap|best"
 )
-UNIT = re.compile(r" \((?:s|sec|ms|min|h|%|nats|bits|[KMG]i?B|(?:it|tok)?/s)\)")  # behind the name of a column
-COLUMN_GAP = re.compile(r"\s*[|│┃]\s*|\t+|\s{2,}")
-TABLE_EDGES = " \t|│┃#"
-LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR_NAME})(?:_tra?i?n| [A-Z0-9]+)?$")
 YOLO_ROW = re.compile(r"^\s*\d+/\d+\s+[\d.]+[GM]?\s+(?P<losses>(?:(?:\d+\.\d+|0|nan|inf)\s+){2,5})")  # epoch, memory
-COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost, MLPerf, mmcv's bar, a step and a value
-    r"\| +total_timesteps +\| +(?P<step>\d+) +\||.{0,80}\[timer\.py:\d+:stop\] \d+/(?P<at>\d+), "
-    r"|(?P<iteration>\d{1,9}):\s+learn: (?P<learn>\S+)(?:\s+test: (?P<test>\S+))?\s"
-    r"|.{0,60}?\b(?:Test|Valid(?:ation)?|Val|Eval|Train): ?\[ *(?P<place>\d{1,9})/\d+\]"
-    r"|:{0,3}MLLOG .{0,400}?\"epoch_num\": (?P<epoch>\d{1,9})\b"
-    r"|.{0,60}?\b[Pp]rogress: (?P<done>\d{1,9})/\d+ steps\b"
-    r"|.*\[[> ]*\] \d+/\d+, \d+\.\d task/s, elapsed: "  # of an evaluation, whose count is no step of training
-    r"|(?P<tuple>\()?(?P<n>\d{1,9})(?(tuple),)[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)(?(tuple)\))$"
-)
-STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
-ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
 NUMBER_CELL = re.compile(r"(?i)[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)")
 OTHER_LOSS = re.compile(rf"(?<![a-z])(?:{HELD_OUT_WORD}|best|min|prev){GAP}$", re.IGNORECASE)
 HELD_OUT_BEHIND = re.compile(rf"(?i)loss[_ /]{HELD_OUT_WORD}(?![a-z])")
@@ -342,59 +327,7 @@ def read_value(match: re.Match[str] | None) -> float | None:
     return float(match["value"]) if match else None
 
 
-def read_columns(text: str) -> tuple[str, ...]:
-    """The names of a table's columns; none if no column is a loss."""
-    lowered = text.lower()
-    has_loss = "loss" in lowered or has_word(lowered, ERROR_WORDS)
-    text = UNIT.sub("", text) if has_loss and "(" in text else text
-    names = split_cells(text) if has_loss and not has_word(text, ":={(*") else ()
-    # in a run's own code, which some trainers print: return loss, accuracy
-    is_header = len(names) > 1 and all(name[:1].isalpha() and not name.startswith("return ") for name in names)
-    return names if is_header and any(map(LOSS_COLUMN.search, names)) else ()
-
-
-def split_cells(text: str) -> tuple[str, ...]:
-    """The cells of a table's row, between bars, tabs, spaces or, where there are none of them, commas."""
-    cells = tuple(filter(None, COLUMN_GAP.split(text.strip(TABLE_EDGES))))
-    return tuple(map(str.strip, text.split(","))) if len(cells) == 1 and "," in text else cells
-
-
-def read_row(text: str, columns: Sequence[str]) -> StepLoss | None:
-    """The step and a loss in a row of a table: the first loss that is not finite, of training if there is one."""
-    if not columns or text.strip(TABLE_EDGES)[:1] not in ROW_STARTS:
-        return None
-    cells = split_cells(text)
-    # a row of pandas, whose index has no name and whose NaN is an empty cell; a last cell that is a word is a unit
-    is_frame = len(cells) == len(columns) + 1 and NUMBER_CELL.fullmatch(cells[-1]) is not None
-    row = {name: cell for name, cell in zip(columns, cells[is_frame:], strict=False) if cell != "NaN" or not is_frame}
-    losses = {name: float(row[name]) for name in row if LOSS_COLUMN.search(name) and NUMBER_CELL.fullmatch(row[name])}
-    if len(cells) < len(columns) or not losses:
-        return None
-    training = {name: loss for name, loss in losses.items() if not OTHER_LOSS.search(name[:-4])} or losses
-    name = next((name for name, loss in training.items() if not math.isfinite(loss)), next(iter(training)))
-    counters = sorted(filter(STEP_COLUMN.fullmatch, row), key=lambda name: name.lower().startswith("epoch"))
-    counts = [parse_count(row[name].partition("/")[0]) for name in counters]
-    others = (row.get(name, "") for name in ("reward", "grad_norm"))
-    reward, norm = (float(cell) if NUMBER_CELL.fullmatch(cell) and "n" not in cell.lower() else None for cell in others)
-    step = next((count for count in counts if count is not None), None)
-    held_out = next((loss for other, loss in losses.items() if other not in training and math.isfinite(loss)), None)
-    return StepLoss(step, training[name], grad_norm=norm, name=name, held_out=held_out, reward=reward)
-
-
 def parse_count(text: str) -> int | None:
     """'12,345' -> 12345; None if it is not a whole number of at most 15 digits."""
     digits = text.replace(",", "")
     return int(digits) if digits.isdigit() and digits.isascii() and len(digits) <= MAX_DIGITS else None
-
-
-def read_counter(text: str) -> StepLoss | None:
-    """The step on a line that reports one in a form of its own, and NaN where the value beside it is NaN."""
-    if (match := COUNTED.match(text)) is None:
-        return None
-    counts = match.group("step", "at", "n", "iteration", "place", "epoch", "done")
-    step = parse_count(next(filter(None, counts), ""))
-    if match["learn"]:
-        values = match.group("learn", "test")
-        learn, test = (float(value) if value and NUMBER_CELL.fullmatch(value) else None for value in values)
-        return StepLoss(step, learn, held_out=test)
-    return StepLoss(step, math.nan if match["value"] == "nan" else None)

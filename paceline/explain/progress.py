@@ -20,15 +20,13 @@ from paceline.explain.line_measures import (
     StepLoss,
     in_english,
     labelled_values,
-    read_columns,
-    read_counter,
     read_memory,
-    read_row,
     read_speed,
     read_step_and_loss,
     read_value,
     strip_bars,
 )
+from paceline.explain.line_rows import read_columns, read_counter, read_row
 from paceline.explain.lines import MAX_RANKS, LogLine, has_word
 from paceline.noise import ABRUPT
 

@@ -13,7 +13,8 @@ from rows import with_rows
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
 from paceline.explain.explanation import Explanation, format_explanation
-from paceline.explain.line_measures import read_columns, read_step_and_loss
+from paceline.explain.line_measures import read_step_and_loss
+from paceline.explain.line_rows import read_columns
 from paceline.explain.log_curves import rise_since
 from paceline.explain.reader import read_log
 from paceline.explain.run_folder import explain

@@ -9,7 +9,8 @@ import pytest
 from log_samples import read
 from rows import with_rows
 
-from paceline.explain.line_measures import StepLoss, read_columns, read_row
+from paceline.explain.line_measures import StepLoss
+from paceline.explain.line_rows import read_columns, read_row
 from paceline.explain.run_folder import explain
 
 TABLE = Path(__file__).parent / "trainers.toml"

@@ -51,6 +51,7 @@ NOT_FORWARDER = re.compile(r"Error\b|Exception\b|(?i:loss|epoch|step|iter)|[\"']
 PARTS = re.compile(r"(\d+|\s+)")
 CLOCK = re.compile(r"\d:\d\d")
 LEVEL = re.compile(r"\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL)\b")
+COUNT = re.compile(r"\[?(\d{1,9})\]?\s")
 RANK = re.compile(r"(?i)\brank\W?(\d{1,6})\b|\[(\d{1,6})\]<std")
 NOT_IN_NAME = re.compile(r"[^\w.-]+")
 MIN_WIDTH, MAX_WIDTH = 60, 400  # characters of a line
@@ -118,7 +119,7 @@ class ForwardedLines:
         """Learns the prefix of all lines, which differs in its digits."""
         texts = [line for line in lines if line.strip()]
         sample = [read_text(line) for line in texts[:: 1 + len(texts) // MAX_SAMPLE]]
-        if not (shape := shared_shape(sample)):
+        if not (shape := shared_shape(sample)) or counts_up(sample):
             return
         start = re.compile(pattern_of(shape.strip()) + (r"\s" if shape.endswith(" ") else ""))
         ends = [(line, match.end()) for line in sample if (match := start.match(line))]
@@ -141,6 +142,13 @@ class ForwardedLines:
             if match := pattern.match(raw):
                 return match[1] + origin_of(match[2].decode("utf-8", "replace")).encode() + raw[match.end() :]
         return raw
+
+
+def counts_up(texts: Sequence[str]) -> bool:
+    """Whether all lines begin with a count, such as [5] of an iteration, that rises often and never falls."""
+    counts = [int(match[1]) for text in texts if (match := COUNT.match(text))]
+    steps = [after - before for before, after in pairwise(counts)]
+    return len(counts) == len(texts) and min(steps, default=0) >= 0 and 3 * sum(map(bool, steps)) >= len(steps) > 0
 
 
 class WrappedLines:

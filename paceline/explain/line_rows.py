@@ -13,6 +13,12 @@ UNIT = re.compile(r" \((?:s|sec|ms|min|h|%|nats|bits|[KMG]i?B|(?:it|tok)?/s)\)")
 COLUMN_GAP = re.compile(r"\s*[|│┃]\s*|\t+|\s{2,}")
 TABLE_EDGES = " \t|│┃#"
 LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR_NAME})(?:_tra?i?n| [A-Z0-9]+)?$")
+# of XGBoost and LightGBM: [5] train-rmse:0.25 eval-rmse:0.68, and [5] training's l2: 0.25 valid's l2: 0.68
+BOOSTED = re.compile(r"\[(?P<step>\d{1,9})\](?=\s+[\w ]+?(?:-|'s )[\w@.]+: ?[-\d.ni])")
+BOOSTED_VALUE = re.compile(r"(?P<part>[\w ]+?)(?:-|'s )(?P<name>[\w@.]+): ?(?P<value>[-+]?(?:\d\S*|nan|inf))(?=\s|$)")
+LOWER_IS_BETTER = re.compile(
+    r"(?:\w*logloss|m?error|l[12]|rms\w+|ma[ep]\w*|\w*_error|cross_entropy|\w*nloglik|huber|quantile)$"
+)
 COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost, MLPerf, mmcv's bar, a step and a value
     r"\| +total_timesteps +\| +(?P<step>\d+) +\||.{0,80}\[timer\.py:\d+:stop\] \d+/(?P<at>\d+), "
     r"|(?P<iteration>\d{1,9}):\s+learn: (?P<learn>\S+)(?:\s+test: (?P<test>\S+))?\s"
@@ -20,6 +26,7 @@ COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost,
     r"|:{0,3}MLLOG .{0,400}?\"epoch_num\": (?P<epoch>\d{1,9})\b"
     r"|.{0,60}?\b[Pp]rogress: (?P<done>\d{1,9})/\d+ steps\b"
     r"|.*\[[> ]*\] \d+/\d+, \d+\.\d task/s, elapsed: "  # of an evaluation, whose count is no step of training
+    r"|(?P<row>\d{1,9}) (?P<part>train|val|hella) (?P<number>\d+\.\d+(?:e[-+]?\d+)?|nan|inf)$"  # build-nanogpt
     r"|(?P<tuple>\()?(?P<n>\d{1,9})(?(tuple),)[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)(?(tuple)\))$"
 )
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
@@ -33,7 +40,9 @@ def read_columns(text: str) -> tuple[str, ...]:
     text = UNIT.sub("", text) if has_loss and "(" in text else text
     names = split_cells(text) if has_loss and not has_word(text, ":={(*") else ()
     # in a run's own code, which some trainers print: return loss, accuracy
-    is_header = len(names) > 1 and all(name[:1].isalpha() and not name.startswith("return ") for name in names)
+    is_header = len(names) > 1 and all(
+        name.strip("_")[:1].isalpha() and not name.startswith("return ") for name in names
+    )
     return names if is_header and any(map(LOSS_COLUMN.search, names)) else ()
 
 
@@ -69,10 +78,30 @@ def read_counter(text: str) -> StepLoss | None:
     """The step on a line that reports one in a form of its own, and NaN where the value beside it is NaN."""
     if (match := COUNTED.match(text)) is None:
         return None
-    counts = match.group("step", "at", "n", "iteration", "place", "epoch", "done")
+    counts = match.group("step", "at", "n", "iteration", "place", "epoch", "done", "row")
     step = parse_count(next(filter(None, counts), ""))
+    if match["part"]:
+        value, name = float(match["number"]), "loss" if match["part"] == "train" else "eval_loss"
+        return StepLoss(step, None, score=value) if match["part"] == "hella" else StepLoss(step, value, name=name)
     if match["learn"]:
         values = match.group("learn", "test")
         learn, test = (float(value) if value and NUMBER_CELL.fullmatch(value) else None for value in values)
         return StepLoss(step, learn, held_out=test)
     return StepLoss(step, math.nan if match["value"] == "nan" else None)
+
+
+def read_boosting(text: str) -> StepLoss | None:
+    """The iteration of a line of XGBoost or LightGBM, with the error on what is trained on and on the last other set."""
+    if (match := BOOSTED.match(text)) is None:
+        return None
+    values = [item for item in BOOSTED_VALUE.finditer(text, match.end()) if NUMBER_CELL.fullmatch(item["value"])]
+    name = next((item["name"] for item in values if LOWER_IS_BETTER.match(item["name"])), None)
+    errors = {item["part"].strip(): float(item["value"]) for item in values if item["name"] == name}
+    trained = next((part for part in errors if part.startswith(("train", "learn"))), None)
+    held_out = next((errors[part] for part in reversed(errors) if part != trained), None)
+    step = parse_count(match["step"])
+    return (
+        StepLoss(step, held_out, name="eval_loss")
+        if trained is None
+        else StepLoss(step, errors[trained], held_out=held_out)
+    )

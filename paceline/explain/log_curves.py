@@ -51,6 +51,7 @@ from paceline.explain.verdict import NAN
 from paceline.noise import MIN_POINTS, SPIKE, START_RISE, STRETCHES, STUCK_FALL, is_level, is_stuck, median
 
 LOG_RISE = 1.0  # of a loss that was higher at first
+BOTH_RISE = 0.4  # of one beside evaluations that have risen by as much
 EXPLODED = 1e3  # times its first points, or 1
 PART_RISE = 9.0  # of one whose first steps are not in the log
 ZEROS, ZERO_REWARDS, SAME_REWARDS, LOST_REWARDS = 3, 10, 40, 20  # on the lines of a log, if no others are there
@@ -124,7 +125,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         trained = [point.value for point in points["losses"] if point.name != "eval_loss"]
         guesses += find_half(losses, trained, points["accuracies"])
     findings = [
-        *(rise for item in rising for rise in find_rises([item], least_rise(item))),
+        *(rise for item in rising for rise in find_rises([item], least_rise(item, evaluations))),
         *(find_steady_rises(rising, evaluations) if not parts else ()),
         *find_explosions(parts),
         *still,
@@ -354,12 +355,21 @@ def rise_since(series: MetricSeries, at: int) -> CurveFinding | None:
     return CurveFinding(DIVERGED, series, at) if has_risen else None
 
 
-def least_rise(series: MetricSeries) -> float:
-    """The share of its lowest level by which a loss must rise: less where it ends above its first points, more in a later part."""
+def least_rise(series: MetricSeries, evaluations: Sequence[MetricSeries]) -> float:
+    """The share of its lowest level by which a loss must rise: less where it ends above its first points or where each loss of
+    evaluations has risen as well, more in a later part."""
     if not is_whole(series):
         return PART_RISE
+    if series not in evaluations and evaluations and all(map(ends_high, evaluations)):
+        return BOTH_RISE
     last = list(filter(math.isfinite, series.values[-STRETCHES[0] :]))
     return START_RISE if last and median(last) > max(series.values[:SPIKE]) else LOG_RISE
+
+
+def ends_high(series: MetricSeries) -> bool:
+    """Whether the last of many evaluations have a loss far above the lowest."""
+    values = list(filter(math.isfinite, series.values))
+    return len(values) >= MIN_POINTS and median(values[-SPIKE:]) > (1 + BOTH_RISE) * min(values) > 0
 
 
 def hardly_moves(series: MetricSeries) -> bool:

@@ -26,7 +26,7 @@ from paceline.explain.line_measures import (
     read_value,
     strip_bars,
 )
-from paceline.explain.line_rows import read_columns, read_counter, read_row
+from paceline.explain.line_rows import read_boosting, read_columns, read_counter, read_row
 from paceline.explain.lines import MAX_RANKS, LogLine, has_word
 from paceline.noise import ABRUPT
 
@@ -388,7 +388,7 @@ def reports_progress(text: str) -> bool:
 
 def read_line(text: str, bar: StepLoss | None) -> StepLoss | None:
     """What a line reports that is no row of a table; bar: the progress bar that was removed from it."""
-    return read_step_and_loss(text) or bar or read_counter(text)
+    return read_boosting(text) or read_step_and_loss(text) or bar or read_counter(text)
 
 
 def store(points: list[Point], point: Point) -> None:

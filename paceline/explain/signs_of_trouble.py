@@ -13,7 +13,7 @@ from paceline.explain.explanation import Evidence, Record, shorten
 from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.lines import IGNORABLE, WARNING_LINE, split_prefix
-from paceline.explain.log import PROMPT, SAVED, Log
+from paceline.explain.log import PROMPT, Log
 from paceline.explain.matches import Event, as_fatal, matches_of_message
 from paceline.explain.run_bounds import failed_at_import, shape_of
 from paceline.explain.survival import (
@@ -152,14 +152,6 @@ IDLE_EPOCH = re.compile(
 EPOCH_END = re.compile(r"(?i)\bepoch\b.*(?:\b(?:batches|steps)\b|\b(?:end|ended|done|finished|completed?)\b)")
 MIN_IDLE = 2  # epochs
 NO_RESULT = re.compile(r"(?i)\b(?:core|dump|config\w*|log|settings)\b")  # what was written at the start, or by a crash
-FAILED_SAVE = re.compile(
-    r"(?i)\b(?:could not|couldn't|can ?not|can't|failed to|unable to) (?:save|write)\b.{0,20}"
-    r"\b(?:checkpoint|model|weights)\b(?! (?:graph|plot|summary))"
-    r"|\b(?:checkpoint|model|weights) (?:could not be|was not) (?:saved|written)"
-    r"|\b(?:sav|writ)ing .{0,20}(?:checkpoint|model) failed"
-)
-LOSS_ALONE = re.compile(r"[-+]?\d+\.\d{6,}(?:e[-+]\d+)?|tensor\([-+]?\d+\.\d+, .*grad_fn=.*\)")
-MIN_ZEROS = 5  # evaluations
 IDLE_TRAINING = re.compile(r"'train_runtime': '?0(?:\.\d+)?'?, .*'train_loss': '?0(?:\.0*)?'?[,}]")  # within a second
 # lines of a log without progress: of ordinary output to its end, and below which an end that only announces work counts
 MIN_LINES, MIN_OUTPUT = 8, 50
@@ -360,24 +352,6 @@ def errors_behind_progress(log: Log) -> list[Evidence]:
 def idle_trainings(log: Log) -> list[Evidence]:
     """The lines at the end in which transformers reports a training that took no step."""
     return [Evidence(number, shorten(text)) for number, text in log.last_lines if IDLE_TRAINING.search(text)]
-
-
-def describe_doubts(logs: Sequence[Log]) -> tuple[str, ...]:
-    """Notes on a healthy log: saves that fail up to its end, evaluations that score 0, one number again and again."""
-    notes = []
-    for log in logs:
-        failed = [record for record in log.records if FAILED_SAVE.search(record.text)]
-        last = failed[-1].line if failed else 0
-        if len(failed) > 1 and not any(line > last and SAVED.search(text) for line, text in log.last_lines):
-            text = shorten(failed[-1].text.splitlines()[0])
-            notes.append(f"{len(failed)} saves failed, the last one in line {last:,}: {text}")
-        if len(log.scores) >= MIN_ZEROS and not any(point.value for point in log.scores):
-            advice = "print a few predictions beside their labels, as the metric gets them"
-            notes.append(f"all {len(log.scores)} evaluations have a score of 0: {advice}")
-        texts = {split_prefix(text).text for _, text in log.last_lines}
-        if len(texts) == 1 and len(log.last_lines) >= MIN_LINES and LOSS_ALONE.fullmatch(min(texts)):
-            notes.append(f"the last lines are one number, {min(texts)}: if it is a loss, nothing is learned")
-    return tuple(dict.fromkeys(notes))
 
 
 def idle_epochs(logs: Sequence[Log]) -> tuple[Evidence, ...]:

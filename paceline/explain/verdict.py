@@ -50,6 +50,7 @@ from paceline.explain.sentences import (
     ONE_LOG,
     ONE_LOG_PER_RANK,
     clean_values,
+    describe_doubts,
     describe_ranks,
     describe_survived,
     fill_template,
@@ -62,7 +63,6 @@ from paceline.explain.sentences import (
 from paceline.explain.signs_of_trouble import (
     LAST_CHECKED,
     RECORDS_STOP,
-    describe_doubts,
     ends_in,
     ends_well,
     errors_behind_progress,

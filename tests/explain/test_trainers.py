@@ -211,6 +211,58 @@ def test_a_column_of_losses_that_stays_nan_is_a_failure(header, row, first):
     assert explained(header, *reversed(rows)).cause == "healthy"
 
 
+BOOSTING = {
+    "XGBoost": "[{n}]\ttrain-rmse:{a:.5f}\teval-rmse:{b:.5f}\n",
+    "LightGBM": "[{n}]\ttraining's l2: {a:g}\tvalid_0's l2: {b:g}\n",
+    "build-nanogpt": "{n} train {a:.6f}\n{n} val {b:.4f}\n",
+    "fastai": "{n}         {a:.6f}    {b:.6f}    0.512000  00:01     \n",
+    "skorch": "     {n}        \x1b[36m{a:.4f}\x1b[0m       0.5000        \x1b[35m{b:.4f}\x1b[0m  0.0841\n",
+}
+HEADERS = {
+    "fastai": "epoch     train_loss  valid_loss  _rmse     time    \n",
+    "skorch": "  epoch    train_loss    valid_acc    valid_loss     dur\n-------  ------------  -----------  ------\n",
+}
+
+
+@with_rows("trainer", BOOSTING)
+def test_rows_without_a_word_for_the_step_are_curves(trainer):
+    header, row = HEADERS.get(trainer, ""), BOOSTING[trainer]
+    steps = range(0, 300, 5)
+
+    def rows(train, held_out):
+        return header + "".join(row.format(n=n, a=train(n / 300), b=held_out(n / 300)) for n in steps)
+
+    healthy = explained(rows(lambda at: 2 - at, lambda at: 2.1 - at))
+    assert (healthy.cause, healthy.progress.last_step) == ("healthy", 295)
+    assert explained(rows(lambda at: 2 - 1.9 * at, lambda at: 1.5 + 3 * (at - 0.2) ** 2)).cause == "validation-turns-up"
+    assert explained(rows(lambda at: 10 ** (8 * at), lambda at: 10 ** (8 * at))).cause == "loss-diverged"
+    half = explained(rows(lambda at: 2 - at if at < 0.5 else math.nan, lambda at: math.nan))
+    assert (half.cause, half.step) == ("loss-nan", 145 if trainer == "build-nanogpt" else 150)
+
+
+def test_counts_of_iterations_in_brackets_are_no_prefix_of_a_launcher():
+    line = "[{n}]\tvalid's auc: 0.{n}\n"
+    assert explained("".join(line.format(n=n) for n in range(10, 40))).progress.last_step == 39
+    ranks = "".join(f"[{n % 2}] step {n} loss 2.{n}\n" for n in range(10, 40))
+    assert explained(ranks, "[1] RuntimeError: CUDA error: out of memory\n").rank == 1
+
+
+def test_a_loss_rises_less_where_that_of_evaluations_rises_too():
+    def log(train, held_out):
+        return "".join(
+            f"{n} train {train(n):.4f}\n" + (f"{n} val {held_out(n):.4f}\n" if n % 5 == 0 else "") for n in range(300)
+        )
+
+    def falling(n):
+        return 8 * 0.97**n + 3 + 0.01 * (n % 3)
+
+    def rising(n):
+        return falling(n) + (2.2 if n > 240 else 0)
+
+    assert explained(log(rising, rising)).cause == "loss-diverged"
+    assert explained(log(rising, falling)).cause == "healthy"
+
+
 def test_a_validation_loss_alone_that_is_nan_in_a_table_is_no_failure():
     assert explained(NOTEBOOK, "".join(f"{n}\t{3 - n / 9}\tnan\n" for n in range(8))).cause == "healthy"
 

@@ -47,7 +47,7 @@ FORWARDER = re.compile(  # digits as 0: a time or a number alone, a level with n
     r"|[\w.-]*-\d[\w.-]* (?:[\w.-]+ )?|std(?:err|out): ?|[A-Za-z][\w.-]*\d: ?|\W.{0,60}[\])|>]:? ?|.*\d:\d.* [\w.-]*\d[\w.-]* "
 )
 ERROR_LEVEL = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b")
-NOT_FORWARDER = re.compile(r"Error\b|Exception\b|(?i:loss|epoch|step|iter)|[\"']|(?<!rank)=")
+NOT_FORWARDER = re.compile(r"\bTrial \d|Error\b|Exception\b|(?i:loss|epoch|step|iter)|[\"']|(?<!rank)=")
 PARTS = re.compile(r"(\d+|\s+)")
 CLOCK = re.compile(r"\d:\d\d")
 LEVEL = re.compile(r"\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL)\b")

@@ -71,7 +71,8 @@ TITLE = re.compile(rb"(?i)\W*(?:test|validation|evaluation)\b[^\n]{0,12}:\s*$") 
 RARE = 0.25  # losses are sampled on their own where they stand in a smaller share of the lines
 SHELL_WORD = r"Killed|Aborted|Terminated|Bus error|User defined signal [12]"  # of a process that a signal ended
 SIGNAL = re.compile(
-    r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
+    r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b(?! was installed)"
+    r"|[Ss]ignal:? \d+|Segmentation fault|core dumped"
     rf"|^(?:.*: line \d+: +\d+ )?(?:{SHELL_WORD}|Illegal instruction)\b|Signals\.SIG"
     r"|^fish: Job \d+, .* terminated by signal"
     r"|^(?:zsh: |\[\d+\] +[-+] +\d+ )(?:killed|segmentation fault|abort|bus error|terminated|illegal hardware instruction)\b"

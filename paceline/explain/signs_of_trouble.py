@@ -37,7 +37,7 @@ TROUBLE = re.compile(
 )
 NAME = re.compile(  # of an argument or a test, with such a word in it
     r"\b[\w-]*(?:error|exception|fail|timeout|abort|kill|invalid|crash)[a-z]*_\w+"
-    r"|\b[\w-]+[_-](?:errors?|exceptions?|timeout|invalid)\b\s*[=<>|]+"
+    r"|\b[\w-]+[_-](?:errors?|exceptions?|timeout|invalid)\b\s*[=<>|]+|^\W*[A-Z]+_[A-Z_]+: "
 )
 WEAK, MAX_WEAK = re.compile(r"(?i)cannot|can't|unable"), 80  # where a sentence begins so; further on it is prose
 MIN_REPEATED = 3  # suspicious lines that are alike, far from the end: the program went on each time
@@ -54,7 +54,7 @@ RESULT = re.compile(  # of work that ended
     r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
     r"|(?:[a-z]+ ){0,3}(?:suite|pipeline|experiment|benchmark|simulation|workflow)s?(?: (?!\d+/|\w+ly )\S+)?"
     r" (?:completed?|finished|done)\W*$"
-    r"|(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far))|finished \w+ on 20\d\d-"
+    r"|(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far))|finished \w+ on 20\d\d-|finish(?:ed)? \w+ in:? \d"
     rf"|{PREPARED}.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$"
     rf"|{PREPARED}(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$|\{{\"(?:summary|results?|metrics)\": ?[\[{{][\"\d{{]"
     # datasets' bar, llama-bench
@@ -96,7 +96,7 @@ NO_TROUBLE = re.compile(
     r"|^\W*(?:pred|true|predicted|actual) (?:error +\d|\w+ +(?:pred|true|predicted|actual) error$)"
     r"|\b(?:errors?|failed) (?:encountered|(?!rank|gpu|device|node|host|worker)\w+e?s): 0\b"
     r"|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|\b(?:train\w*|test|valid\w*) error\b[^:=]{0,30}[:=] ?\d*\.\d"
-    r"|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)"
+    r"|\((?:\w+ )?error(?: \w+)?\) ?[:=] ?\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)"
     r"|^exception raised from \w+ at \S+:\d+"  # the head of a stack of C++
     r"|unable to register cu\w+ factory|^non-resource variables are not supported in the long term"
     r"|loopback address as fallback"

@@ -266,6 +266,30 @@ def test_ordinary_output_whose_last_line_only_announces_work_shows_no_run(last):
     assert verdict(f"{output}{last}\n{output}").cause == "healthy"
 
 
+@with_rows(
+    "line",
+    [
+        "    KILL_LOSS_EXPLOSION_FACTOR: 0.0",
+        "E_MSE (Error Power) = 70.52",
+        "W0228 19:57:11.06 35570 controller.cpp:1606] SIGINT was installed with 1",
+    ],
+)
+def test_a_word_of_trouble_in_a_setting_or_a_measure_is_none(line):
+    output = "".join(f"item {chr(97 + n % 26)} of the list has {n} parts\n" for n in range(20))
+    assert verdict(f"{output}{line}\n{output}").cause == "healthy"
+    failed = (
+        line.replace("0.0", "failed").replace("70.52", "too large").replace("was installed with 1", "received, exiting")
+    )
+    assert verdict(f"{output}{failed}\n").cause != "healthy"
+
+
+def test_trials_of_a_search_that_all_lines_report_are_its_work():
+    at = "[I 2025-11-21 15:58:{:02},287] Trial {} finished with value: 1.2{} and parameters: {{'lr': 0.1}}. Best is trial 0.\n"
+    assert (
+        verdict("".join(at.format(n, n, n) for n in range(9)) + "{'input_size': 168, 'lr': 0.1}\n").cause == "healthy"
+    )
+
+
 def test_a_loss_that_is_written_as_zero_while_all_outputs_are_nan_is_nan():
     line = "{{'loss': {}, 'rewards/chosen': nan, 'logps/chosen': nan, 'logits/chosen': nan, 'epoch': 0.{}}}\n"
     mean = "{'train_runtime': 4730.6, 'train_loss': 700461828.4, 'epoch': 1.0}\n  train_loss   =  700461828.4\n"

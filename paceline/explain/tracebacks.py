@@ -92,6 +92,11 @@ STATEMENT_SHOWN = tuple(  # messages that need their statement below them, and w
         (r"TypeError: [A-Z]\w*\.__init__\(\) got an unexpected keyword argument '\w+'$", r"\(\*\*"),
         (r"KeyError: ", r"\b(?:stoi|vocab|ck|ckpt|checkpoint|\w+(?:to|2)_?i(?:d|x|dx|ndex|nt)s?)\["),
         (r"TypeError: 'NoneType' object is not subscriptable", r"(?<!\])\[['\"][\w.-]+['\"]\]\[[^\]]*\](?!\[)"),
+        (r"TypeError: 'NoneType' object is not iterable$", r"\bin self\.types\)"),
+        (
+            r"\w+Error: index -?\d+ is out of bounds for dim",
+            r"\bgather\(.*\b(?:target|label)s?\b|\bnew_zeros\(size\)\.scatter",
+        ),
         (r"BrokenPipeError: ", r"\bprint\(|\bsys\.std(?:out|err)\.(?:write|flush)\("),
         (r"ValueError: (?:could not convert string to float|invalid literal for int\(\))", r"\b(?:environ|getenv)\b"),
         (r"AttributeError: Can't get attribute ", r"\b(?:pickle|joblib|dill|cloudpickle)\.loads?\("),

@@ -393,5 +393,8 @@ def unproven(explanation: Explanation, flat: MetricSeries) -> Explanation:
     summary = (
         f"no failure found, but the loss hardly moves: {flat.name} {first} to {last} over {len(flat.values):,} reports"
     )
-    fix = "check the learning rate, that the weights are those that were meant to be loaded, and that the labels are not masked"
+    fix = (
+        "check the learning rate, that the weights are those that were meant to be loaded, that the inputs differ from sample"
+        " to sample, and that the labels are not masked"
+    )
     return replace(explanation, cause=UNKNOWN, confidence=0.0, summary=summary, fix=fix, curves=(show_curve(flat),))

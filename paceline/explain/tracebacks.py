@@ -74,8 +74,11 @@ RAISED = re.compile(
 )
 BARE_ASSERTION = re.compile(r"^AssertionError:?\s*$")
 LONELY_TYPE = re.compile(r"^((?:\w+\.)*\w+:) *\n(?=\S)")  # its message is on the next line, as rich breaks it
-# what huggingface_hub and torch.load write above a blank line and the rest of the message
-BEFORE_BLANK = re.compile(r"\(Request ID: [^)]*\)$|WeightsUnpickler error: *$")
+# what huggingface_hub, torch.load and Keras write above a blank line and the rest of the message
+BEFORE_BLANK = re.compile(
+    r"\(Request ID: [^)]*\)$|WeightsUnpickler error: *$"
+    r"|: Exception encountered when calling \w+\.call\(\)\.$|Example error message for object <.*>:$"
+)
 # whose statement says what was empty or never begun, or that a file was to be written
 SHOWN_WITH_SOURCE = ("ZeroDivisionError: ", "IndexError: list index out of range", "UnboundLocalError: ")
 STATEMENT_SHOWN = tuple(  # messages that need their statement below them, and what it contains then
@@ -89,6 +92,11 @@ STATEMENT_SHOWN = tuple(  # messages that need their statement below them, and w
         (r"TypeError: [A-Z]\w*\.__init__\(\) got an unexpected keyword argument '\w+'$", r"\(\*\*"),
         (r"KeyError: ", r"\b(?:stoi|vocab|ck|ckpt|checkpoint|\w+(?:to|2)_?i(?:d|x|dx|ndex|nt)s?)\["),
         (r"TypeError: 'NoneType' object is not subscriptable", r"(?<!\])\[['\"][\w.-]+['\"]\]\[[^\]]*\](?!\[)"),
+        (r"TypeError: 'NoneType' object is not iterable$", r"\bin self\.types\)"),
+        (
+            r"\w+Error: index -?\d+ is out of bounds for dim",
+            r"\bgather\(.*\b(?:target|label)s?\b|\bnew_zeros\(size\)\.scatter",
+        ),
         (r"BrokenPipeError: ", r"\bprint\(|\bsys\.std(?:out|err)\.(?:write|flush)\("),
         (r"ValueError: (?:could not convert string to float|invalid literal for int\(\))", r"\b(?:environ|getenv)\b"),
         (r"AttributeError: Can't get attribute ", r"\b(?:pickle|joblib|dill|cloudpickle)\.loads?\("),

@@ -176,6 +176,25 @@ def test_the_path_of_missing_data_is_whole_however_python_shows_it(shown, path):
     assert f"the training data {path} does not exist" in explanation.summary
 
 
+INDEX = "RuntimeError: index 2 is out of bounds for dimension 1 with size 2"
+NO_ITEM = "TypeError: 'NoneType' object is not iterable"
+NO_ARGUMENT = "TypeError: Linear.__init__() got an unexpected keyword argument 'hidden'"
+
+
+@pytest.mark.parametrize(("error", "statement", "cause"), [
+    (INDEX, "loss = -logprobs.gather(dim=-1, index=target.unsqueeze(1))", "device-side-assert-index"),
+    (INDEX, "return src.new_zeros(size).scatter_add_(dim, index, src)", "device-side-assert-index"),
+    (INDEX, "best = hidden.gather(1, positions)", "user-code-exception"),
+    (NO_ITEM, "types = L(t if is_listy(t) else [t] for t in self.types).concat()", "dataset-empty"),
+    (NO_ITEM, "for name in self.names:", "user-code-exception"),
+    (NO_ARGUMENT, "return instance_or_cls(**kwargs)", "config-error"),
+    (NO_ARGUMENT, "return layer(4, hidden=8)", "version-mismatch"),
+])  # fmt: skip
+def test_the_statement_shows_whose_mistake_a_message_is(error, statement, cause):
+    frames = f'Traceback (most recent call last):\n  File "/env/site-packages/a/b.py", line 3, in f\n    {statement}\n'
+    assert explain_text(f"{frames}{error}\n").cause == cause
+
+
 def test_the_statement_shows_which_setting_of_the_environment_is_no_number():
     frames = 'Traceback (most recent call last):\n  File "a.py", line 2, in <module>\n    n = int(os.environ["N"])\n'
     fix = explain_text(f"{frames}ValueError: invalid literal for int() with base 10: 'auto'\n").fix

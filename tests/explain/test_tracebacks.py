@@ -183,6 +183,17 @@ def test_what_torch_load_found_stands_behind_a_blank_line():
     assert "git lfs pull" in answers[0].fix
 
 
+@pytest.mark.parametrize(("head", "is_whole"), [
+    ("ValueError: Exception encountered when calling Sequential.call().", True),
+    ("ValueError: A total of 2 objects could not be loaded. Example error message for object <Dense name=d>:", True),
+    ("ValueError: a call failed.", False),
+])  # fmt: skip
+def test_what_keras_found_stands_behind_a_blank_line(head, is_whole):
+    reason = "Input 0 with name 'None' of layer 'dense' is incompatible with the layer: expected axis -1"
+    (record,) = exceptions(read(TRACEBACK.replace("ValueError: sample 1841 has 3 fields", f"{head}\n\n{reason}")))
+    assert (reason in record.text) == is_whole
+
+
 def test_a_warning_is_no_part_of_the_message_before_it():
     text = TRACEBACK + "/opt/xgb/compat.py:36: FutureWarning: pandas.Int64Index is deprecated\n"
     assert [record.text for record in exceptions(read(text))] == ["ValueError: sample 1841 has 3 fields"]

@@ -169,9 +169,8 @@ def runs_show(args: run_options.RunsShowOptions) -> None:
 
 
 def label_run(args: run_options.RunsTagOptions | run_options.RunsNoteOptions) -> None:
-    from paceline.watch.about import edit_note, edit_tags
-
-    print(edit_tags(args) if isinstance(args, run_options.RunsTagOptions) else edit_note(args))
+    about = import_module("paceline.watch.about")
+    print(about.edit_tags(args) if isinstance(args, run_options.RunsTagOptions) else about.edit_note(args))
 
 
 def report(args: run_options.ReportOptions) -> None:
@@ -231,6 +230,7 @@ def evaluate(args: run_options.EvalOptions) -> None:
     for folder, dataset in data_of_runs(folders, other=args.data, text_field=args.text_field):
         result = evaluate_run(folder, args, dataset=dataset)
         print(json.dumps(result) if args.json else format_evaluation(result), flush=True)
+        import_module("paceline.watch.about").record_evaluation(folder, result, args)
 
 
 def sample(args: run_options.SampleOptions) -> None:

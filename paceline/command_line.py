@@ -14,7 +14,7 @@ import shlex
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,9 +45,10 @@ def positional(value: str, about: str, *, default: Any = MISSING, **attributes: 
     return option(default, about, value=value, positional=True, **attributes)
 
 
-def keys_of(owner: type, *, names: Sequence[str] = (), foreign: Callable[..., list[str]] = lambda args, _: args) -> Any:
-    """A field that holds which fields of `owner` are set. foreign: gives other trainers' flags in the arguments our names."""
-    return field(default_factory=dict, metadata={"owner": owner, "names": tuple(names), "foreign": foreign})
+def keys_of(owner: type, **attributes: Any) -> Any:
+    """A field with the set fields of `owner`. names: that it takes; shown: in help; foreign: renames other trainers' flags."""
+    usual = {"names": (), "shown": (), "foreign": lambda args, _: args}  # empty: all
+    return field(default_factory=dict, metadata={"owner": owner, **usual, **attributes})
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Parameter:
     @property
     def help(self) -> str:
         """The text of its line in --help, with the default; that of None is in the text, after `auto:`."""
-        if self.is_switch or self.default in (..., (), ""):
+        if self.is_switch or self.default in (..., (), "") or self.about == argparse.SUPPRESS:
             return self.about
         shown = f"{self.default:g}" if isinstance(self.default, float) else self.default
         return self.about if shown is None else f"{self.about} [{shown}]"
@@ -198,6 +199,8 @@ def parameters_of(owner: type) -> dict[str, Parameter]:
         if "owner" in item.metadata:
             own, keys = inspect.get_annotations(owner), parameters_of(item.metadata["owner"])
             keys = {name: keys[name] for name in item.metadata["names"] or keys if name not in parameters}
+            hidden = [name for name in keys if name not in (item.metadata["shown"] or keys)]
+            keys |= {name: replace(keys[name], about=argparse.SUPPRESS) for name in hidden}
             parameters = {name: parameters[name] for name in parameters if name in own} | keys | parameters
     return parameters
 

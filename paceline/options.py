@@ -17,6 +17,7 @@ from paceline.other_names import with_our_flags
 RUN = "the run's folder, or its name under --runs-dir"
 CONFIG = "a name of `paceline configs`, a .toml file, or a .py file of plain `key = literal` lines; auto: tiny"
 ANY_RUN = "a run's folder or name, or a log file of any training"
+DATA_KEYS = ("data", "val_data", "text_field", "tokenizer", "vocab_size", "sequence_len", "packing", "cache_dir")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 TRACKER_NAMES = f"these trackers, separated by commas: {', '.join(TRACKERS)}"
 
@@ -372,11 +373,12 @@ class DataOptions(JsonOption, ConfigOptions):
     """Turn text into token shards, as `train` does before it starts.
 
     JSON lines, Parquet and datasets have their text in the field that --text-field names; without it in `text`, or in an only field
-    of strings named `content`, `body` ...
+    of strings named `content`, `body` ... Any other key of `train` may stand here too, for the command that is printed at the end.
 
     $ paceline data prepare --data ~/books --vocab-size 32768
     """
 
+    keys: Mapping[str, Any] = keys_of(Config, shown=DATA_KEYS, foreign=with_our_flags)
     verify: bool = option(False, "hash every shard and compare")
 
 

@@ -162,6 +162,8 @@ class DeviceOption(Options):
 class EvalOptions(JsonOption, RunsOption, StepOption, DeviceOption):
     """Measure bits per byte of a run's model on all held-out text, or on all of another text; of several runs one after the other.
 
+    The result is added to evals.jsonl in the run's folder: `paceline runs show` has it, and so have the pages of `watch`.
+
     $ paceline eval books letters --data builtin
     """
 
@@ -183,7 +185,7 @@ class SampleOptions(JsonOption, RunsOption, StepOption, DeviceOption):
 
     run: str = positional("RUN", RUN)
     prompt: str = option("", "how the text begins; -: read it from standard input")
-    num: int = option(1, "texts", low=1, high=10**6)
+    num: int = option(1, "texts; one where --temperature is 0, since all would be equal", low=1, high=10**6)
     tokens: int = option(200, "tokens of each text, at most", low=1, high=10**6)
     temperature: float = option(0.8, "0 always takes the likeliest token", low=0, high=1e3)
     top_k: int = option(50, "choose among this many of the likeliest tokens; 0: among all", low=0, high=10**6)

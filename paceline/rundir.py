@@ -52,6 +52,7 @@ class RunDir:
     findings = Entry("findings.json")  # the findings of the checks before the last attempt
     events = Entry("events.jsonl")  # what happened: attempts, checkpoints, failures, decisions
     metrics = Entry("metrics.jsonl")  # one line for each logged step
+    evaluations = Entry("evals.jsonl")  # one line for each result of `paceline eval`
     checkpoints = Entry("checkpoints")  # a folder for each checkpoint
     samples = Entry("samples")  # text that the model wrote during the run
     exports = Entry("export")  # folders that `paceline export` made: the model as Hugging Face files
@@ -165,10 +166,9 @@ def append_json_line(path: Path, record: dict[str, Any], *, quiet: bool = False)
 
 def append_sample(path: Path, record: dict[str, Any]) -> bool:
     """Appends a line that may be lost: on a full disk or without a folder it is skipped. Returns whether it was written."""
-    line = (json.dumps(record, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
     try:
         path.parent.mkdir(exist_ok=True)
-        _append_whole(path, line)
+        _append_whole(path, (json.dumps(record, separators=(",", ":"), ensure_ascii=False) + "\n").encode())
     except OSError:
         return False
     return True

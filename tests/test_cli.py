@@ -1,5 +1,6 @@
 """The command line: help for every command, quick, and the README's own commands."""
 
+import argparse
 import json
 import os
 import re
@@ -62,6 +63,9 @@ def test_every_option_stands_in_the_help_with_its_meaning_and_its_default(name, 
     run_command([*name.split(), "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for parameter in parameters_of(TAKES[name]).values():
+        if parameter.about == argparse.SUPPRESS:
+            assert name in ("data prepare", "data info") and parameter.name not in options.DATA_KEYS
+            continue
         assert len(parameter.about) > 3
         assert " ".join(f"{parameter.usage} {parameter.help}".split()) in text
         if parameter.default not in (None, ..., "", (), True, False):
@@ -107,6 +111,13 @@ def test_the_help_of_train_shows_every_key_with_its_default(capsys):
         assert f"--{key.replace('_', '-')}" in text
     headings = re.findall(r"^(\w+):$", text, re.MULTILINE)
     assert headings[1:5] == ["run", "text", "model", "batch"] and headings.index("trouble") < headings.index("Slurm")
+
+
+def test_the_help_of_data_prepare_shows_the_keys_that_it_uses_and_all_others_are_taken(capsys):
+    run_command(["data", "prepare", "--help"])
+    flags = re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert {*flags} == {name.replace("_", "-") for name in options.DATA_KEYS} | {"verify", "json"}
+    assert options_of(["data", "prepare", "--depth", "12"]).keys == {"depth": 12}
 
 
 @pytest.mark.parametrize(("columns", "name"), [("80", "train"), ("120", "watch"), ("50", "plan"), ("50", "")])

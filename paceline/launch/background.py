@@ -3,7 +3,7 @@ A run without its terminal: `--detach` lets the supervisor go on in the backgrou
 
 The lock of the run folder names the supervisor's process and host. A stop is what Ctrl-C is in the terminal of the run: the first
 signal saves a checkpoint and ends, the second ends at once. Only the ranks of a script get another signal (launch/supervisor.py).
-What may stand in the folder of a new run is decided here too.
+What may stand in the folder of a new run is decided here too, and which other runs share its cores.
 """
 
 import json
@@ -24,9 +24,12 @@ from paceline.launch.queue import active_job, format_next_commands, stop_job
 from paceline.launch.ssh import agent_note
 from paceline.launch.stop_signals import ONE_CTRL_C_S, request_stop
 from paceline.model.manifest import list_checkpoints
+from paceline.plan.planner import Plan
 from paceline.run_options import StopOptions
 from paceline.rundir import RunDir, find_run, holder_of, is_queued, is_script_run, resume_command, write_holder
-from paceline.watch.status import run_status
+from paceline.typed_fields import read_run_file
+from paceline.units import format_list
+from paceline.watch.status import run_folders, run_status
 
 POLL_S = 0.1
 SUPERVISOR_LOG = "supervisor.log"
@@ -91,6 +94,20 @@ def create_folder(run: RunDir, *, is_named: bool) -> RunDir:
             run = RunDir(path.with_name(f"{path.name}-{number}"))
         else:
             return run
+
+
+def neighbour_notes(run: RunDir, plan: Plan) -> list[str]:
+    """Returns a line where other runs of the same folder train on this host's cores; of a GPU the checks show who uses it."""
+    if plan.device != "cpu":
+        return []
+    names = list[str]()
+    for other in map(RunDir, sorted(run_folders(run.path.parent))):
+        if other != run and (holder_of(other) or "").endswith(f" {socket.gethostname()}"):
+            with suppress(PacelineError):  # it is damaged, or has no plan yet
+                device = read_run_file(other.plan_json, lambda text: json.loads(text)["device"])
+                names += [other.name] if device == "cpu" else []
+    are = f"{format_list(names, limit=3)} {'trains' if len(names) == 1 else 'train'}"
+    return [f"note    {are} on this host's cores too: all of them are slower than planned"] if names else []
 
 
 def answer_stop(options: StopOptions) -> str:

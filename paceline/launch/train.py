@@ -26,7 +26,7 @@ from paceline.data.prepare import TokenDataset, format_held_out, prepared_meta, 
 from paceline.errors import PacelineError
 from paceline.file_systems import LOCK_WAIT_S
 from paceline.launch.attempts import records_early_stop, run_job
-from paceline.launch.background import check_unused, continuing_fix, create_folder, detach
+from paceline.launch.background import check_unused, continuing_fix, create_folder, detach, neighbour_notes
 from paceline.launch.cluster import Cluster
 from paceline.launch.env import check_host_options, format_env, harm_lines
 from paceline.launch.host_facts import start_check
@@ -306,7 +306,7 @@ def run_training(
         sizes = f"{num_tokens['train']} tokens to train on{packed}, {held_out}, {scored}{cached}"
         plan_lines = format_plan(plan, source=f"{dataset.meta['source']}: {sizes}")
         harms = harm_lines(plan_env(plan, libuv=job.libuv)[1])
-        notes = job_note(current_job(), plan, resumes_itself=job.resumes_itself)
+        notes = [*job_note(current_job(), plan, resumes_itself=job.resumes_itself), *neighbour_notes(job.run, plan)]
         weights = [format_weights(Path(job.config.init_from))] if is_new and job.config.init_from else []
         job.show([*plan_lines, *weights, f"run     {job.run.path}", *notes, *harms, ""])
         members = job.cluster.members if job.cluster else ()

@@ -135,16 +135,9 @@ def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, s
     middle = held_out.num_tokens // 2
     prompt = held_out.tokens(middle, min(middle + SAMPLE_PROMPT_TOKENS, held_out.num_tokens)).tolist()
     tokens: list[int] = []
-    for new in generate(
-        model,
-        prompt,
-        num_samples=1,
-        max_new_tokens=SAMPLE_TOKENS,
-        temperature=0.8,
-        top_k=50,
-        seed=seed,
-        stop_token=None if together else tokenizer.bos_id,  # all ranks must take as many steps
-    ):
+    stop = None if together else tokenizer.bos_id  # all ranks must take as many steps
+    choices: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "seed": seed}
+    for new in generate(model, prompt, num_samples=1, max_new_tokens=SAMPLE_TOKENS, stop_token=stop, **choices):
         tokens += [token for token in new if token is not None]
     if rank:
         return
@@ -290,12 +283,19 @@ def sample_run(run: RunDir, options: SampleOptions, *, prompt: str, write: Calla
     model, reader = load_model(run, step=options.step, device=options.device)
     tokenizer = Tokenizer.load(run_tokenizer(run))
     live = DecodeStream(tokenizer)
-    tokens: list[list[int]] = [[] for _ in range(options.num)]
+    is_drawn = options.temperature > 0 and options.top_k != 1 and options.top_p > 0
+    num = options.num if is_drawn else 1
+    if num < options.num:
+        print(
+            f"note    each token is the likeliest one, so all {options.num} texts would be equal: writing one",
+            file=sys.stderr,
+        )
+    tokens: list[list[int]] = [[] for _ in range(num)]
     write(prompt)
     for new in generate(
         model,
         [tokenizer.bos_id, *tokenizer.encode(prompt)],
-        num_samples=options.num,
+        num_samples=num,
         max_new_tokens=options.tokens,
         temperature=options.temperature,
         top_k=options.top_k or None,
@@ -308,14 +308,12 @@ def sample_run(run: RunDir, options: SampleOptions, *, prompt: str, write: Calla
                 row.append(token)
         if new[0] is not None:
             write(live.push(new[0]))
-    write(live.end())
+    write(live.end() + "\n")
     texts = [tokenizer.decode(row) for row in tokens]
-    write("\n")
     for number, text in enumerate(texts[1:], 2):
-        write(f"\n--- {number} of {options.num}\n{prompt}{text}\n")
-    made_from = {"run": run.name, "step": reader.step, "prompt": prompt, "seed": options.seed}
-    choices = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
-    return {**made_from, **choices, "samples": texts}
+        write(f"\n--- {number} of {num}\n{prompt}{text}\n")
+    choices = {name: getattr(options, name) for name in ("seed", "temperature", "top_k", "top_p")}
+    return {"run": run.name, "step": reader.step, "prompt": prompt, **choices, "samples": texts}
 
 
 def generate(
@@ -392,8 +390,7 @@ def next_tokens(
     shares = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
     if top_p < 1:
         ordered, order = shares.sort(descending=True)
-        likelier = (
-            ordered.cumsum(-1) - ordered
-        )  # of each token the share of those before it: 0 for the first, which stays
+        # of each token the share of those before it: 0 for the first, which stays
+        likelier = ordered.cumsum(-1) - ordered
         shares = shares.scatter(-1, order, ordered.masked_fill(likelier > top_p, 0))
     return torch.multinomial(shares, 1, generator=generator).flatten().tolist()

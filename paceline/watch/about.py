@@ -1,5 +1,5 @@
 """
-What a run's folder says about the run beside its course: config, plan, machine, samples, and its user's tags and note.
+What a run's folder says about the run beside its course: config, plan, machine, samples, results of `paceline eval`, tags and note.
 
 Large files are read in part, and links that lead out of the run folder are skipped.
 """
@@ -9,23 +9,35 @@ import hashlib
 import json
 import os
 import shlex
+import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, expand_home
 from paceline.options import LabelOptions, check_tags
-from paceline.run_options import RunsNoteOptions, RunsTagOptions
-from paceline.rundir import RunDir, find_run, open_file, read_json_lines, unwritable_run, write_atomic
-from paceline.units import format_bytes
+from paceline.run_options import EvalOptions, RunsNoteOptions, RunsTagOptions
+from paceline.rundir import (
+    RunDir,
+    append_sample,
+    find_run,
+    open_file,
+    read_json_lines,
+    unwritable_run,
+    utc_now,
+    write_atomic,
+)
+from paceline.typed_fields import well_typed
+from paceline.units import format_bytes, unix_time
 from paceline.watch.events import is_complete, setting_changes
 from paceline.watch.growing_file import GrowingFile, parse_lines
-from paceline.watch.measures import format_time
+from paceline.watch.measures import format_figure, format_time
+from paceline.watch.snapshot import Evaluation
 
 MAX_FILE_BYTES = 1 << 20  # read of a config, of facts, of a sample
 MAX_SAMPLES = 50
@@ -242,6 +254,44 @@ def write_notes(run: RunDir, *, tags: list[str], note: str) -> None:
         raise unwritable_run(run, error) from error
 
 
+def record_evaluation(run: RunDir, result: Mapping[str, Any], options: EvalOptions) -> None:
+    """Adds a result of `paceline eval` to those in the run's folder; where that cannot be written, prints a line about it."""
+    text = measured_on(config_in(run))["eval_text"]
+    if options.data is not None:  # a path as it is from any folder
+        path = expand_home(options.data)
+        text = str(path.absolute()) if path.exists() else options.data
+    record = {"time": utc_now(), "step": result["step"], "val_bpb": result["val_bpb"], "eval_tokens": result["tokens"]}
+    record |= {"eval_text": text, "text_field": options.text_field, "max_tokens": options.tokens}
+    if not append_sample(run.evaluations, record):
+        print(f"note    {run.evaluations} cannot be written: the result is not in the run's folder", file=sys.stderr)
+
+
+def read_evaluations(run: RunDir) -> list[Evaluation]:
+    """Returns the results in evals.jsonl by what was measured and by step; of those of the same step the last."""
+    latest: dict[tuple[str, int], Evaluation] = {}
+    with suppress(OSError):
+        for record in read_json_lines(run.evaluations):
+            values: dict[str, Any] = {name: record.get(name) for name in Evaluation.__dataclass_fields__}
+            if type(values["val_bpb"]) is float:
+                result = well_typed(Evaluation(**values), Evaluation)
+                latest[result.title, result.step] = result
+    return [latest[key] for key in sorted(latest)]
+
+
+def evaluations_by_title(results: Iterable[Evaluation]) -> dict[str, tuple[str, float]]:
+    """Returns the last result of each text of a run, as text with its step and as a number."""
+    ordered = sorted(results, key=lambda result: result.time)
+    return {r.title: (f"{format_figure('val_bpb', r.val_bpb)} at step {r.step:,}", r.val_bpb) for r in ordered}
+
+
+def evaluation_rows(results: Iterable[Evaluation]) -> list[list[Any]]:
+    """Returns the results as the page shows them: text, step, val_bpb, tokens, and Unix seconds."""
+    return [
+        [r.title, f"{r.step:,}", format_figure("val_bpb", r.val_bpb), f"{r.eval_tokens:,}", unix_time(r.time)]
+        for r in results
+    ]
+
+
 def check_links(path: Path) -> None:
     if link := link_out_of(path):
         raise PacelineError(
@@ -253,7 +303,7 @@ def check_links(path: Path) -> None:
 def link_out_of(path: Path) -> Path | None:
     """Returns a link that leads out of the run folder, among the files that are read. The folder may be a link itself."""
     run, inside = RunDir(path), os.path.realpath(path)
-    files = (run.config_toml, run.plan_json, run.findings, run.events, run.metrics)
+    files = (run.config_toml, run.plan_json, run.findings, run.events, run.metrics, run.evaluations)
     folders = [path / "facts", run.health_dir, run.samples]
     folders += [place(0).parent for place in (run.progress, run.logs, run.hang)]
     for path in (*files, *folders, *(child for folder in folders for child in folder.rglob("*"))):

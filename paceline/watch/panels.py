@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from paceline.units import format_bytes, format_count, format_duration, format_energy, format_percent, unix_time
-from paceline.watch.about import OWN_KEYS, group_key
+from paceline.watch.about import OWN_KEYS, evaluation_rows, evaluations_by_title, group_key
 from paceline.watch.device_panels import Panel, host_panel, map_panels, ranks_panel
 from paceline.watch.measures import METRICS, format_figure, format_step
 from paceline.watch.snapshot import LIVE, AttemptView, EventView, Level, LogView, Series, Snapshot
@@ -57,6 +57,7 @@ def run_panels(snapshot: Snapshot, *, now: float) -> dict[str, Any]:
         "attempts": attempts_panel(snapshot),
         "plan": [(name, planned, text, gap) for name, _, text, planned, gap, _ in figures(snapshot) if planned] or None,
         "goodput": goodput_panel(snapshot),
+        "evaluations": evaluation_rows(snapshot.evaluations) or None,
         "findings": [finding_panel(finding) for finding in snapshot.findings] or None,
         "ranks": ranks_panel(snapshot),
         "hosts": [host_panel(host, is_live=snapshot.state in LIVE, now=now) for host in snapshot.hosts],
@@ -196,12 +197,13 @@ def compared_figures(snapshot: Snapshot) -> Iterator[Panel]:
         if name in METRICS and known(value):
             step = snapshot.step if name in ("loss", "val_bpb") else None
             yield {"name": name, "text": text, "value": value, "better": METRICS[name].better, "step": step}
-            if name == "val_bpb" and snapshot.eval_tokens:
-                yield {"name": "eval_tokens", "text": f"{snapshot.eval_tokens:,}", "value": None, "better": None}
-            if name == "val_bpb" and snapshot.eval_text:
-                yield {"name": "eval_text", "text": snapshot.eval_text, "value": None, "better": None}
+            for key in ("eval_tokens", "eval_text") if name == "val_bpb" else ():
+                if shown := getattr(snapshot, key):
+                    yield {"name": key, "text": f"{shown:,}" if key == "eval_tokens" else shown}
+    for title, (text, bpb) in evaluations_by_title(snapshot.evaluations).items():
+        yield {"name": f"eval of {title}", "text": text, "value": bpb, "better": "less"}
     if snapshot.elapsed_s is not None:
-        yield {"name": "time", "text": format_duration(snapshot.elapsed_s), "value": None, "better": None}
+        yield {"name": "time", "text": format_duration(snapshot.elapsed_s)}
     if snapshot.goodput and (share := snapshot.goodput.share) is not None:
         yield {"name": "goodput", "text": format_percent(share), "value": share, "better": "more"}
 
@@ -336,8 +338,7 @@ def place_on(snapshot: Snapshot, event: EventView, axis: str) -> float | None:
 def logs_panel(snapshot: Snapshot) -> Panel:
     """Returns the logs, the latest attempt first, and the key of the one to open with."""
     logs = sorted(snapshot.logs, key=lambda log: (-log.attempt, -1 if log.rank is None else log.rank, log.name or ""))
-    several = len({log.attempt for log in logs}) > 1
-    first = first_log(snapshot)
+    several, first = len({log.attempt for log in logs}) > 1, first_log(snapshot)
     rows = []
     for log in logs:
         whose = "the log" if snapshot.kind == "log" else log_title(log)

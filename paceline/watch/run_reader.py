@@ -6,6 +6,7 @@ Files may be missing, half written, cut or replaced at any moment; what cannot b
 
 import json
 import math
+import os
 import time
 import tomllib
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from paceline.rundir import RunDir, check_readable, is_locked, is_queued, read_t
 from paceline.slurm import JobId, JobReader, format_job, parse_job_id
 from paceline.typed_fields import damaged_files, typed_content, well_typed
 from paceline.units import unix_time
-from paceline.watch.about import expected, measured_on, read_notes
+from paceline.watch.about import expected, measured_on, read_evaluations, read_notes
 from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, join_series, slow_ranks
 from paceline.watch.events import (
     END_STATES,
@@ -80,7 +81,7 @@ class RunReader:
         return snapshot
 
     def _read(self) -> Snapshot:
-        if not is_readable_file(self.run.config_toml) and not is_readable_file(self.run.events):
+        if not any(os.access(path, os.F_OK) for path in (self.run.config_toml, self.run.events)):
             return self._folder_snapshot()
         spent = self.goodput()
         config, notes = self._config()
@@ -199,6 +200,7 @@ class RunReader:
             series={name: curve.series() for name, curve in self.metrics.curves.items()},
             rank_series=[curve.series() for curve in self.metrics.rank_curves],
             plan=expected(self.plan),
+            evaluations=read_evaluations(self.run),
             **measures,
             **fields,
         )
@@ -388,12 +390,6 @@ class RunReader:
         if self._cache.get(name, (None,))[0] != key:
             self._cache[name] = (key, compute())
         return self._cache[name][1]
-
-
-def is_readable_file(path: Path) -> bool:
-    with suppress(OSError):
-        return path.is_file()
-    return False
 
 
 def is_times(value: Any) -> TypeGuard[list[float]]:

@@ -141,6 +141,25 @@ class AttemptView:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """A result of `paceline eval`, with the fields of its line in evals.jsonl."""
+
+    time: str = ""
+    step: int = 0
+    val_bpb: float = 0.0
+    eval_tokens: int = 0  # that were scored
+    eval_text: str = ""
+    text_field: str | None = None
+    max_tokens: int | None = None  # of --tokens
+
+    @property
+    def title(self) -> str:
+        """What was measured: results with the same title can be compared."""
+        field = f", field {self.text_field}" if self.text_field else ""
+        return self.eval_text + field + (f", at most {self.max_tokens:,} tokens" if self.max_tokens else "")
+
+
+@dataclass(frozen=True)
 class LogView:
     attempt: int
     rank: int | None  # None: the launch's own log, or the log of another host
@@ -205,6 +224,7 @@ class Snapshot:
     events: list[EventView] = field(default_factory=list)  # the last 500, oldest first
     attempts: list[AttemptView] = field(default_factory=list)
     logs: list[LogView] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)  # by what was measured and by step
     goodput: Goodput | None = None
     plan: dict[str, Any] | None = None  # expected: step_ms, tok_per_sec, peak_bytes, mfu, total_s, where planned
     findings: list[dict[str, Any]] = field(default_factory=list)
@@ -235,7 +255,9 @@ def finite(value: Any) -> Any:
 
 CURVES = ("series", "rank_series", "gpu_series", "host_series")
 BY_TIME = ("gpu_series", "host_series")  # drawn over time only, so their steps are not sent
-PARTS = ("ranks", "hosts", "events", "attempts", "logs", "goodput", "plan", "findings", "explanation", "notes")
+PARTS = (
+    "ranks", "hosts", "events", "attempts", "logs", "evaluations", "goodput", "plan", "findings", "explanation", "notes",
+)  # fmt: skip
 HEAD = tuple(field.name for field in fields(Snapshot) if field.name not in (*CURVES, *PARTS))
 
 

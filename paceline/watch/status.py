@@ -255,7 +255,12 @@ def format_run(snapshot: Snapshot) -> str:
     of_steps = f", step {format_steps(snapshot)}, {figure}" if shows_figures else ""
     places = [f"{host.name}: {host_place(host)}" for host in snapshot.hosts if host_place(host)]
     lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}"]
-    own = {"tags": [" ".join(snapshot.tags)], "note": [snapshot.note, *snapshot.notes]}
+    results = [
+        f"{format_time(result.time)} UTC, step {result.step:,}: val_bpb"
+        f" {format_bpb(result.val_bpb, result.eval_tokens)} of {result.eval_text}"
+        for result in snapshot.evaluations
+    ]
+    own = {"eval": results, "tags": [" ".join(snapshot.tags)], "note": [snapshot.note, *snapshot.notes]}
     rows = {"slurm": [snapshot.slurm or ""], "hosts": ["; ".join(places)], **own}
     lines += [*(f"{name:<8}{text}" for name, texts in rows.items() for text in texts if text), ""]
     for attempt in snapshot.attempts:

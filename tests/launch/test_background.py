@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.launch.background import format_stop, stop_run
+from paceline.launch.background import format_stop, neighbour_notes, stop_run
 from paceline.rundir import RunDir, RunInUse, append_event, holder_of, lock_run, read_json_lines
 
 DEADLINE_S = 120.0
@@ -35,6 +36,36 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_run_on_the_same_cores_is_reported_and_no_other(tmp_path, monkeypatch):
+    held = {}
+    for name, device in {
+        "new": "cpu",
+        "b": "cpu",
+        "a": "cpu",
+        "ended": "cpu",
+        "on-gpu": "cuda",
+        "far": "cpu",
+        "half": "{",
+    }.items():
+        run = RunDir(tmp_path / name)
+        run.path.mkdir()
+        run.config_toml.write_text("depth = 2\n")
+        run.plan_json.write_text(device if device == "{" else json.dumps({"device": device}))
+        if name != "ended":
+            held[name] = lock_run(run, host="elsewhere" if name == "far" else None)
+    on_cpu, on_gpu = SimpleNamespace(device="cpu"), SimpleNamespace(device="cuda")
+    new = RunDir(tmp_path / "new")
+    note = "note    a and b train on this host's cores too: all of them are slower than planned"
+    assert neighbour_notes(new, on_cpu) == [note]
+    assert neighbour_notes(new, on_gpu) == []
+    os.close(held["a"])
+    assert neighbour_notes(new, on_cpu) == [note.replace("a and b train", "b trains")]
+    os.close(held["b"])
+    assert neighbour_notes(new, on_cpu) == []
+    for name in ("new", "on-gpu", "far", "half"):
+        os.close(held[name])
 
 
 @pytest.mark.dist

@@ -19,6 +19,7 @@ from paceline.cli import run_command
 from paceline.config import ModelConfig
 from paceline.model.gpt import GPT
 from paceline.plan.activations import CPU_CHUNK_BYTES
+from paceline.rundir import RunDir, read_json_lines
 from paceline.train import evaluate
 from paceline.train.evaluate import choose_loss, eval_rows, format_evaluation, val_bpb
 from paceline.watch.measures import format_bpb
@@ -161,6 +162,30 @@ def test_eval_of_several_runs_prints_a_line_for_each(unbroken, capsys):
     assert capsys.readouterr().out == ""  # before any of them is measured
 
 
+def test_eval_adds_its_results_to_the_run_and_a_folder_that_cannot_be_written_loses_none(
+    unbroken, capsys, tmp_path, monkeypatch
+):
+    run = RunDir(Path(shutil.copytree(unbroken, tmp_path / "books", ignore=shutil.ignore_patterns("evals.jsonl"))))
+    (tmp_path / "other.txt").write_text("99 bottles of beer on the wall\n" * 300)
+    monkeypatch.chdir(tmp_path)
+    answer = json_of(capsys, "eval", "books", "--tokens=64", "--device=cpu", "--step=30")
+    json_of(capsys, "eval", "books", "--data=other.txt", "--device=cpu")
+    first, second = read_json_lines(run.evaluations)
+    held_out = f"{unbroken.parents[1] / 'text'} (held out)"
+    assert first.pop("time").endswith("Z") and first == {
+        "step": 30, "val_bpb": answer["val_bpb"], "eval_tokens": 64, "eval_text": held_out, "text_field": None, "max_tokens": 64
+    }  # fmt: skip
+    assert (second["eval_text"], second["max_tokens"]) == (str(tmp_path / "other.txt"), None)
+    run.evaluations.unlink()
+    run.evaluations.mkdir()  # as a disk that cannot be written, for root too
+    capsys.readouterr()
+    assert run_command(["eval", "books", "--tokens=64", "--device=cpu", "--step=30", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == answer
+    note = "note    books/evals.jsonl cannot be written: the result is not in the run's folder"
+    assert [line for line in err.splitlines() if "evals" in line] == [note]
+
+
 @pytest.mark.parametrize(("requested", "scored"), [(10, 64), (64, 64), (200, 192)])
 def test_eval_takes_whole_rows_and_reports_what_it_scored(unbroken, capsys, requested, scored):
     assert json_of(capsys, "eval", str(unbroken), f"--tokens={requested}", "--device=cpu")["tokens"] == scored
@@ -181,6 +206,16 @@ def test_the_json_of_sample_and_eval_says_which_weights_and_which_choices_it_is_
     }  # fmt: skip
     answer = json_of(capsys, "eval", str(unbroken), "--step=30", "--tokens=64", "--device=cpu")
     assert (answer["run"], answer["step"]) == ("unbroken", 30)
+
+
+@pytest.mark.parametrize("choice", [["--temperature=0"], ["--top-k=1"], ["--top-p=0"], []])
+def test_texts_that_would_be_equal_are_written_once_with_a_note(choice, unbroken, capsys):
+    assert run_command(["sample", str(unbroken), "--num=3", *choice, "--tokens=4", "--device=cpu", "--json"]) == 0
+    out, err = capsys.readouterr()
+    notes = [line for line in err.splitlines() if "equal" in line]
+    if choice:
+        assert notes == ["note    each token is the likeliest one, so all 3 texts would be equal: writing one"]
+    assert (len(json.loads(out)["samples"]), len(notes)) == ((1, 1) if choice else (3, 0))
 
 
 def test_tokenizer_info_takes_a_run(unbroken, capsys, monkeypatch):

@@ -43,7 +43,10 @@ def test_the_list_fits_a_narrow_window_and_the_charts_of_a_row_have_one_height(p
         "[...document.querySelectorAll('.scroll')].map((node) => node.scrollWidth - node.clientWidth)"
     )
     assert widths == [0]
+    page.click(".runs .narrow:text-is('last activity ↓')")
+    assert page.locator(".runs .sort:visible").all_inner_texts()[:3] == ["run", "state", "last activity ↑"]
     page.set_viewport_size({"width": 1000, "height": 900})
+    assert page.locator(".runs .sort:visible").all_inner_texts()[-1] == "last activity ↑"
     go(page, port, "/run/training")
     heights = "[...document.querySelectorAll('.charts:not(.dense) .paper')].map((node) => node.offsetHeight)"
     assert page.evaluate(heights) == [240, 240, 170, 170, 170, 170, 170]

@@ -24,8 +24,8 @@ from paceline.watch import log_lines
 from paceline.watch.about import edit_note, edit_tags, read_about, read_notes, write_notes
 from paceline.watch.events import event_text
 from paceline.watch.log_reader import LogAndMachine
+from paceline.watch.panels import compared_figures, head_panel, run_row
 from paceline.watch.panels import fields as chart_fields
-from paceline.watch.panels import head_panel, run_row
 from paceline.watch.report import markdown_report
 from paceline.watch.status import (
     MAX_END_BYTES,
@@ -558,6 +558,37 @@ def test_several_runs_are_shown_as_in_the_list_with_the_settings_that_differ(tmp
     assert ([run["name"] for run in shown["runs"]], shown["settings"]) == (["a", "b"], {"lr": ["0.1", "0.25"]})
     assert run_command(["runs", "show", "b", "b"]) == 0
     assert capsys.readouterr().out.endswith("\n\nno settings differ\n")
+
+
+def test_results_of_eval_are_shown_with_the_run_and_compared_by_their_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runs = {name: write_run(tmp_path, name, lr=lr) for name, lr in {"a": 0.1, "b": 0.2}.items()}
+    for name, step, bpb, text in (
+        ("a", 100, 1.5, "/t"), ("a", 50, 1.7, "/t"), ("a", 100, 1.25, "/t"), ("b", 100, 1.3, "/t"), ("b", 80, 1.1, "/u"),
+    ):  # fmt: skip
+        line = {"time": f"{utc(bpb * -60 + step)}", "step": step, "val_bpb": bpb, "eval_tokens": 640, "eval_text": text}
+        append_json_line(runs[name].evaluations, {**line, "max_tokens": 700 if text == "/u" else None})
+    with runs["a"].evaluations.open("a") as file:
+        file.write('7\n{"step": 3}\n{"step": "x", "val_bpb": true}\n{"step": 100, "val_bpb": 0.1, "ev')
+    assert run_command(["runs", "show", "a"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("eval")]
+    assert [line.partition(", ")[2] for line in lines] == [
+        "step 50: val_bpb 1.7000 on 640 tokens of /t", "step 100: val_bpb 1.2500 on 640 tokens of /t"
+    ]  # fmt: skip
+    assert run_command(["runs", "show", "a", "b"]) == 0
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert [" ".join(line.split()) for line in table] == [
+        "eval of a b",
+        "/t 1.2500 at step 100 1.3000 at step 100",
+        "/u, at most 700 tokens n/a 1.1000 at step 80",
+    ]
+    assert run_command(["runs", "show", "a", "b", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["evaluations"]
+    assert [[result["step"] for result in of_run] for of_run in results] == [[50, 100], [100, 80]]
+    figures = {row["name"]: row for row in compared_figures(open_reader(runs["a"].path).update())}
+    assert figures["eval of /t"] == {
+        "name": "eval of /t", "text": "1.2500 at step 100", "value": 1.25, "better": "less"
+    }  # fmt: skip
 
 
 def test_runs_of_a_run_names_the_command_that_shows_it(script_run, monkeypatch, capsys):

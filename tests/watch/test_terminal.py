@@ -389,7 +389,8 @@ def test_a_run_is_chosen_among_many_opened_and_compared_with_the_one_that_is_ope
             assert " > run-008" in screen and "run-119" not in screen.split("\n", 4)[4]
             screen = await press("m")
             assert "━━ run-119   ╌╌ run-008" in screen and "2.0000 3.0000" in screen
-            assert re.search(r"\n depth +5 +4 ", await press("end"))
+            assert "── loss, nats per token ──" in screen and re.search(r"\n +step +1 .* 200 *\n", screen)
+            assert re.search(r"── settings .*\n setting +run-119 +run-008 .*\n depth +5 +4 ", await press("end"))
             assert " > run-008" in (await press("escape"))
             assert seen(app).startswith(" run-119") and (await press("enter")).startswith(" run-008")
             assert app.page == "overview"

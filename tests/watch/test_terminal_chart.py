@@ -28,7 +28,7 @@ def drawn(values, **options) -> list[str]:
 
 def test_the_axis_of_one_point_has_its_step_once_below_it():
     lines = drawn([4.0], width=100)
-    assert lines[-1].split() == ["1"]
+    assert lines[-1].split() == ["step", "1"]
     assert lines[-1].index("1") == next(line.index("┤") for line in lines if "┤" in line) + 1
 
 
@@ -39,14 +39,14 @@ def test_a_falling_line_goes_from_the_upper_left_to_the_lower_right():
         "      │       ⠉⠙⠒⠦⢤⣀⡀",
         "    2 ┤             ⠉⠙⠒⠦⣄⣀",
         "      │                  ⠈⠙⠒⠦⣄",
-        "       1                     4",
+        " step  1                     4",
     ]
 
 
 @pytest.mark.parametrize("last", [6_000, 12_345, 1_000_000])
 def test_the_steps_below_a_narrow_chart_end_with_it(last):
     lines = chart((Series([0, 500, last], [3.0, 2.0, 1.0], [0.0, 1.0, 2.0]), "blue"), width=12, height=4)
-    assert plain(lines[-1]) == f"{last:,}".rjust(12)
+    assert plain(lines[-1]).replace("step", " " * 4) == f"{last:,}".rjust(12)
 
 
 def test_a_spike_of_one_step_in_ten_thousand_is_visible():
@@ -59,7 +59,7 @@ def test_a_spike_of_one_step_in_ten_thousand_is_visible():
 
 def test_values_that_are_not_finite_are_crosses_and_belong_to_the_axis():
     lines = drawn([4.0, 3.0, 2.0, math.nan, math.inf])
-    assert (lines[-2].count("×"), lines[-1].split()) == (2, ["1", "5"])
+    assert (lines[-2].count("×"), lines[-1].split()) == (2, ["step", "1", "5"])
     assert sparkline([4.0, math.nan, 2.0, math.nan, math.nan], 5) == "█×▁××"
     assert smoothed(series([4.0, math.nan, 2.0])).values[::2] == [4.0, 2.0]
 

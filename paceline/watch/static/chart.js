@@ -253,6 +253,7 @@ class Chart {
     }
     context.stroke();
     context.textBaseline = 'alphabetic';
+    if (view.axis === 'steps' || view.axis === 'tokens') context.fillText(view.axis, EDGE.left - 16, height - 8);
     for (const tick of axisTicks(view.axis, view.shown, Math.floor((width - EDGE.left) / 70))) {
       const left = this.left(tick);
       context.textAlign = left > width - 30 ? 'right' : 'center';

@@ -73,7 +73,7 @@ class ComparePage {
     const row = (name, cells, better) => {
       const best = bestText(cells, better);
       const mark = (figure) => (figure && figure.text === best ? { class: 'best', title: 'the best of them' } : {});
-      return [name, ...cells.map((figure) => el('td', mark(figure), figure?.text ?? NA))];
+      return [wrapped(name), ...cells.map((figure) => el('td', mark(figure), figure?.text ?? NA))];
     };
     const rowsOf = (name) => {
       const cells = figures.map((byName) => byName.get(name));

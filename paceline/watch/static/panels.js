@@ -68,6 +68,12 @@ function drawAttempts(attempts) {
 
 const drawPlan = (rows) => table('plan', ['', 'plan', 'measured', ''], rows);
 
+function drawEvaluations(results) {
+  const heads = ['measured on', 'val_bpb', 'step', 'tokens', 'at'];
+  const row = ([title, step, bpb, tokens, time]) => [wrapped(title), bpb, step, tokens, formatTime(time)];
+  return el('div.scroll', table('figures', heads, results.map(row)));
+}
+
 function drawGoodput({ rows, energy }) {
   const bar = ({ kind, name, duration, share }) =>
     share && el(`span.kind-${kind}`, { title: `${name} ${duration}`, style: { 'flex-grow': share } });

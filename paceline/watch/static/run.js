@@ -51,6 +51,7 @@ class RunPage {
       ['logs', 'Logs', ['logs'], () => size(panels.logs?.rows), { part: this.logs }],
       ['plan', 'Plan against measured', ['plan'], panel('plan', drawPlan), { short: 'Plan', half: true }],
       ['time', 'Where the time went', ['goodput'], panel('goodput', drawGoodput), { short: 'Time', half: true }],
+      ['evaluations', 'Results of paceline eval', ['evaluations'], panel('evaluations', drawEvaluations), { short: 'Eval' }],
       ['findings', 'Findings of the checks', ['findings'], panel('findings', drawFindings), { short: 'Findings' }],
       ['samples', 'Samples', ['about'], about('samples', drawSamples)],
       ['config', 'Config', ['about'], about('config', drawConfig)],

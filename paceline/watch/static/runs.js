@@ -91,7 +91,8 @@ class RunsPage {
     this.body.replaceChildren(matches.length ? shown : p('faint', none));
     const { run, column } = focused?.dataset ?? {};
     const place = run ? `${focused.tagName}[data-run="${CSS.escape(run)}"]` : column && `[data-column="${column}"]`;
-    if (place) this.body.querySelector(place)?.focus({ preventScroll: true });
+    const nodes = place ? [...this.body.querySelectorAll(place)] : [];
+    nodes.find((node) => node.checkVisibility())?.focus({ preventScroll: true });
     this.count();
   }
 
@@ -104,7 +105,10 @@ class RunsPage {
       this.draw();
     };
     const title = UNEQUAL[name];
-    return el('th', { 'aria-sort': order, title }, button(COLUMNS[name] + sign, sort, { class: 'sort', 'data-column': name }));
+    const narrow = name === 'state' ? [...this.head('time').children] : [];
+    narrow.forEach((node) => node.classList.add('narrow'));
+    const sorter = button(COLUMNS[name] + sign, sort, { class: 'sort', 'data-column': name });
+    return el('th', { 'aria-sort': order, title }, sorter, narrow);
   }
 
   // Returns a row for each run; with groups, those of one group below each other, at the place of the first of them.
@@ -159,7 +163,7 @@ class RunsPage {
       el('td', choose),
       el('th', { scope: 'row' }, link, chips, span('faint command', texts.command), span('muted note', note),
         notes.map((text) => span('warning note', text))),
-      el('td', stateBadge(texts.badge)),
+      el('td', stateBadge(texts.badge), el('span.muted.narrow', formatTime(texts.time, { seconds: false }))),
       el('td.steps', texts.share === null ? null : meter(texts.share, 'steps'), texts.steps),
       this.cells(texts),
       el('td.muted', formatTime(texts.time, { seconds: false })),

@@ -109,6 +109,7 @@ def curve_block(snapshot: Snapshot, choice: CurveChoice, *, width: int, height: 
         "log": choice.log_scale,
         "planned": planned,
         "point": choice.point,
+        "axis": "line" if snapshot.step is None else "step",
     }
     lines = chart((shown, style), width=width, height=height - 1, **look)
     return [heading(title, width, right=right), *lines]
@@ -150,8 +151,9 @@ def chart(
     log: bool = False,
     planned: float | None = None,
     point: float | None = None,
+    axis: str = "step",
 ) -> list[Line]:
-    """Draws curves, each with its style, in `height` lines, with the first and the last step on the last line.
+    """Draws curves, each with its style, in `height` lines, with the first and the last step on the last line, after `axis`.
 
     Curves after the first are dashed. least_span: least range of the axis as a share of its middle, so that noise stays small.
     planned: drawn as a dotted line. point: a share of the width, drawn as an upright line.
@@ -191,10 +193,12 @@ def chart(
     mark = None if point is None else round(point * (columns - 1))
     lines: list[Line] = []
     for y in range(rows):
-        axis: Line = ((f"{texts.get(y, ''):>{margin}} ", "faint"), ("┤" if y in texts else "│", "track"))
+        scale: Line = ((f"{texts.get(y, ''):>{margin}} ", "faint"), ("┤" if y in texts else "│", "track"))
         row = [(grid[y], style) for grid, style in grids]
-        lines.append((*axis, *chart_row(row, is_plan=y == level, mark=mark, crosses=crosses if y == rows - 1 else ())))
-    return [*lines, ((f"{step_labels(first, last, columns):>{width}}", "faint"),)]
+        lines.append((*scale, *chart_row(row, is_plan=y == level, mark=mark, crosses=crosses if y == rows - 1 else ())))
+    steps = f"{step_labels(first, last, columns):>{width}}"
+    name = "" if steps[: margin + 1].strip() else axis  # a long number takes its room
+    return [*lines, ((f"{name:>{margin}}{steps[margin:]}" if name else steps, "faint"),)]
 
 
 def step_labels(first: int, last: int, columns: int) -> str:

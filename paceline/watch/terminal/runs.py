@@ -19,9 +19,9 @@ from paceline.run_options import RunsOptions
 from paceline.rundir import RunDir
 from paceline.terminal import cells, cut, pad, terminal_width, without_middle
 from paceline.units import format_count
-from paceline.watch.about import read_about, short_texts
-from paceline.watch.measures import format_figure, format_measure, format_time
-from paceline.watch.snapshot import LIVE, Snapshot, State, finite
+from paceline.watch.about import evaluations_by_title, read_about, read_evaluations, short_texts
+from paceline.watch.measures import METRICS, format_figure, format_measure, format_time
+from paceline.watch.snapshot import LIVE, Evaluation, Snapshot, State, finite
 from paceline.watch.status import RunStatus, format_run, format_steps, lost_runs, open_reader, run_json, run_status
 from paceline.watch.summary import LEVEL_SIGNS, STATE_SIGNS
 from paceline.watch.terminal import chart
@@ -93,7 +93,11 @@ def compare_page(left: Snapshot, choice: RunChoice, *, width: int, height: int) 
     """The curves of two runs over each other, the second one dashed, and the settings that differ."""
     if (right := choice.other) is None:
         return [((" reading ...", "faint"),)]
-    pair, settings = (left, right), choice.settings
+    pair = left, right
+    below = two_columns("eval of", compared_evaluations(left.evaluations, right.evaluations), pair, width=width)
+    below = section("last results of paceline eval", below, width) if below else []
+    settings = two_columns("setting", choice.settings, pair, width=width) or [((" none", "faint"),)]
+    below += section("settings that differ", settings, width)
     names = [name for name in COMPARED if any(snapshot.series.get(name) for snapshot in pair)]
     names = names or sorted({*left.series, *right.series})[:2]
     half = max(12, width // 2 - 8)
@@ -106,9 +110,7 @@ def compare_page(left: Snapshot, choice: RunChoice, *, width: int, height: int) 
         )
     ]
     columns = len(names) if width >= WIDE else 1
-    chart_height = max(
-        8, (height - 2 - min(len(settings) + 2, height // 3)) // (1 if columns > 1 else max(1, len(names)))
-    )
+    chart_height = max(8, (height - 2 - min(len(below), height // 3)) // (1 if columns > 1 else max(1, len(names))))
     if columns > 1:
         widths = split_width(width, [1] * columns)
         blocks = [
@@ -117,25 +119,36 @@ def compare_page(left: Snapshot, choice: RunChoice, *, width: int, height: int) 
         lines += side_by_side(list(zip(blocks, widths, strict=True)))
     else:
         lines += [line for name in names for line in both_curves(pair, name, width=width, height=chart_height)]
-    room = (width - 26) // 2
-    rows: list[Line] = [
+    return [*lines, *below]
+
+
+def two_columns(title: str, rows: Sequence[Setting], pair: Sequence[Snapshot], *, width: int) -> list[Line]:
+    """Returns the values of two runs below their names; nothing without rows."""
+    if not rows:
+        return []
+    table = [(title, *(snapshot.name for snapshot in pair)), *rows]
+    wide = min(max(cells(clean(name)) for name, *_ in table) + 2, width // 3)
+    room = (width - wide) // 2 - 1
+    return [
         (
-            (f" {pad(cut(clean(name), 22), 23)}", "faint"),
+            (f" {pad(cut(clean(name), wide - 1), wide)}", "faint"),
             (pad(cut(clean(a), room - 1), room), STYLES[0]),
             (cut(clean(b), room), STYLES[1]),
         )
-        for name, a, b, *_ in settings
+        for name, a, b, *_ in table
     ]
-    return [*lines, *section("settings that differ", rows or [((" none", "faint"),)], width)]
 
 
 def both_curves(pair: tuple[Snapshot, Snapshot], name: str, *, width: int, height: int) -> list[Line]:
     title, _, least_span = chart.curve_look(name)
+    if name in METRICS and all(snapshot.kind == "training" for snapshot in pair):
+        title += f", {METRICS[name].about.partition(',')[0]}"
+    axis = "line" if all(snapshot.step is None for snapshot in pair) else "step"
     curves = [
         (snapshot.series[name], style) for snapshot, style in zip(pair, STYLES, strict=True) if name in snapshot.series
     ]
     last = [(f" {format_measure(name, series.values[-1])}", style) for series, style in curves if series.values]
-    lines = chart.chart(*curves, width=width, height=height - 1, least_span=least_span)
+    lines = chart.chart(*curves, width=width, height=height - 1, least_span=least_span, axis=axis)
     return [heading(title, width, right=tuple(last)), *lines] if curves else [heading(title, width), EMPTY]
 
 
@@ -243,14 +256,31 @@ def show_runs(paths: Sequence[Path], *, as_json: bool) -> str:
         snapshot = open_reader(paths[0]).update()
         return json.dumps(run_json(snapshot), indent=1) if as_json else format_run(snapshot)
     runs, settings = [run_status(RunDir(path)) for path in paths], differing_settings(*paths)
+    results = [read_evaluations(RunDir(path)) for path in paths]
     if as_json:
         rows = {name: values for name, *values in settings}
-        return json.dumps(finite({"runs": list(map(asdict, runs)), "settings": rows}), indent=1)
+        evaluations = [list(map(asdict, of_run)) for of_run in results]
+        fields = {"runs": list(map(asdict, runs)), "evaluations": evaluations, "settings": rows}
+        return json.dumps(finite(fields), indent=1)
     names = [without_middle(clean(run.name), MAX_NAME) for run in runs]
-    table = [["setting", *names], *([clean(cell) for cell in row] for row in settings)]
+    tables = [[("eval of", *names), *compared_evaluations(*results)], [("setting", *names), *settings]]
+    texts = ["\n".join(table_lines(table)) for table in tables if len(table) > 1]
+    last = [] if settings else ["no settings differ"]
+    return "\n\n".join([format_runs(runs, width=terminal_width()), *texts, *last])
+
+
+def table_lines(rows: Sequence[Setting]) -> list[str]:
+    """Returns rows with straight columns."""
+    table = [[clean(cell) for cell in row] for row in rows]
     widths = [max(map(cells, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(map(pad, row, widths)).rstrip() for row in table]
-    return "\n".join([format_runs(runs, width=terminal_width()), "", *(lines if settings else ["no settings differ"])])
+    return ["  ".join(map(pad, row, widths)).rstrip() for row in table]
+
+
+def compared_evaluations(*results: Sequence[Evaluation]) -> list[Setting]:
+    """Returns a row for each text that `paceline eval` has measured one of the runs on, with the last result of each run."""
+    runs = list(map(evaluations_by_title, results))
+    titles = sorted(set().union(*runs))
+    return [(title, *(run.get(title, ("n/a",))[0] for run in runs)) for title in titles]
 
 
 def differing_settings(*paths: Path) -> list[Setting]:

@@ -36,7 +36,7 @@ from paceline.redaction import redact
 from paceline.rundir import RunDir, append_event, holder_of, resume_command, utc_now
 from paceline.slurm import JobId
 from paceline.units import format_duration
-from paceline.watch.status import printed_values
+from paceline.watch.log_lines import printed_values
 
 ANNOUNCE_AFTER_S = 2.0  # of waiting at the end of a run
 LEAVE_AFTER_S = 30.0

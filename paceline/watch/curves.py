@@ -1,5 +1,5 @@
 """
-metrics.jsonl, health/<host>.jsonl and the metrics of other trainers as curves and as their last values, read as the files grow.
+metrics.jsonl and health/<host>.jsonl as curves and as their last values, read as the files grow.
 
 Any numeric field becomes a curve. A Curve needs bounded memory, however long the run: it keeps the lowest and the highest point
 of each stretch of steps. Stretches are powers of two wide and begin at zero, so a longer one consists of whole shorter ones, and
@@ -10,7 +10,6 @@ changes stands in some lines only; it holds until a line has it again. launch/he
 """
 
 import math
-import os
 import statistics
 from array import array
 from collections import Counter, defaultdict, deque
@@ -24,10 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paceline.errors import PacelineError
-from paceline.explain.series import ALL_STEPS, GRADIENT, LOSS, RATE, VALIDATION
 from paceline.units import unix_time
-from paceline.watch.growing_file import GrowingFile, JsonRecord, MetricFile, by_name, parse_lines, paused_collector
+from paceline.watch.growing_file import GrowingFile, JsonRecord, by_name, parse_lines, paused_collector
 from paceline.watch.snapshot import GpuView, HostView, Series
 from paceline.watch.trend import WHOLE_LINES
 
@@ -51,12 +48,6 @@ HOST_CURVES = (
     "cpu", "ram_used", "cgroup_used", "disk_free", "net_in_bps", "net_out_bps", "disk_read_bps", "disk_write_bps",
 )  # fmt: skip
 HOST_FIELDS = {field.name for field in fields(HostView)} - {"name", "time", "every_s", "gpus"}
-KIND_NAMES = {
-    LOSS: "loss",
-    VALIDATION: "val_loss",
-    GRADIENT: "grad_norm",
-    RATE: "lr",
-}  # of curves that have other names
 GPU_FIELDS = {field.name for field in fields(GpuView)} - {"index", "throttled"}
 
 
@@ -303,50 +294,6 @@ class Curve:
                 x = np.concatenate([[0.0], steps])[np.searchsorted(times, self.times, side="right")]
             self._series = Series(x.astype(int).tolist(), self.values.tolist(), self.times.tolist())
         return self._series
-
-
-class MetricFileCurves:
-    """The curves of a file with any trainer's or tracker's metrics, as LogCurves has those of a log: call `read`, then use them."""
-
-    def __init__(self, path: Path):
-        self.path, self._file = path, MetricFile(path)
-        self.stat: os.stat_result | None = None  # of the file at the last read; None: it is gone
-        self.step: int | None = None
-        self.notes: list[str] = []
-        self.curves: dict[str, Curve] = {}
-        self._names: dict[str, str] = {}  # of the curves, by those in the file
-        self._latest: dict[str, float] = {}
-
-    def read(self) -> None:
-        """Reads the file if it has changed."""
-        before, self.stat = self.stat, None
-        with suppress(OSError):
-            self.stat = self.path.stat()
-        if self.stat is None or (before and before.st_mtime_ns == self.stat.st_mtime_ns):
-            return
-        with suppress(PacelineError):
-            series, is_continued = self._file.read()
-            if not is_continued:
-                self.notes, self.curves, self._names, self._latest = self._file.notes, {}, {}, {}
-            self.step = max(self._file.ends.values(), default=None)
-            names = {item.name for item in series}
-            for item in series:
-                name = KIND_NAMES.get(item.kind, item.name)
-                is_taken = name in names | self.curves.keys() or item.name == "val_bpb"
-                name = self._names.setdefault(item.name, item.name if is_taken else name)
-                self.curves.setdefault(name, Curve(has_gaps=True)).extend(item.steps, item.values, item.times)
-                self._latest[name] = item.values[-1]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the file says that all steps are done."""
-        return any(ALL_STEPS in note for note in self.notes)
-
-    def fields(self) -> dict[str, Any]:
-        """Returns the fields of a Snapshot that the file shows."""
-        series = {name: curve.series() for name, curve in self.curves.items()}
-        values = {name: self._latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
-        return {"step": self.step, "eta_s": None, "silence_s": None, "series": series, **values}
 
 
 def join_series(attempts: Iterable[Mapping[str, Curve]], *, by_line: bool) -> dict[str, Series]:

@@ -8,9 +8,11 @@ metrics.jsonl on a resume, from its beginning. Memory is bounded everywhere, bec
 import gc
 import math
 import os
+from bisect import bisect
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,8 @@ from typing import Any
 import orjson
 
 from paceline.explain.lines import strip_escapes
-from paceline.explain.series import CONTINUED, MetricSeries, SeriesTable, read_series, reader_of
-from paceline.rundir import open_file
+from paceline.explain.series import CONTINUED, MetricSeries, SeriesTable, is_metric_file, read_series, reader_of
+from paceline.rundir import RunDir, open_file
 
 JsonRecord = dict[str, Any]
 
@@ -28,6 +30,7 @@ LINE_ENDS, STATE_ENDS = b"\n", b"\n\r"  # of a program's lines; of a progress ba
 LARGE_BYTES = 8 << 20  # of a longer file of metrics what it has gained is read alone
 REMEMBERED_BYTES = 64  # before the offset: other bytes there mean another file
 LINE_CHARS = 4000  # shown of a longer line
+MAX_FOLDERS, MAX_DEPTH = 1000, 6  # below a run's, that are searched for files of metrics
 
 
 class GrowingFile:
@@ -116,6 +119,22 @@ class MetricFile:
         with suppress(OSError), open_file(path) as file:
             self._file.skip_to(self._table.end, before=os.pread(file.fileno(), self._table.end - start, start))
         return series, is_continued
+
+
+def written_metrics(run: RunDir, starts: Sequence[float]) -> list[Path]:
+    """Returns the files of metrics that a script wrote into its run folder: of each attempt the newest. starts: of the attempts.
+
+    What is older than the first attempt is not of the run. A trainer's state is written with its checkpoints alone.
+    """
+    newest: dict[int, tuple[float, str]] = {}
+    for parent, folders, names in islice(os.walk(run.path), MAX_FOLDERS):
+        depth, trackers = len(Path(parent).relative_to(run.path).parts), run.track("").parent.name
+        folders[:] = [name for name in folders if depth < MAX_DEPTH and (depth or name != trackers)]
+        for path in (Path(parent, name) for name in names if name != "trainer_state.json"):
+            with suppress(OSError):
+                if is_metric_file(path, in_folder=True) and (attempt := bisect(starts, time := path.stat().st_mtime)):
+                    newest[attempt] = max(newest.get(attempt, (0.0, "")), (time, str(path)))
+    return [Path(path) for _, (_, path) in sorted(newest.items())]
 
 
 def head_and_tail(path: Path, *, first: int, last: int) -> Iterator[bytes]:

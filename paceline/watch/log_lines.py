@@ -8,14 +8,19 @@ explains what broke. The framework is shown only where a line can be of no other
 
 import math
 import re
-from collections.abc import Iterator
-from typing import NamedTuple
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from paceline.explain.line_measures import BAR, PART_LOSS, parse_count, read_step_and_loss, strip_bars
 from paceline.explain.lines import split_prefix, strip_escapes
 from paceline.explain.progress import EPOCH_OF, EpochSteps
+from paceline.watch.growing_file import STATE_ENDS, GrowingFile, read_part
 
 MAX_LINE_BYTES = 4000  # a longer line shows no progress
+END_BYTES = 64 << 10  # read of a log for a list of runs
 
 # a line without a match shows no progress
 PROGRESS = re.compile(rb"(?i)loss|step|iter|it/s|s/it|bpb|tok|epoch|\d\s*/\s*\d|%\|")
@@ -35,7 +40,7 @@ LOG_MEASURES = (  # name, a text that such a line contains in lower case, the pa
     ("val_loss", "val", rf"(?:(?<![a-z])(?:e?val|validation)[_ /]?loss|loss train: \S+ val){SEPARATOR}{NUMBER}"),
     ("val_bpb", "bpb", rf"(?:val(?:idation)?[_ ]?)?bpb{SEPARATOR}{NUMBER}"),
     ("tok_per_sec", "tok", rf"(?<![a-z])tok(?:ens)?[/_ ](?:per_)?s(?:ec(?:ond)?)?{SEPARATOR}{NUMBER}"),
-    ("tok_per_sec", "tok", rf"(?<![\w.,]){NUMBER}\s?tok(?:en)?s?(?:/| per )s(?:ec(?:ond)?)?\b"),
+    ("tok_per_sec", "tok", rf"(?<![\w.,]){NUMBER}\s?tok(?:en)?s?(?:/| per )s(?:ec(?:ond)?)?\b(?!['\"]?\s*[:=]?\s*\d)"),
     ("tok_per_sec", "tps", rf"(?<![a-z])tps{SEPARATOR}{NUMBER}"),
     ("grad_norm", "norm", rf"(?<![a-z])(?:grad(?:ient)?[_ ]norm|gnorm){SEPARATOR}{NUMBER}"),
     ("lr", "lr", rf"(?<![a-z])lr{SEPARATOR}\[?{NUMBER}"),
@@ -167,3 +172,35 @@ def measures_of(text: str) -> dict[str, float]:
 
 def framework_of(text: str) -> str | None:
     return next((name for name, pattern in FRAMEWORKS if pattern.search(text)), None)
+
+
+def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[str, Any]:
+    """Returns the last value of each field near the end of a script's log. to_end: nothing follows a last line without an end."""
+    file = GrowingFile(path, ends=STATE_ENDS)
+    epoch_steps, last = EpochSteps(), LineValues(None, None, {}, by_bar=False)
+    with suppress(OSError):
+        file.skip_to(max(0, path.stat().st_size - END_BYTES), before=b"")
+    is_cut, values = file.offset > 0, dict[str, Any]()
+    lines = b"".join(file.blocks(to_end=to_end)).decode("utf-8", "replace").splitlines()[is_cut:]
+    needles = [("loss", ""), *((name, needle) for name, needle, _ in PATTERNS if name != "loss")]
+    for line in reversed(lines):
+        missing = [needle for name, needle in needles if name in names and name not in values]
+        is_open = (
+            last.step is None
+            or (last.epochs is not None and epoch_steps.restarts is None)
+            or (last.by_bar and "%|" in line)
+        )
+        if (is_open or any(needle in line.lower() for needle in missing)) and (shown := read_line(line)):
+            counted(shown, epoch_steps)  # lines before the last step may tell how to count it
+            is_longer = shown.by_bar and last.by_bar and (shown.num_steps or 0) > (last.num_steps or sys.maxsize)
+            last = shown if last.step is None or is_longer else last  # a shorter bar is that of an evaluation
+            values = {**shown.values, **values}
+    values.setdefault("loss", values.get("part_loss"))  # no other line has one
+    if last.epochs is not None:
+        with suppress(OSError):
+            head = filter(None, map(read_line, read_part(path, start=0, max_bytes=END_BYTES)["text"].splitlines()))
+            epochs = [shown.epochs[0] for shown in head if shown.step is not None and shown.epochs is not None]
+            epoch_steps.first_epoch = min([epoch_steps.first_epoch, *epochs])
+    last = counted(last, epoch_steps)
+    values |= {"step": last.step, "num_steps": last.num_steps if last.step is not None else None}
+    return {name: values[name] for name in (*names, "num_steps") if values.get(name) is not None}

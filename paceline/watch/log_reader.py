@@ -1,5 +1,7 @@
 """
-Snapshots of any training log; each update reads only what is new. A log of gigabytes is read in pieces at even distances.
+Snapshots of any training log, and what the logs and files of a script's run show; each update reads only what is new.
+
+A log of gigabytes is read in pieces at even distances.
 """
 
 import math
@@ -8,7 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import chain
@@ -19,11 +21,20 @@ import numpy as np
 
 from paceline.errors import PacelineError
 from paceline.explain.run_folder import explain
-from paceline.explain.series import is_metric_file
-from paceline.units import format_bytes
-from paceline.watch.curves import Curve, HostHealth, MetricFileCurves
-from paceline.watch.events import GOES_ON, log_state
-from paceline.watch.growing_file import STATE_ENDS, GrowingFile, head_and_tail, unreadable
+from paceline.explain.series import ALL_STEPS, GRADIENT, LOSS, RATE, VALIDATION, is_metric_file
+from paceline.rundir import RunDir
+from paceline.units import format_bytes, unix_time
+from paceline.watch.curves import Curve, HostHealth, join_series
+from paceline.watch.events import END_STATES, GOES_ON, log_state
+from paceline.watch.growing_file import (
+    STATE_ENDS,
+    GrowingFile,
+    JsonRecord,
+    MetricFile,
+    head_and_tail,
+    unreadable,
+    written_metrics,
+)
 from paceline.watch.log_lines import EPOCH, LogLines, framework_of, progress_lines
 from paceline.watch.snapshot import LIVE, LogView, Snapshot
 from paceline.watch.summary import max_silence_s
@@ -35,10 +46,15 @@ FIRST_BYTES = 8 << 20  # of a longer log these are explained, and as much of its
 EXPLAIN_EVERY_S = 15.0  # while it grows
 EXPLAIN_RATIO = 20  # times what it takes, of a file of metrics, which is read whole
 END_RATIO = 2  # times max_silence_s: a log that has not grown for so long has ended
+SCRIPT_RANKS = 8  # ranks of a script whose logs are read for steps and losses
+PLACE = ("step", "num_steps", "loss", "val_bpb")  # how far a script has come
 NUM_SILENCES = 100  # the last silences that a log came back from
 SAMPLE_EVERY_S = 2.0  # of this machine, beside a log
 FIRST_GAP_S, FIRST_SAMPLES_S = 0.2, 3.0  # between the first two, and at most: the wait for them
 UNWATCHED_S = 60.0  # after which the sampling ends
+FIND_EVERY_S = 5.0  # new files of metrics in a script's run folder
+# of curves that have other names
+KIND_NAMES = {LOSS: "loss", VALIDATION: "val_loss", GRADIENT: "grad_norm", RATE: "lr"}
 
 
 class TrainingLogReader:
@@ -251,3 +267,105 @@ class LogCurves:
         for name, (steps, values) in points.items():
             times = written - (steps[-1] - np.array(steps)) * self.latest.get("step_ms", 0.0) / 1000
             self.curves.setdefault(name, Curve(has_gaps=True)).extend(steps, values, times)
+
+
+class MetricFileCurves:
+    """The curves of a file with any trainer's or tracker's metrics, as LogCurves has those of a log: call `read`, then use them."""
+
+    def __init__(self, path: Path):
+        self.path, self._file = path, MetricFile(path)
+        self.stat: os.stat_result | None = None  # of the file at the last read; None: it is gone
+        self.step: int | None = None
+        self.notes: list[str] = []
+        self.curves: dict[str, Curve] = {}
+        self._names: dict[str, str] = {}  # of the curves, by those in the file
+        self._latest: dict[str, float] = {}
+
+    def read(self) -> None:
+        """Reads the file if it has changed."""
+        before, self.stat = self.stat, None
+        with suppress(OSError):
+            self.stat = self.path.stat()
+        if self.stat is None or (before and before.st_mtime_ns == self.stat.st_mtime_ns):
+            return
+        with suppress(PacelineError):
+            series, is_continued = self._file.read()
+            if not is_continued:
+                self.notes, self.curves, self._names, self._latest = self._file.notes, {}, {}, {}
+            self.step = max(self._file.ends.values(), default=None)
+            names = {item.name for item in series}
+            for item in series:
+                name = KIND_NAMES.get(item.kind, item.name)
+                is_taken = name in names | self.curves.keys() or item.name == "val_bpb"
+                name = self._names.setdefault(item.name, item.name if is_taken else name)
+                self.curves.setdefault(name, Curve(has_gaps=True)).extend(item.steps, item.values, item.times)
+                self._latest[name] = item.values[-1]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the file says that all steps are done."""
+        return any(ALL_STEPS in note for note in self.notes)
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of a Snapshot that the file shows."""
+        series = {name: curve.series() for name, curve in self.curves.items()}
+        values = {name: self._latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
+        return {"step": self.step, "eta_s": None, "silence_s": None, "series": series, **values}
+
+
+class ScriptCurves:
+    """What a script's run shows: the logs of its ranks, and files of metrics, such as Lightning's, that the script wrote."""
+
+    def __init__(self, run: RunDir):
+        self.run = run
+        self._logs: dict[str, LogCurves] = {}
+        self._files: dict[Path, MetricFileCurves] = {}
+        self._paths: list[Path] = []
+        self._key: tuple[float, ...] = ()  # what the paths follow from
+
+    def read(
+        self, logs: Sequence[LogView], attempts: Sequence[JsonRecord], events: Sequence[JsonRecord]
+    ) -> dict[str, Any]:
+        """Returns fields of a Snapshot, the ranks, the lines with progress of one, and when the last file of metrics was written.
+
+        They are those of the rank whose log shows most measures in the last attempt. attempts: the events that begin them.
+        """
+        starts = {attempt["attempt"]: unix_time(attempt["time"]) for attempt in attempts}
+        ends = [unix_time(e["time"]) for e in events if e.get("event") in ("attempt_ended", *END_STATES)]
+        last = [log for log in logs if log.rank is not None and log.attempt == logs[-1].attempt]
+        rank_logs = {log.rank: self._read_log(log, starts, ends) for log in last[:SCRIPT_RANKS]}
+        rank = max(rank_logs, key=lambda rank: len(rank_logs[rank].curves), default=0)
+        best = rank_logs.get(rank)
+        fields: dict[str, Any] = {"silence_s": None}
+        fields |= best.fields(since=next(reversed(starts.values()), None)) if best else {}
+        of_rank = [self._read_log(log, starts, ends) for log in logs if log.rank == rank]
+        shown = [curves for curves in of_rank if curves.step is not None]
+        by_line, earlier = bool(shown) and shown[-1].counts_lines, shown[-1].fields() if shown else {}
+        # until the next attempt shows a step
+        fields |= {name: earlier.get(name) for name in PLACE if fields.get(name) is None}
+        if alike := [curves.curves for curves in shown if curves.counts_lines == by_line]:
+            fields["series"] = join_series(alike, by_line=by_line)
+        metrics = self._read_files(list(starts.values())) if by_line or not shown else {}
+        notes, num_lines = shown[-1].notes if shown else [], best.num_lines if best else 0
+        ranks = {"ranks": [log.rank for log in last], "num_lines": num_lines}
+        return {**fields, "notes": notes, "written": None, **metrics, **ranks}
+
+    def _read_log(self, log: LogView, starts: Mapping[int, float], ends: Sequence[float]) -> LogCurves:
+        start, curves = starts.get(log.attempt), self._logs.setdefault(log.path, LogCurves(Path(log.path)))
+        curves.read(start=start, end=next((end for end in ends if start is not None and end >= start), None))
+        return curves
+
+    def _read_files(self, starts: Sequence[float]) -> dict[str, Any]:
+        """Returns the fields that the files of metrics show, all attempts joined; empty where they have no step."""
+        if self._key != (key := (*starts, time.monotonic() // FIND_EVERY_S)):
+            self._key, self._paths = key, written_metrics(self.run, starts)
+        files = [self._files.setdefault(path, MetricFileCurves(path)) for path in self._paths]
+        for file in files:
+            file.read()
+        files = [file for file in files if file.step is not None]
+        if not files:
+            return {}
+        fields = {name: value for name, value in files[-1].fields().items() if value is not None}
+        note = f"steps and curves are those of {files[-1].path.relative_to(self.run.path)}"
+        series = join_series([file.curves for file in files], by_line=False)
+        return fields | {"series": series, "notes": [note], "written": files[-1].stat and files[-1].stat.st_mtime}

@@ -27,9 +27,8 @@ from paceline.slurm import JobId, JobReader, format_job, parse_job_id
 from paceline.typed_fields import damaged_files, typed_content, well_typed
 from paceline.units import unix_time
 from paceline.watch.about import expected, measured_on, read_evaluations, read_notes
-from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, join_series, slow_ranks
+from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, slow_ranks
 from paceline.watch.events import (
-    END_STATES,
     attempt_views,
     end_state,
     event_view,
@@ -41,12 +40,11 @@ from paceline.watch.events import (
 )
 from paceline.watch.goodput import LINE_FIELDS, goodput, last_writes, step_lines
 from paceline.watch.growing_file import GrowingFile, JsonRecord, parse_lines
-from paceline.watch.log_reader import LogCurves
+from paceline.watch.log_reader import ScriptCurves
 from paceline.watch.snapshot import BROKEN, LIVE, EventView, Goodput, HostView, LogView, RankView, Snapshot, State
 from paceline.watch.trend import mean_speed
 
 MAX_EVENTS = 500
-SCRIPT_RANKS = 8  # ranks of a script whose logs are read for steps and losses
 LIVE_LOGS = 16  # logs whose last write counts as a sign that the run is alive
 GOODPUT_EVERY_S = 5.0
 MAX_EXPLAINED_BYTES = 64 << 20  # of an attempt with longer logs only the verdict in events.jsonl is shown
@@ -63,7 +61,7 @@ class RunReader:
         self.metrics = Metrics(run.metrics)
         self.hosts: dict[str, HostHealth] = {}
         self._events_file = GrowingFile(run.events)
-        self._script_logs: dict[str, LogCurves] = {}
+        self._script = ScriptCurves(run)
         self._cache: dict[str, tuple[Any, Any]] = {}  # by name: what the value follows from, and the value
         self._job = JobReader()
         self._preparing: JsonRecord | None = None  # the work before the launch, when it was last read
@@ -206,30 +204,17 @@ class RunReader:
         )
 
     def _script_snapshot(self, config: JsonRecord, fields: JsonRecord) -> Snapshot:
-        """Measures come from what the script's ranks print, of the rank whose log shows most of them in the last attempt."""
-        last = [log for log in self.logs if log.rank is not None and log.attempt == self.logs[-1].attempt]
-        rank_logs = {log.rank: self._script_log(log) for log in last[:SCRIPT_RANKS]}
-        rank = max(rank_logs, key=lambda rank: len(rank_logs[rank].curves), default=0)
-        start, best = unix_time(self.attempts[-1]["time"]) if self.attempts else None, rank_logs.get(rank)
-        fields |= best.fields(since=start) if best else {}
-        fields["ranks"] = fields["ranks"] or [RankView(log.rank) for log in last if log.rank is not None]
-        shown = [curves for log in self.logs if log.rank == rank and (curves := self._script_log(log)).step is not None]
-        by_line = bool(shown) and shown[-1].counts_lines
-        fields["notes"] = [*fields["notes"], *(shown[-1].notes if shown else ())]
-        if attempts := [curves.curves for curves in shown if curves.counts_lines == by_line]:
-            fields["series"] = join_series(attempts, by_line=by_line)
+        shown = self._script.read(self.logs, self.attempts, self.events)
+        num_lines, written = shown.pop("num_lines"), shown.pop("written")
+        ranks = fields["ranks"] or [RankView(rank) for rank in shown.pop("ranks")]
+        fields |= {**shown, "notes": [*fields["notes"], *shown["notes"]], "ranks": ranks}
+        if self.running and written:
+            fields["updated"] = max(fields["updated"] or written, written)
         fields |= {} if fields["state"] == "running" else {"eta_s": None}
-        if best and best.num_lines and fields["silence_s"] is None and fields["updated"] and start is not None:
-            fields["silence_s"] = max(0.0, fields["updated"] - start) / best.num_lines
+        if num_lines and fields["silence_s"] is None and fields["updated"] and self.attempts:
+            start = unix_time(self.attempts[-1]["time"])
+            fields["silence_s"] = max(0.0, fields["updated"] - start) / num_lines
         return Snapshot(kind="script", command=config["command"], **fields)
-
-    def _script_log(self, log: LogView) -> LogCurves:
-        """Reads what is new in the log of a script's rank."""
-        starts = {attempt["attempt"]: unix_time(attempt["time"]) for attempt in self.attempts}
-        ends = [unix_time(e["time"]) for e in self.events if e.get("event") in ("attempt_ended", *END_STATES)]
-        start, curves = starts.get(log.attempt), self._script_logs.setdefault(log.path, LogCurves(Path(log.path)))
-        curves.read(start=start, end=next((end for end in ends if start is not None and end >= start), None))
-        return curves
 
     def _read_events(self) -> None:
         if self._events_file.restarted():

@@ -8,7 +8,6 @@ outside. A run with a link that leads out of its folder is not shown. A run that
 """
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -18,14 +17,14 @@ from threading import Lock
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError
-from paceline.explain.series import natural_order
+from paceline.explain.series import LOSS, natural_order, read_series
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_queued, is_run, read_end, read_json_lines, read_text, to_utc
 from paceline.typed_fields import damaged_files, hints_of, well_typed
-from paceline.units import format_list
+from paceline.units import format_list, unix_time
 from paceline.watch.about import check_links, config_in, csv_lines, link_out_of, measured_on, read_about, read_notes
 from paceline.watch.events import end_state, is_complete, last_event_time, live_state, run_notes
-from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines, read_part, search
+from paceline.watch.growing_file import LARGE_BYTES, parse_lines, read_part, search, written_metrics
 from paceline.watch.measures import format_bpb, format_figure, format_step, format_time
 from paceline.watch.snapshot import LIVE, Snapshot, State
 from paceline.watch.summary import attempt_outcome, goodput_line, goodput_table, host_place
@@ -89,8 +88,8 @@ def run_status(run: RunDir) -> RunStatus:
     command = next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None)
     attempts = sum(event.get("event") == "attempt" for event in events)
     names = ("step", "loss", "val_bpb", "tok_per_sec")
-    log, to_end = run.rank_log(attempts, 0), not is_locked(run)
-    read = printed_values(log, names, to_end=to_end) if command else last_values(run.metrics, (*names, "time"))
+    log = run.rank_log(attempts, 0)
+    read = script_values(run, events, names) if command else last_values(run.metrics, (*names, "time"))
     start: dict[str, Any] = {"step": None if command else 0, **measured_on(config_in(run))}
     values = {**dict.fromkeys(names), **start, **read}
     state = run_state(run, events, values)
@@ -144,39 +143,22 @@ def end_speed(run: RunDir, events: Sequence[dict[str, Any]]) -> dict[str, float]
     )
 
 
-def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[str, Any]:
-    """Returns the last value of each field near the end of a script's log. to_end: nothing follows a last line without an end."""
-    from paceline.explain.progress import EpochSteps
-    from paceline.watch.log_lines import PATTERNS, LineValues, counted, read_line
+def script_values(run: RunDir, events: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Returns the values at the end of the last log of rank 0 that shows any; without a step there, those of a file of metrics."""
+    from paceline.watch.log_lines import printed_values
 
-    file = GrowingFile(path, ends=STATE_ENDS)
-    epoch_steps, last = EpochSteps(), LineValues(None, None, {}, by_bar=False)
-    with suppress(OSError):
-        file.skip_to(max(0, path.stat().st_size - END_BYTES), before=b"")
-    is_cut, values = file.offset > 0, dict[str, Any]()
-    lines = b"".join(file.blocks(to_end=to_end)).decode("utf-8", "replace").splitlines()[is_cut:]
-    needles = [("loss", ""), *((name, needle) for name, needle, _ in PATTERNS if name != "loss")]
-    for line in reversed(lines):
-        missing = [needle for name, needle in needles if name in names and name not in values]
-        is_open = (
-            last.step is None
-            or (last.epochs is not None and epoch_steps.restarts is None)
-            or (last.by_bar and "%|" in line)
-        )
-        if (is_open or any(needle in line.lower() for needle in missing)) and (shown := read_line(line)):
-            counted(shown, epoch_steps)  # lines before the last step may tell how to count it
-            is_longer = shown.by_bar and last.by_bar and (shown.num_steps or 0) > (last.num_steps or sys.maxsize)
-            last = shown if last.step is None or is_longer else last  # a shorter bar is that of an evaluation
-            values = {**shown.values, **values}
-    values.setdefault("loss", values.get("part_loss"))  # no other line has one
-    if last.epochs is not None:
-        with suppress(OSError):
-            head = filter(None, map(read_line, read_part(path, start=0, max_bytes=END_BYTES)["text"].splitlines()))
-            epochs = [shown.epochs[0] for shown in head if shown.step is not None and shown.epochs is not None]
-            epoch_steps.first_epoch = min([epoch_steps.first_epoch, *epochs])
-    last = counted(last, epoch_steps)
-    values |= {"step": last.step, "num_steps": last.num_steps if last.step is not None else None}
-    return {name: values[name] for name in (*names, "num_steps") if values.get(name) is not None}
+    starts = [unix_time(event["time"]) for event in events if event.get("event") == "attempt"]
+    values: dict[str, Any] = {}
+    for number in range(len(starts), 0, -1):
+        to_end = number < len(starts) or not is_locked(run)
+        if values := printed_values(run.rank_log(number, 0), names, to_end=to_end):
+            break
+    for path in written_metrics(run, starts)[-1:] if "step" not in values else ():
+        with suppress(OSError, PacelineError):
+            series = read_series([path])[0] if path.stat().st_size <= LARGE_BYTES else []
+            losses = [item.values[-1] for item in series if item.kind == LOSS][:1]
+            values |= dict(zip(("step", "loss"), [max(item.steps[-1] for item in series), *losses], strict=False))
+    return values
 
 
 class RunList:
@@ -193,11 +175,11 @@ class RunList:
             with suppress(OSError):  # it has vanished, or belongs to another user
                 run = RunDir(path)
                 cached = self._cached.get(path)
-                files = [run.events, run.metrics, run.plan_json, run.notes, run.progress(0)]
-                if cached and cached[1].command:  # its steps are in a log alone
-                    files.append(run.rank_log(cached[1].attempts, 0))
-                key = (is_locked(run), *map(file_stamp, files))
-                current[path] = cached if cached and cached[0] == key else (key, run_status(run))
+                files, is_live = [run.events, run.metrics, run.plan_json, run.notes, run.progress(0)], is_locked(run)
+                key, is_script = (is_live, *map(file_stamp, files)), cached and cached[1].command
+                # the steps of a script are in its log or in files of its own
+                is_same = cached and cached[0] == key and not (is_live and is_script)
+                current[path] = cached if cached and is_same else (key, run_status(run))
         self._cached = current
         return sorted((status for _, status in current.values()), key=lambda status: status.time or "", reverse=True)
 

@@ -124,6 +124,15 @@ def test_the_steps_of_a_script_with_epochs_are_counted_over_all_of_them(run):
     assert [step for step, _, _ in rows_of(run, Position()) if step is not None] == [10, 20, 30, 40]
 
 
+def test_the_validation_loss_of_hugging_face_s_trainer_belongs_to_the_step_of_its_training(run):
+    run.metrics.unlink()
+    run.rank_log(1, 0).parent.mkdir(parents=True)
+    bars = "{'loss': 2.5}\n%s| 5/9 [00:01]\r%s| 1/4 [00:01]\r%s| 4/4 [00:01]\r{'eval_loss': 2.0, 'epoch': 0.5}\n%s| 6/9 [00:01]\n"
+    run.rank_log(1, 0).write_text(bars % (" 55%|#", " 25%|#", "100%|#", " 66%|#") + "{'eval_loss': 1.5}\n")
+    steps = [(step, values) for step, _, values in rows_of(run, Position()) if step is not None]
+    assert steps == [(5, {"val_loss": 2.0}), (6, {"val_loss": 1.5})]
+
+
 @pytest.fixture(autouse=True)
 def first_files(monkeypatch):
     """TensorBoard numbers the files of a process, and of one second it reads the tenth before the ninth."""

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from paceline.explain.event_files import masked_crc
-from paceline.watch.curves import Curve, MetricFileCurves, slow_ranks
+from paceline.watch.curves import Curve, slow_ranks
 from paceline.watch.growing_file import MetricFile
+from paceline.watch.log_reader import MetricFileCurves
 from paceline.watch.trend import WHOLE_LINES
 
 

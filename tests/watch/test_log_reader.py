@@ -50,6 +50,8 @@ LINES = {
         "paceline", 120, 2500, {"loss": 4.1203, "val_bpb": 1.2034, "step_ms": 612.0, "tok_per_sec": 856679.0, "mfu": 0.412},
     ),
     "step 10 | loss 4.1 | 61.8 ms | 8283 tok/s": (None, 10, None, {"loss": 4.1, "step_ms": 61.8, "tok_per_sec": 8283.0}),
+    "step 10 loss: 4.1 tok/s: 8,283": (None, 10, None, {"loss": 4.1, "tok_per_sec": 8283.0}),
+    "step 10 loss 4.1 tokens/s 8283": (None, 10, None, {"loss": 4.1, "tok_per_sec": 8283.0}),
     "step 10 loss 4.1 8,283.5 tokens/sec, 0.25 s/step": (None, 10, None, {"loss": 4.1, "step_ms": 250.0, "tok_per_sec": 8283.5}),
 }  # fmt: skip
 

@@ -258,6 +258,41 @@ def test_a_script_without_a_step_on_its_lines_has_none_anywhere(script):
     assert (status.step, format_steps(status), run_row(asdict(status))["steps"]) == (None, "n/a", "n/a")
 
 
+def test_a_script_without_a_step_on_its_lines_has_those_of_the_metrics_that_it_wrote_into_its_run_folder(script):
+    def write(path, steps, *, ago):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("step,train_loss,val_loss\n" + "".join(f"{step},{5 - step / 10},\n" for step in steps))
+        os.utime(path, (time.time() - ago,) * 2)
+
+    folder = script.run.path
+    write(folder / "lightning_logs/version_0/metrics.csv", [9], ago=500)  # older than the run
+    write(folder / "track/tensorboard/metrics.csv", [9], ago=1)  # of a tracker
+    for attempt, steps, ago in ((1, [1, 2, 3], 150), (2, [3, 4], 10)):
+        script.begin_script(attempt=attempt, ago=ago + 30)
+        script.print("", attempt=attempt, ago=ago)
+        assert (script.look().step, run_status(script.run).step) == ((None, None) if attempt == 1 else (3, 3))
+        write(folder / f"lightning_logs/version_{attempt}/metrics.csv", steps, ago=ago)
+    snapshot, status = open_reader(folder).update(), run_status(script.run)
+    assert (snapshot.step, snapshot.loss, status.step, status.loss) == (4, 4.6, 4, 4.6)
+    assert (snapshot.series["loss"].steps, snapshot.series["loss"].values) == ([1, 2, 3, 4], [4.9, 4.8, 4.7, 4.6])
+    assert snapshot.notes == ["steps and curves are those of lightning_logs/version_2/metrics.csv"]
+    script.print("step 7/9 loss: 2.0\n", attempt=2)
+    snapshot, status = open_reader(folder).update(), run_status(script.run)
+    assert (snapshot.step, snapshot.series["loss"].steps, snapshot.notes, status.step) == (7, [7], [], 7)
+
+
+def test_a_script_has_the_step_of_its_last_attempt_until_the_next_one_shows_one(script):
+    script.begin_script(attempt=1)
+    script.print("step 20/90 loss: 2.5 tok/s: 1000\n", attempt=1)
+    script.begin_script(attempt=2)
+    script.print("loading\n", attempt=2)
+    snapshot, status = script.look(), run_status(script.run)
+    assert (snapshot.step, snapshot.num_steps, snapshot.loss, snapshot.tok_per_sec) == (20, 90, 2.5, None)
+    assert (status.step, status.loss) == (20, 2.5)
+    script.print("step 19/90 loss: 2.75\n", attempt=2)
+    assert (script.look().step, run_status(script.run).step, run_status(script.run).loss) == (19, 19, 2.75)
+
+
 @pytest.mark.parametrize(
     ("epochs", "losses"),
     [

@@ -23,6 +23,7 @@ from paceline.track.follower import LogRows
 from paceline.watch import log_lines
 from paceline.watch.about import edit_note, edit_tags, read_about, read_notes, write_notes
 from paceline.watch.events import event_text
+from paceline.watch.log_lines import printed_values
 from paceline.watch.log_reader import LogAndMachine
 from paceline.watch.panels import compared_figures, head_panel, run_row
 from paceline.watch.panels import fields as chart_fields
@@ -34,7 +35,6 @@ from paceline.watch.status import (
     format_run,
     last_values,
     open_reader,
-    printed_values,
     run_json,
     run_status,
 )

@@ -92,11 +92,10 @@ def test_without_torch_psutil_and_pynvml_the_other_facts_are_gathered(tmp_path):
 
 
 def test_a_cached_answer_about_torch_needs_no_import(facts, cached_torch):
-    arguments = dict.fromkeys(("run_dir", "data", "tokenizer", "cache_dir", "port", "vocab_size"))
-    second = gather_facts(**arguments, cached_torch=cached_torch, measure_disk=False)
-    check_schema(second)
-    assert second["probes"]["torch"] == {"ok": True, "seconds": 0.0, "error": None, "cached": True}
+    second = gather_facts(cached_torch=cached_torch, probes=["torch"])
+    assert second["probes"] == {"torch": {"ok": True, "seconds": 0.0, "error": None, "cached": True}}
     assert second["torch"] == facts["torch"]
+    check_schema({**facts, "probes": facts["probes"] | second["probes"]})
 
 
 def test_nothing_secret_is_in_the_facts(facts):
@@ -170,13 +169,13 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_probe_that_still_computes_at_its_deadline_gets_more_time():
-    code = 'import time; end = time.process_time() + 1\nwhile time.process_time() < end: pass\nprint(\'{"host": {"a": 1}}\')'
-    facts = ask_one(sys.executable, "-c", code, deadline_s=0.6)
+    code = 'import time; end = time.process_time() + 0.5\nwhile time.process_time() < end: pass\nprint(\'{"host": {"a": 1}}\')'
+    facts = ask_one(sys.executable, "-c", code, deadline_s=0.3)
     assert facts["host"] == {"a": 1} or facts["probes"]["host"]["error"].startswith("still computing after")
 
 
 def test_a_probe_that_computes_forever_is_ended_and_says_so():
-    facts = ask_one(sys.executable, "-c", "while True: pass", deadline_s=0.5)
+    facts = ask_one(sys.executable, "-c", "while True: pass", deadline_s=0.2)
     assert re.fullmatch(r"still computing after [\d.]+ s", facts["probes"]["host"]["error"])
 
 

@@ -20,16 +20,16 @@ def answers_of_session(folder: Path) -> Path:
 
 @contextmanager
 def shared_answers(caches: Mapping[str, Path], *, answers: Path) -> Iterator[None]:
-    """Gives each host's cache the newest answer of a host of its name, and keeps the one that is there at the end.
+    """Gives each host's cache the newest answer of a host of its name, else of any, and keeps the one that is there at the end.
 
-    By the name of the host: a shell of ssh has other variables than this process.
+    By the name of the host: a shell of ssh may have other variables than this process.
     """
     answers.mkdir(exist_ok=True)
     files = {name: cache / "paceline" / "torch.json" for name, cache in caches.items()}
     for name, file in files.items():
-        if (answers / name).exists():
+        if answer := next((path for path in (answers / name, *sorted(answers.iterdir())) if path.exists()), None):
             file.parent.mkdir(parents=True)
-            file.write_bytes((answers / name).read_bytes())
+            file.write_bytes(answer.read_bytes())
     yield
     for name, file in files.items():
         if file.exists():

@@ -181,9 +181,15 @@ def cache_key(path: Path, *, torch_path: str | None, shadowing: list[str]) -> di
         "shadowing": shadowing,
         "executable": sys.executable,
         "torch_path": torch_path,
-        "env": {name: os.environ.get(name) for name in CACHE_ENV},
+        "env": {name: os.environ.get(name) for name in CACHE_ENV} | {"PYTHONPATH": foreign_paths()},
         "driver": kernel_driver_version(),
     }
+
+
+def foreign_paths() -> str | None:
+    """Returns PYTHONPATH without the folder of this paceline, which is another one for each version that is sent to a host."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(path for path in paths if path != str(Path(__file__).parents[2])) or None
 
 
 def import_torch(torch_path: str | None) -> str:

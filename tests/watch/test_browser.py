@@ -71,21 +71,6 @@ def test_every_state_is_drawn_in_both_themes_with_what_it_has_to_show_and_nothin
             CHECKS[name](page)
 
 
-def test_the_list_fits_a_narrow_window_and_the_charts_of_a_row_have_one_height(page, port):
-    page.set_viewport_size({"width": 820, "height": 900})
-    go(page, port)
-    widths = page.evaluate(
-        "[...document.querySelectorAll('.scroll')].map((node) => node.scrollWidth - node.clientWidth)"
-    )
-    assert widths == [0]
-    page.set_viewport_size({"width": 1000, "height": 900})
-    go(page, port, "/run/training")
-    heights = "[...document.querySelectorAll('.charts:not(.dense) .paper')].map((node) => node.offsetHeight)"
-    assert page.evaluate(heights) == [240, 240, 170, 170, 170, 170, 170]
-    page.click(".chart .name:text-is('val_bpb')")  # over the whole width
-    page.wait_for_function(f"() => {heights}.join() === '170,420,170,170,170,170,170'")
-
-
 @pytest.mark.soak
 def test_the_token_does_not_stay_in_the_address_and_a_reload_still_works(page, port):
     go(page, port, "/run/training")
@@ -140,8 +125,13 @@ def test_the_straggler_is_orange_in_the_map_and_the_others_are_not(page, port):
     assert red > blue + 100 and max(other[:3]) - min(other[:3]) < 16
 
 
-def test_the_list_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
+def test_the_list_fits_a_narrow_window_and_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
+    page.set_viewport_size({"width": 820, "height": 900})
     go(page, port)
+    widths = page.evaluate(
+        "[...document.querySelectorAll('.scroll')].map((node) => node.scrollWidth - node.clientWidth)"
+    )
+    assert widths == [0]
     page.keyboard.press("j")
     page.keyboard.press("j")
     page.keyboard.press(" ")
@@ -155,6 +145,13 @@ def test_the_list_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
     for axis in ("tokens", "hours", "clock"):
         page.keyboard.press("x")
         assert page.inner_text(".segments [aria-pressed=true]") == axis
+    page.set_viewport_size({"width": 1000, "height": 900})
+    page.evaluate("location.hash = '#/run/training'")
+    page.wait_for_function("() => app.page.run?.head.name === 'training'")
+    heights = "[...document.querySelectorAll('.charts:not(.dense) .paper')].map((node) => node.offsetHeight)"
+    assert page.evaluate(heights) == [240, 240, 170, 170, 170, 170, 170]  # the charts of a row have one height
+    page.click(".chart .name:text-is('val_bpb')")  # over the whole width
+    page.wait_for_function(f"() => {heights}.join() === '170,420,170,170,170,170,170'")
 
 
 @pytest.mark.soak

@@ -9,6 +9,7 @@ crashed or hung.
 
 import ast
 import ctypes
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -279,6 +280,7 @@ def main(torch_path: str | None = None) -> None:
         print(json.dumps({"name": name, "ok": ok, "seconds": seconds, "message": message}), file=out, flush=True)
         return ok
 
+    gc.disable()  # as in the probe: collections would add a sixth to the time of the import
     if passes("import", lambda: import_torch(torch_path)):
         for name, trial in trials(sys.modules["torch"]):
             passes(name, trial)

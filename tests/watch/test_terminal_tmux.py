@@ -57,7 +57,7 @@ class Tmux:
         until = time.monotonic() + MOST_S
         while not all(word in (screen := self.pane()) for word in args):
             assert time.monotonic() < until, screen
-            time.sleep(0.05)
+            time.sleep(0.1)  # each look is a process
         return screen
 
 

@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 # Set in some containers; without compiled files every process of the tests compiles all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train quick compiled test newest soak lint style types bench clean
+.PHONY: train quick compiled test newest soak lint rules style types bench clean
 
 train: $(VENV)/core
 	$(BIN)/paceline train
@@ -31,7 +31,11 @@ soak: $(VENV)/dev
 	PYTHONPATH=tests $(BIN)/python -m soak.loop $(or $(ARGS),--write docs/reliability.md)
 	PYTHONPATH=tests $(BIN)/python -m soak.hosts $(or $(HOSTS),--write docs/reliability.md)
 
-lint: types style
+lint: rules types style
+
+# needs no package, so it runs while the environment is set up
+rules: | $(VENV)/python
+	$(BIN)/python dev/measure_code.py --lint
 
 types: $(VENV)/dev
 	$(BIN)/mypy
@@ -39,7 +43,6 @@ types: $(VENV)/dev
 style: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python dev/measure_code.py --lint
 
 # the tests with the newest torch of the index, whose CUDA libraries are gigabytes, in an environment of its own
 newest: pyproject.toml constraints.txt
@@ -52,9 +55,12 @@ newest: pyproject.toml constraints.txt
 bench: $(VENV)/dev
 	$(BIN)/python benchmarks/cpu.py
 
-$(VENV)/torch: constraints.txt
+$(VENV)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python %d.%d, 3.11 or later is needed\n  fix: make PYTHON=python3.12" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/torch: constraints.txt | $(VENV)/python
 	$(PIP) --upgrade pip
 	$(PIP) "$$(grep ^torch== constraints.txt)"
 	touch $@

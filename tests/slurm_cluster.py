@@ -120,11 +120,12 @@ class SlurmCluster:
         text = self.slurm("scontrol", "show", "job", str(job_id))
         return next(word.removeprefix("JobState=") for word in text.split() if word.startswith("JobState="))
 
-    def wait_for(self, condition: Callable[[], object], *, timeout_s: float = DEADLINE_S) -> None:
+    def wait_for(self, condition: Callable[[], object], *, timeout_s: float = DEADLINE_S, every_s: float = 0.1) -> None:
+        """every_s: longer for a condition that asks Slurm, which takes four processes."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, self.logs()
-            time.sleep(0.1)
+            time.sleep(every_s)
 
     def logs(self) -> str:
         """Returns the ends of all logs, for a test that fails."""
@@ -198,7 +199,7 @@ def slurm_cluster(folder: Path, *, nodes: int = 2, slurmd_timeout_s: int = 20) -
             for node in cluster.nodes:
                 cluster.start_daemon(node, "slurmd", "-D")
             ask = ("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T")
-            cluster.wait_for(lambda: cluster.run(*ask).stdout.split() == ["idle"] * nodes)
+            cluster.wait_for(lambda: cluster.run(*ask).stdout.split() == ["idle"] * nodes, every_s=0.5)
             yield cluster
         finally:
             with suppress(Exception):

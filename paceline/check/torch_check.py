@@ -49,6 +49,7 @@ DEADLINE_S = 60.0  # for one trial: a first import from a slow disk, the first k
 ENDING_S = 2.0
 BUILD = "paceline torch recipe --script build.sh && "
 PIP, RECIPE, TIMING = "pip install ", "paceline torch recipe", "time python "  # how the fixes of findings begin
+PROBES_OF_TORCH = ("torch", "gpu", "host", "python")  # what the verdicts on torch are about
 INSTALLED = "lib*/python*.*/*-packages/torch/__init__.py"  # below a prefix
 LAYOUT = re.compile(r"(?P<prefix>.*)/lib\w*/python(?P<version>\d(?:\.\d+)?)/(?P<kind>site|dist)-packages")
 MODULE = re.compile(r"_C\.cpython-(\d)(\d+)-.*")
@@ -95,7 +96,7 @@ class TorchCheck:
 def check_torch(path: Path | None = None, *, on_trial: Callable[[str], None] | None = None) -> TorchCheck:
     """Checks the torch of this Python, or at `path`: site-packages, a venv, the torch folder or a source tree."""
     torch_path = None if path is None else locate_torch(path)
-    facts = gather_facts(torch_path=torch_path, measure_disk=False)
+    facts = gather_facts(torch_path=torch_path, probes=PROBES_OF_TORCH)
     if at(facts, "probes.torch.ok") and facts["torch"] is None:
         raise PacelineError(f"no torch in {sys.executable}", fix="paceline torch recipe")
     if torch_path is not None:  # the packages next to that torch, not those of this Python

@@ -9,6 +9,7 @@ crashed or hung.
 
 import ast
 import ctypes
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -181,9 +182,15 @@ def cache_key(path: Path, *, torch_path: str | None, shadowing: list[str]) -> di
         "shadowing": shadowing,
         "executable": sys.executable,
         "torch_path": torch_path,
-        "env": {name: os.environ.get(name) for name in CACHE_ENV},
+        "env": {name: os.environ.get(name) for name in CACHE_ENV} | {"PYTHONPATH": foreign_paths()},
         "driver": kernel_driver_version(),
     }
+
+
+def foreign_paths() -> str | None:
+    """Returns PYTHONPATH without the folder of this paceline, which is another one for each version that is sent to a host."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(path for path in paths if path != str(Path(__file__).parents[2])) or None
 
 
 def import_torch(torch_path: str | None) -> str:
@@ -273,6 +280,7 @@ def main(torch_path: str | None = None) -> None:
         print(json.dumps({"name": name, "ok": ok, "seconds": seconds, "message": message}), file=out, flush=True)
         return ok
 
+    gc.disable()  # as in the probe: collections would add a sixth to the time of the import
     if passes("import", lambda: import_torch(torch_path)):
         for name, trial in trials(sys.modules["torch"]):
             passes(name, trial)

@@ -41,8 +41,11 @@ class Postponed(ModuleType):
 
 
 gc.disable()  # while torch is imported: collections would add a sixth to its time
-if __name__ == "__main__":  # a quarter of its time is for tensors without values: this process has no tensors
-    sys.modules["torch._meta_registrations"] = Postponed("torch._meta_registrations")
+if (
+    __name__ == "__main__"
+):  # a third of its time is for tensors without values and for exports: this process has neither
+    for name in ("torch._meta_registrations", "torch.export"):
+        sys.modules[name] = Postponed(name)
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState

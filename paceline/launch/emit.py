@@ -91,7 +91,8 @@ def cluster_job(options: EmitOptions) -> ClusterJob:
     machine = machine_of(options.gpu, options.gpus, num_hosts(config))
     texts, flags = place_texts(config)
     cache, (_, vocab_size) = cache_dir(config), known_sizes(config)
-    plan = forecast(replace(config, hosts=None), machine, cache=cache, vocab_size=vocab_size, num_rows=0).plan
+    config_there = replace(config, hosts=None)
+    plan = forecast(config_there, machine, cache=cache, vocab_size=vocab_size, num_rows=0, is_whole=False).plan
     preempt = [f"--preempt-from={options.preempt_from}"] if options.preempt_from else []
     place = [f"--name={name}", f"--runs-dir={RUNS}", f"--cache-dir={CACHE}"]
     ranks = plan.world_size // plan.hosts

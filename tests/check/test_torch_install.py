@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline.check.torch_install import cache_key, describe_build, find_shadowing, find_torch, read_version_file
 
 
@@ -120,6 +121,16 @@ def test_variables_of_the_loader_are_part_of_the_cache_key(tmp_path, monkeypatch
     before = cache_key(tmp_path, torch_path=None, shadowing=[])
     assert before == cache_key(tmp_path, torch_path=None, shadowing=[])
     monkeypatch.setenv(name, "0")
+    assert cache_key(tmp_path, torch_path=None, shadowing=[]) != before
+
+
+def test_the_folder_of_paceline_itself_is_no_part_of_the_cache_key_and_another_one_beside_it_is(tmp_path, monkeypatch):
+    ours = str(Path(paceline.__file__).parents[1])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    before = cache_key(tmp_path, torch_path=None, shadowing=[])
+    monkeypatch.setenv("PYTHONPATH", ours)
+    assert cache_key(tmp_path, torch_path=None, shadowing=[]) == before
+    monkeypatch.setenv("PYTHONPATH", f"{ours}{os.pathsep}/other")
     assert cache_key(tmp_path, torch_path=None, shadowing=[]) != before
 
 

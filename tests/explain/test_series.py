@@ -2,11 +2,13 @@
 
 import csv
 import json
+import lzma
 import math
 import os
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from curve_shapes import Noise, falling
@@ -59,6 +61,7 @@ NAMES = {
         "run-a - train/loss__MIN", "run-a - train/loss__MAX",
     ],
 }  # fmt: skip
+OFFLINE_RUN = Path(__file__).with_name("offline_run.wandb.xz")
 TURN = 60  # where the loss of LOSSES begins to rise
 LOSSES = [value * (1 + 0.05 * max(0, n - TURN)) for n, value in enumerate(falling(Noise(1, 0.01), 100, scale=10))]
 WANDB = """
@@ -86,10 +89,14 @@ def event_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def wandb_folder(tmp_path_factory):
-    pytest.importorskip("wandb", reason="needs wandb")
+@pytest.fixture(scope="module", params=["recorded", pytest.param("written", marks=pytest.mark.soak)])
+def wandb_folder(tmp_path_factory, request):
+    """What WANDB writes: recorded with wandb 0.31 without the facts of the machine, or written now, for which it is imported."""
     folder = tmp_path_factory.mktemp("wandb")
+    if request.param == "recorded":
+        (folder / "run-recorded.wandb").write_bytes(lzma.decompress(OFFLINE_RUN.read_bytes()))
+        return folder
+    pytest.importorskip("wandb", reason="needs wandb")
     subprocess.run([sys.executable, "-c", WANDB, folder, repr(LOSSES)], check=True, capture_output=True, timeout=120)
     return folder
 

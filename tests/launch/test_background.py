@@ -22,6 +22,7 @@ TRAIN = (
     "--total-batch-size", "512", "--device-batch-size", "4", "--num-steps", "100000", "--eval-every", "0", "--sample-every", "0",
     "--log-every", "1", "--health-every", "0", "--no-check", "--name", "far", "--detach",
 )  # fmt: skip
+SCRIPT = ("run", "--nproc", "1", "--health-every", "0", "--no-check", "--name", "far", "--detach", "--", "wait.py")
 
 
 def paceline(folder, *arguments, code=0):
@@ -69,17 +70,22 @@ def test_a_run_on_the_same_cores_is_reported_and_no_other(tmp_path, monkeypatch)
 
 
 @pytest.mark.dist
-def test_a_detached_run_goes_on_without_its_terminal_until_it_is_stopped(tmp_path):
-    output = paceline(tmp_path, *TRAIN)
+@pytest.mark.parametrize("command", [SCRIPT, pytest.param(TRAIN, marks=pytest.mark.soak)])
+def test_a_detached_run_goes_on_without_its_terminal_until_it_is_stopped(tmp_path, command):
+    (tmp_path / "wait.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
+    output = paceline(tmp_path, *command)
     run = RunDir(tmp_path / "runs" / "far")
     log = run.path / "logs" / "supervisor.log"
     pid = int(str(holder_of(run)).split()[0])
     assert f"detached: process {pid}, output in runs/far/logs/supervisor.log" in output
     assert "paceline watch runs/far" in output and "paceline stop runs/far" in output
     assert os.getsid(pid) == pid and Path(f"/proc/{pid}/fd/1").readlink() == log
-    wait_for(lambda: run.metrics.exists() and len(list(read_json_lines(run.metrics))) > 3)
+    if command is SCRIPT:
+        wait_for(lambda: run.rank_log(1, 0).exists() and run.rank_log(1, 0).read_text() == "ready\n")
+    else:
+        wait_for(lambda: run.metrics.exists() and len(list(read_json_lines(run.metrics))) > 3)
     result = json.loads(paceline(tmp_path, "stop", "far", "--json"))
-    last = max(line["step"] for line in read_json_lines(run.metrics))
+    last = max((line["step"] for line in read_json_lines(run.metrics)), default=None)
     assert result == {"run": "runs/far", "pid": pid, "state": "stopped", "checkpoint_step": last}
     assert "interrupted after" in log.read_text() and holder_of(run) is None
     assert log.read_text().rstrip().endswith("next    paceline resume runs/far")

@@ -125,25 +125,23 @@ def test_the_same_values_as_json_and_on_standard_output():
     assert accelerate_config(AccelerateOptions(out="-"), TWO) + "\n" == format_yaml(values_of(TWO))
 
 
-LAUNCHED = """
-import json, sys
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env
-names = ("num_processes", "nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "master_port", "use_fsdp",
-         "mixed_precision")
-for file in sys.argv[1:]:
-    args = launch_command_parser().parse_args(["--config_file", file, "script.py"])
-    args, defaults, _ = _validate_launch_command(args)
-    multi = args.multi_gpu or args.use_fsdp
-    env = prepare_multi_gpu_env(args) if multi else {}
+def take(file):
+    """What accelerate itself makes of a config, up to the point where it would start processes."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    names = (
+        "num_processes", "nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "master_port", "use_fsdp",
+        "mixed_precision",
+    )  # fmt: skip
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(file), "script.py"]))
+    env = prepare_multi_gpu_env(args) if args.multi_gpu or args.use_fsdp else {}
     ours = {key: env.get(key) for key in ("FSDP_VERSION", "FSDP_AUTO_WRAP_POLICY", "ACCELERATE_MIXED_PRECISION")}
-    print("taken", json.dumps({**{name: getattr(args, name, None) for name in names}, **ours}))
-"""
+    return {**{name: getattr(args, name, None) for name in names}, **ours}
 
 
 @pytest.fixture(scope="module")
 def taken_by_accelerate(tmp_path_factory):
-    """What accelerate itself makes of three configs, up to the point where it would start processes."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     hosts = {"nnodes": 2, "node_rank": 1, "main_address": "10.0.0.1", "main_port": 29600}
     configs = {
@@ -154,12 +152,7 @@ def taken_by_accelerate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("configs")
     for name, values in configs.items():
         (folder / name).write_text(format_yaml(values))
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHED, *configs], cwd=folder, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.removeprefix("taken ") for line in done.stdout.splitlines() if line.startswith("taken ")]
-    return dict(zip(configs, map(json.loads, lines), strict=True))
+    return {name: take(folder / name) for name in configs}
 
 
 @pytest.mark.dist

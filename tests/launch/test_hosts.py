@@ -252,7 +252,7 @@ def cable(hosts):
 
 
 @needs_namespaces
-@pytest.mark.parametrize("choice", ["eth1", "10.88.0.0/24"])
+@pytest.mark.parametrize("choice", [pytest.param("eth1", marks=pytest.mark.soak), "10.88.0.0/24"])
 def test_the_link_of_a_chosen_interface_is_measured(cable, choice):
     link = link_of(cable, interface=choice)
     assert (link["address"], link["local"], link["error"]) == ("10.88.0.2", "10.88.0.1", None)

@@ -64,7 +64,8 @@ def test_nothing_is_left_when_a_process_between_is_killed(launch, part):
     assert ended.outcome["failures"][0]["message"].endswith("was killed by SIGKILL")
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", [0, 1])
 def test_nothing_is_left_when_a_worker_is_killed_and_it_is_reported_with_its_signal(launch, rank):
     running = launch(WORKER).wait_until_running()
     os.kill(running.worker_pid(rank), signal.SIGKILL)

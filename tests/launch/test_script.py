@@ -206,6 +206,7 @@ def test_resume_starts_a_script_again_in_its_folder_and_a_good_end_does_not_hide
         assert message in capfd.readouterr().err
 
 
+@pytest.mark.soak
 def test_a_failure_that_a_script_only_logs_is_a_note_behind_its_good_end(bench):
     bench.script("import logging; logging.error('training failed: no reason is known')")
     done = bench.run("--nproc", 1, "train.py")
@@ -286,12 +287,11 @@ def test_a_run_without_a_name_is_called_after_its_script_and_paceline_itself_wri
     assert done.err.splitlines()[-1] == f"logs    runs/{name}/logs/1"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("end, code", [
     ("sys.exit(137)", 137),  # a signal only if a shell says it: below
-    *(pytest.param(end, code, marks=pytest.mark.soak) for end, code in (
-        ("sys.exit(7)", 7), ("os._exit(3)", 3), ("raise ValueError('no')", 1), ("os.kill(os.getpid(), 9)", 128 + 9),
-        ("os.kill(os.getpid(), 11)", 128 + 11), ("os.kill(os.getpid(), 15)", 128 + 15),
-    )),
+    ("sys.exit(7)", 7), ("os._exit(3)", 3), ("raise ValueError('no')", 1), ("os.kill(os.getpid(), 9)", 128 + 9),
+    ("os.kill(os.getpid(), 11)", 128 + 11), ("os.kill(os.getpid(), 15)", 128 + 15),
 ])  # fmt: skip
 def test_the_exit_code_is_that_of_the_root_cause_as_a_shell_reports_it(bench, end, code):
     bench.script(f"import os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(600)")

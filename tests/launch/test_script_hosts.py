@@ -31,9 +31,9 @@ TRAIN = """
     import größe
 
     dist.init_process_group("gloo")
-    rank, x = dist.get_rank(), torch.ones(1)
+    rank, world_size, x = dist.get_rank(), dist.get_world_size(), torch.ones(1)
     dist.all_reduce(x)
-    print(f"rank {rank} of {dist.get_world_size()}, sum {x.item()}, {größe.text}, {sys.argv[1:]}")
+    print(f"rank {rank} of {world_size}, sum {x.item()}, {größe.text}, {sys.argv[1:]}")
     print("ignored", pathlib.Path("big.bin").exists(), "shell", oct(os.stat("go.sh").st_mode), "run", os.environ["PACELINE_RUN"])
     print("token", os.environ.get("TOKEN"), "other", os.environ.get("OTHER"), "local", os.environ["LOCAL_RANK"])
     if "flood" in sys.argv:
@@ -44,6 +44,18 @@ TRAIN = """
     dist.barrier()
     dist.destroy_process_group()
 """
+# ranks that only read their variables: a process group of two hosts is in test_slurm_jobs.py and the soak tests below
+ALONE = (
+    TRAIN.replace("    import torch, torch.distributed as dist\n", "")
+    .replace('    dist.init_process_group("gloo")\n', "")
+    .replace(
+        "dist.get_rank(), dist.get_world_size(), torch.ones(1)",
+        "*(int(os.environ[n]) for n in ('RANK', 'WORLD_SIZE')), 0",
+    )
+    .replace("    dist.all_reduce(x)\n", "")
+    .replace("sum {x.item()}", "{os.environ['MASTER_ADDR']}")
+    .partition("    dist.barrier")[0]
+)
 WAIT = """
     import os, signal, sys, time
     stopped = []
@@ -163,6 +175,7 @@ def desk(tmp_path_factory):
     with namespaced_hosts(3, tmp_path_factory.mktemp("hosts")) as hosts:
         desk = Desk(hosts)
         desk.write("train.py", TRAIN)
+        desk.write("alone.py", ALONE)
         desk.write("größe.py", "text = 'größe 1'")
         desk.write(".gitignore", "big.bin\nruns/\nlarge/\n")
         desk.write("go.sh", "#!/bin/sh\n")
@@ -175,7 +188,7 @@ def desk(tmp_path_factory):
 @pytest.fixture(scope="module")
 def words_seen(desk):
     """A first run, and every word of a command line that any process had meanwhile."""
-    process = desk.start("--env", "TOKEN", "--", "train.py", "flood", "größe", TOKEN=SECRET, OTHER="none of theirs")
+    process = desk.start("--env", "TOKEN", "--", "alone.py", "flood", "größe", TOKEN=SECRET, OTHER="none of theirs")
     words = set()
     while process.poll() is None:
         words.update(word for other in psutil.process_iter(["cmdline"]) for word in other.info["cmdline"] or ())
@@ -184,8 +197,8 @@ def words_seen(desk):
     return words
 
 
-def test_a_torchrun_script_runs_on_two_hosts_with_its_folder_and_the_listed_variables(desk, words_seen):
-    lines = [f"rank {rank} of 2, sum 2.0, größe 1, ['flood', 'größe']" for rank in range(2)]
+def test_a_script_runs_on_two_hosts_with_its_folder_and_the_listed_variables(desk, words_seen):
+    lines = [f"rank {rank} of 2, 10.77.0.1, größe 1, ['flood', 'größe']" for rank in range(2)]
     assert [desk.log(rank).splitlines()[0] for rank in range(2)] == lines
     assert f"h1[0] {lines[0]}\n" in desk.text and f"h2[1] {lines[1]}\n" in desk.text
     assert "ignored True shell 0o100755" in desk.log(0) and "ignored False shell 0o100755" in desk.log(1)
@@ -197,7 +210,7 @@ def test_a_torchrun_script_runs_on_two_hosts_with_its_folder_and_the_listed_vari
         text = desk.log(rank)
         start = text.index("0000000\n")
         assert hashlib.sha256(text[start : start + 80_000].encode()).digest() == flood
-    assert "sync    " in desk.text and "to h2: 4 of 4 files" in desk.text
+    assert "sync    " in desk.text and "to h2: 5 of 5 files" in desk.text
     assert "paceline.launch.agent" in words_seen
     assert not any(
         SECRET in word for word in words_seen if word != f"TOKEN={SECRET}"
@@ -215,7 +228,7 @@ def test_a_failing_rank_of_another_host_is_named_and_only_what_has_changed_is_se
     desk.write("größe.py", "text = 'größe 2'")
     (desk.copy() / "snapshot.pt").write_text("of the script")
     assert desk("--", "train.py", "fail") == 7, desk.text
-    assert "to h2: 1 of 4 files, 18 B of " in desk.text
+    assert "to h2: 1 of 5 files, 18 B of " in desk.text
     assert "rank 1 on h2 failed: exit code 7" in desk.text
     assert "größe 2" in desk.log(1) and (desk.copy() / "snapshot.pt").exists()
     failed = [event for event in read_json_lines(desk.run.events) if event["event"] == "rank_failed"]

@@ -78,7 +78,7 @@ def last_files(run: RunDir) -> dict[str, str]:
 def wait_for_end(cluster: SlurmCluster, run: RunDir, *, timeout_s: float = slurm_cluster.DEADLINE_S) -> str:
     """Returns the state in which the job of a run has ended."""
     ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-    cluster.wait_for(lambda: cluster.state(job_id(run)) in ends, timeout_s=timeout_s)
+    cluster.wait_for(lambda: cluster.state(job_id(run)) in ends, timeout_s=timeout_s, every_s=1.0)
     return cluster.state(job_id(run))
 
 

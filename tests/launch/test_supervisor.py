@@ -121,14 +121,21 @@ def test_the_traceback_shown_is_that_of_the_rank_that_raised(launch):
     assert "Connection closed" not in ended.output.partition("Traceback")[2].partition("log: ")[0]
 
 
-def test_the_output_and_the_log_of_the_launch_blame_the_rank_that_failed_and_none_that_was_ended_for_it(launch):
+def test_the_output_and_the_log_of_the_launch_blame_the_rank_that_failed_and_nothing_of_the_others_is_left(launch):
     script = """
-        import os, time
-        if os.environ["RANK"] == "0":
-            time.sleep(600)
+        import os, subprocess, time
+        from pathlib import Path
+        subprocess.Popen(["sleep", "600"])  # as a data loader
+        subprocess.Popen(["sleep", "601"], start_new_session=True)  # as a tracker
+        print("ready", flush=True)
+        while os.environ["RANK"] == "0" or not Path(__file__).with_name("fail").exists():
+            time.sleep(0.02)
         raise ValueError("dataset shard 12 has a wrong magic number")
     """
-    ended = launch(script).end()
+    running = launch(script).wait_until_running()
+    running.run.path.with_name("fail").touch()
+    ended = running.end()
+    assert running.left(timeout_s=0) == []
     run, message = ended.run, "ValueError: dataset shard 12 has a wrong magic number"
     assert (ended.outcome["failures"][0]["rank"], ended.outcome["failures"][0]["message"]) == (1, message)
     assert ended.output.startswith(f"rank 1 failed: {message}\n")
@@ -244,14 +251,29 @@ def test_an_error_written_by_torch_record_is_read(launch):
     assert ended.outcome["failures"][0]["message"] == "ValueError: boom"
 
 
-def test_the_warning_of_a_batch_system_lets_every_rank_save_and_ends_as_interrupted(launch):
+def test_the_warning_of_a_batch_system_lets_ranks_save_and_one_that_does_not_stop_is_killed_after_its_grace(launch):
+    one_saves = SAVES_ON_SIGTERM.replace(", save)", ", save if os.environ['RANK'] == '0' else signal.SIG_IGN)")
+    running = launch(one_saves, stop_grace_s=10.0).wait_until_running()
+    running.signal(signal.SIGUSR1)
+    ended = running.end()
+    assert (ended.exit_code, ended.outcome["state"]) == (130, "interrupted")
+    assert [failure["rank"] for failure in ended.outcome["failures"]] == [1]
+    assert (ended.log(0), ended.log(1)) == ("ready\nsaved\n", "ready\n")
+    assert "stopping on SIGUSR1; Ctrl-C again to end now\n" in ended.output
+    assert ended.events() == ["attempt", "stopping", "attempt_ended"]
+    text = "killed rank 1, which did not end in 10 s: what was being saved is incomplete"
+    assert ended.event("attempt_ended")["message"] == text
+    explanation = explain_run(ended.run)
+    assert explanation.summary.endswith(f"; {text}") and "nothing is broken" not in explanation.fix
+
+
+@pytest.mark.soak
+def test_the_warning_of_a_batch_system_lets_every_rank_save(launch):
     running = launch(SAVES_ON_SIGTERM).wait_until_running()
     running.signal(signal.SIGUSR1)
     ended = running.end()
     assert (ended.exit_code, ended.outcome["state"], ended.outcome["failures"]) == (130, "interrupted", [])
     assert ended.log(0) == ended.log(1) == "ready\nsaved\n"
-    assert "stopping on SIGUSR1; Ctrl-C again to end now\n" in ended.output
-    assert ended.events() == ["attempt", "stopping", "attempt_ended"]
 
 
 @pytest.mark.soak
@@ -309,7 +331,8 @@ def test_one_ctrl_c_that_arrives_twice_is_one(monkeypatch):
     assert signals.kill
 
 
-def test_a_worker_that_does_not_stop_is_killed_after_its_grace_and_reported(launch):
+@pytest.mark.soak
+def test_ranks_that_do_not_stop_are_killed_after_their_grace_and_reported(launch):
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
     running = launch(script, stop_grace_s=1.0).wait_until_running()
     running.signal(signal.SIGINT)

@@ -13,6 +13,7 @@ import pytest
 from wandb_server import WandbServer
 
 from paceline.cli import run_command
+from paceline.explain.series import read_series
 from paceline.rundir import RunDir, append_json_line, is_locked, read_json_lines, write_atomic
 from paceline.track.follower import RunRows, track, track_now
 from paceline.track.trackers import Position
@@ -234,6 +235,8 @@ def test_wandb_never_asks_for_a_key_and_continues_offline_and_its_server_later_g
         assert out.startswith("wandb: not logged in, run `wandb login`" + offline)
         (first_lines,) = run.path.glob("track/wandb/offline-run-*/run-*.wandb")
         assert [row["loss"] for row in offline_rows(first_lines)] == list(STEPS.values())
+        (loss,) = (item for item in read_series([first_lines])[0] if item.name == "loss")
+        assert loss.values == list(STEPS.values())  # what `paceline explain` reads
         assert server.lines == []
 
         env["WANDB_API_KEY"] = KEY
@@ -245,9 +248,6 @@ def test_wandb_never_asks_for_a_key_and_continues_offline_and_its_server_later_g
         assert server.steps == [10, 20, 30, 40]
         assert (server.lines[0]["health/one/gpus/0/use"], server.lines[1]["_timestamp"]) == (1.0, START + 20)
         assert first_lines.with_name(first_lines.name + ".synced").exists()
-
-        assert paceline("track", run.path, "--to", "wandb", **env)[1].endswith("wandb: no new rows\n")
-        assert server.steps == [10, 20, 30, 40]
 
 
 @pytest.mark.soak
@@ -296,6 +296,8 @@ def test_wandb_whose_server_accepts_no_rows_gets_them_later(run, tmp_path):
         assert f"error: wandb: not all rows have arrived\n  fix: paceline track {run.path} --to wandb" in done.stderr
         server.is_stuck = False
         assert paceline("track", run.path, "--to", "wandb", **env)[1].endswith("5 rows sent\n")
+        assert server.steps == [10, 20, 30]
+        assert paceline("track", run.path, "--to", "wandb", **env)[1].endswith("wandb: no new rows\n")
         assert server.steps == [10, 20, 30]
 
 

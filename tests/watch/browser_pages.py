@@ -41,8 +41,8 @@ class HandMade:
             "eval_text",
         )
         return [
-            {key: getattr(self.snapshot(name), key) for key in names} | {"time": None, "tags": [], "note": ""}
-            for name in STATES
+            {key: getattr(snapshot, key) for key in names} | {"time": None, "tags": [], "note": ""}
+            for snapshot in map(self.snapshot, STATES)
         ]
 
     def settings(self) -> dict[str, dict[str, Any]]:

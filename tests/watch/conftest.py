@@ -11,6 +11,14 @@ from run_folders import Folder, serving
 
 from paceline.rundir import lock_run
 
+# The popups of the address bar are pages of their own in each window, a second of processor time each. The other features are those
+# that playwright disables: of two such options Chromium takes the last.
+NEEDLESS = (
+    "WebUIOmniboxPopup", "WebUIOmniboxAimPopup", "AimEnabled", "AvoidCorsURLLoaderRestartOnRedirect",
+    "AvoidUnnecessaryBeforeUnloadCheckSync", "DestroyProfileOnBrowserClose", "HttpsFirstBalancedModeAutoEnable", "HttpsUpgrades",
+    "LensOverlay", "MediaRouter", "NetworkTimeServiceQuerying", "OptimizationHints", "PaintHolding", "PreconnectToSearch",
+    "ThirdPartyStoragePartitioning",
+)  # fmt: skip
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -21,7 +29,8 @@ def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no chromium or google-chrome is installed")
     with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        args = ["--no-sandbox", "--disable-gpu", f"--disable-features={','.join(NEEDLESS)}"]
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=args)
         yield chromium
         chromium.close()
 

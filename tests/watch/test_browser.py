@@ -1,6 +1,6 @@
 """The page in a real browser: every state draws, it lives, compares, explains, fits a phone, obeys keys, and stays on loopback.
 
-Pictures of the pages lie in build/screenshots afterwards, for a look.
+Pictures of the pages lie in build/screenshots after the tests of the soak tier, for a look.
 """
 
 import json
@@ -26,7 +26,40 @@ pytestmark = pytest.mark.dist
 POINTS = "app.page.run.curves.series.loss.steps.length"
 
 
-def test_every_state_is_drawn_in_both_themes_and_nothing_goes_wrong(page, port):
+def check_two_hosts(page: Any) -> None:
+    """Its curves, ranks, devices, events and log."""
+    page.wait_for_selector(".log div")
+    assert page.locator(".chart[data-field=loss] canvas.cover").count() == 1
+    assert page.evaluate("app.page.run.curves.series.loss.steps") == two_hosts(NOW).series["loss"].steps
+    slow = page.locator(".heat-values div", has_text="slow")
+    assert slow.inner_text().split() == ["761", "ms", "▲", "slow"]
+    summary = page.inner_text(".summary")
+    assert "Rank 5 on node-1 is slower than the others; GPU 1 of node-1 is throttled: thermal" in summary
+    assert page.locator(".gpu").count() == 8
+
+
+def check_failed(page: Any) -> None:
+    """Its explanation comes first."""
+    assert page.inner_text(".cause b") == "cuda-oom"
+    assert page.inner_text(".fix code") == "paceline resume books --device-batch-size 16"
+    assert page.locator(".evidence").first.inner_text().count("OutOfMemoryError") == 1
+    assert page.evaluate(
+        "document.querySelector('#why').getBoundingClientRect().top < document.querySelector('.tiles').getBoundingClientRect().top"
+    )
+
+
+def check_hostile(page: Any) -> None:
+    """Markup in names, events, samples and logs is shown as text."""
+    page.wait_for_selector(".log div.error")
+    assert EVIL in page.inner_text(".log") and "\x1b" not in page.inner_text(".log")
+    assert EVIL in page.text_content("#samples pre")
+    assert page.locator("main img, main script, .log b").count() == 0
+
+
+CHECKS = {"two_hosts": check_two_hosts, "failed": check_failed, "hostile": check_hostile}
+
+
+def test_every_state_is_drawn_in_both_themes_with_what_it_has_to_show_and_nothing_goes_wrong(page, port):
     go(page, port)
     for name, state in STATES.items():
         page.evaluate("name => { location.hash = `#/run/${name}`; }", name)
@@ -34,24 +67,8 @@ def test_every_state_is_drawn_in_both_themes_and_nothing_goes_wrong(page, port):
         assert page.text_content("h1 .badge")[1:] == state(NOW).state
         page.keyboard.press("t")
         assert overflow(page) == 0, name
-
-
-def test_the_list_fits_a_narrow_window_and_the_charts_of_a_row_have_one_height(page, port):
-    page.set_viewport_size({"width": 820, "height": 900})
-    go(page, port)
-    widths = page.evaluate(
-        "[...document.querySelectorAll('.scroll')].map((node) => node.scrollWidth - node.clientWidth)"
-    )
-    assert widths == [0]
-    page.click(".runs .narrow:text-is('last activity ↓')")
-    assert page.locator(".runs .sort:visible").all_inner_texts()[:3] == ["run", "state", "last activity ↑"]
-    page.set_viewport_size({"width": 1000, "height": 900})
-    assert page.locator(".runs .sort:visible").all_inner_texts()[-1] == "last activity ↑"
-    go(page, port, "/run/training")
-    heights = "[...document.querySelectorAll('.charts:not(.dense) .paper')].map((node) => node.offsetHeight)"
-    assert page.evaluate(heights) == [240, 240, 170, 170, 170, 170, 170]
-    page.click(".chart .name:text-is('val_bpb')")  # over the whole width
-    page.wait_for_function(f"() => {heights}.join() === '170,420,170,170,170,170,170'")
+        if name in CHECKS:
+            CHECKS[name](page)
 
 
 @pytest.mark.soak
@@ -95,20 +112,6 @@ def test_open_tells_the_token_to_the_browser_alone(page, tmp_path):
     assert not file.exists()
 
 
-def test_a_run_shows_its_curves_ranks_devices_events_and_log(page, port):
-    go(page, port, "/run/two_hosts")
-    page.wait_for_selector(".log div")
-    assert page.locator(".chart[data-field=loss] canvas.cover").count() == 1
-    assert page.evaluate("app.page.run.curves.series.loss.steps") == two_hosts(NOW).series["loss"].steps
-    slow = page.locator(".heat-values div", has_text="slow")
-    assert slow.inner_text().split() == ["761", "ms", "▲", "slow"]
-    assert "Rank 5 on node-1 is slower than the others; GPU 1 of node-1 is throttled: thermal" in page.inner_text(
-        ".summary"
-    )
-    assert page.locator(".gpu").count() == 8
-    picture(page, "two-hosts")
-
-
 @pytest.mark.soak
 def test_the_straggler_is_orange_in_the_map_and_the_others_are_not(page, port):
     go(page, port, "/run/two_hosts")
@@ -122,33 +125,18 @@ def test_the_straggler_is_orange_in_the_map_and_the_others_are_not(page, port):
     assert red > blue + 100 and max(other[:3]) - min(other[:3]) < 16
 
 
-def test_a_failed_run_shows_its_explanation_first(page, port):
-    go(page, port, "/run/failed")
-    assert page.inner_text(".cause b") == "cuda-oom"
-    assert page.inner_text(".fix code") == "paceline resume books --device-batch-size 16"
-    assert page.locator(".evidence").first.inner_text().count("OutOfMemoryError") == 1
-    assert page.evaluate(
-        "document.querySelector('#why').getBoundingClientRect().top < document.querySelector('.tiles').getBoundingClientRect().top"
-    )
-    picture(page, "failed")
-
-
-def test_markup_in_names_events_samples_and_logs_is_shown_as_text(page, port):
-    go(page, port, "/run/hostile")
-    page.wait_for_selector(".log div.error")
-    assert EVIL in page.inner_text(".log") and "\x1b" not in page.inner_text(".log")
-    assert EVIL in page.text_content("#samples pre")
-    assert page.locator("main img, main script, .log b").count() == 0
-
-
-def test_the_list_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
+def test_the_list_fits_a_narrow_window_and_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
+    page.set_viewport_size({"width": 820, "height": 900})
     go(page, port)
+    widths = page.evaluate(
+        "[...document.querySelectorAll('.scroll')].map((node) => node.scrollWidth - node.clientWidth)"
+    )
+    assert widths == [0]
     page.keyboard.press("j")
     page.keyboard.press("j")
     page.keyboard.press(" ")
     page.check("input[data-run=finished]")
     assert page.inner_text("button.main") == "Compare 2 runs"
-    picture(page, "runs")
     page.keyboard.press("c")
     page.wait_for_selector("#differences td")
     assert page.url.endswith("#/compare/training/finished")
@@ -157,7 +145,19 @@ def test_the_list_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
     for axis in ("tokens", "hours", "clock"):
         page.keyboard.press("x")
         assert page.inner_text(".segments [aria-pressed=true]") == axis
-    picture(page, "compare")
+    page.set_viewport_size({"width": 1000, "height": 900})
+    page.evaluate("location.hash = '#/run/training'")
+    page.wait_for_function("() => app.page.run?.head.name === 'training'")
+    heights = "[...document.querySelectorAll('.charts:not(.dense) .paper')].map((node) => node.offsetHeight)"
+    assert page.evaluate(heights) == [240, 240, 170, 170, 170, 170, 170]  # the charts of a row have one height
+    page.click(".chart .name:text-is('val_bpb')")  # over the whole width
+    page.wait_for_function(f"() => {heights}.join() === '170,420,170,170,170,170,170'")
+    page.evaluate("location.hash = ''")
+    page.wait_for_selector(".runs .sort")
+    assert page.locator(".runs .sort:visible").all_inner_texts()[-1] == "last activity ↓"
+    page.set_viewport_size({"width": 820, "height": 900})
+    page.click(".runs .narrow:text-is('last activity ↓')")
+    assert page.locator(".runs .sort:visible").all_inner_texts()[:3] == ["run", "state", "last activity ↑"]
 
 
 @pytest.mark.soak
@@ -230,6 +230,19 @@ def test_keys_move_zoom_and_smooth_the_curves_and_a_drag_zooms(page, port):
     page.keyboard.press("/")
     page.keyboard.type("loss x")
     page.wait_for_selector(".log mark:text-is('loss x')")
+
+
+@pytest.mark.soak
+def test_pictures_of_the_pages_are_taken_for_a_look(page, port):
+    pages = {
+        "runs": "/",
+        "two-hosts": "/run/two_hosts",
+        "failed": "/run/failed",
+        "compare": "/compare/training/finished",
+    }
+    for name, where in pages.items():
+        go(page, port, where)
+        picture(page, name)
 
 
 @pytest.mark.soak

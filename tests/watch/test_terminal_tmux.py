@@ -57,7 +57,7 @@ class Tmux:
         until = time.monotonic() + MOST_S
         while not all(word in (screen := self.pane()) for word in args):
             assert time.monotonic() < until, screen
-            time.sleep(0.05)
+            time.sleep(0.1)  # each look is a process
         return screen
 
 
@@ -74,22 +74,25 @@ def show(folder: Path, *, ascii: bool = False) -> list[str]:
     return [sys.executable, str(script)]
 
 
-@pytest.mark.parametrize(("no_color", "ascii"), [(False, False), (True, True)])
-def test_it_works_in_a_tmux_of_80_by_24(tmux, tmp_path, no_color, ascii):
-    """In colour, or without any and in plain characters; Ctrl-C leaves the terminal as it was."""
-    tmux.run(*(["env", "NO_COLOR=1"] if no_color else []), *show(tmp_path, ascii=ascii))
+def check_screen(tmux: Tmux, *, ascii: bool, is_coloured: bool) -> None:
     lines = (screen := tmux.wait_for(*WHOLE)).splitlines()
     assert len(lines) == 24 and max(map(len, lines)) <= 80
     assert lines[0].startswith(" books  * training" if ascii else " books  ● training")
     assert screen.isascii() == ascii
-    assert bool(re.search(r"\x1b\[[\d;]*(3[0-7]|38)[;m]", tmux.pane("-e"))) != no_color
+    assert bool(re.search(r"\x1b\[[\d;]*(3[0-7]|38)[;m]", tmux.pane("-e"))) == is_coloured
+
+
+def test_it_works_in_a_tmux_of_80_by_24_without_colour_and_in_plain_characters(tmux, tmp_path):
+    """Ctrl-C leaves the terminal as it was."""
+    tmux.run("env", "NO_COLOR=1", *show(tmp_path, ascii=True))
+    check_screen(tmux, ascii=True, is_coloured=False)
     tmux.press("C-c")
     tmux.wait_for("left: 0")
 
 
-def test_ctrl_z_returns_the_terminal_and_fg_and_ctrl_l_repaint(tmux, tmp_path):
+def test_it_works_in_colour_and_ctrl_z_returns_the_terminal_and_fg_and_ctrl_l_repaint(tmux, tmp_path):
     tmux.run(*show(tmp_path))
-    tmux.wait_for(*WHOLE)
+    check_screen(tmux, ascii=False, is_coloured=True)
     tmux.press("C-z")
     assert "1,240/2,500" not in tmux.wait_for("Stopped")
     tmux.press("f", "g", "Enter")
@@ -101,7 +104,7 @@ def test_ctrl_z_returns_the_terminal_and_fg_and_ctrl_l_repaint(tmux, tmp_path):
     assert "something else" not in tmux.wait_for(*WHOLE)
 
 
-@pytest.mark.parametrize("leave", ["q", "C-c"])
+@pytest.mark.parametrize("leave", ["q", pytest.param("C-c", marks=pytest.mark.soak)])
 def test_watching_does_not_change_a_run(tmux, tmp_path, leave):
     """After every page, a text found and a picture held."""
     run = write_run(tmp_path / "runs", "a", end="failed", log="step 1\nRuntimeError: boom\n")

@@ -87,12 +87,12 @@ def check(args: options.CheckOptions) -> int:
 
 def comm(args: options.CommOptions) -> int:
     from paceline.comm.analysis import format_comm
-    from paceline.comm.session import measure_comm
-    from paceline.launch.host_facts import facts_of_ranks
-    from paceline.launch.hosts import hosts_of
+    from paceline.comm.session import check_request, measure_comm
+    from paceline.launch import host_facts, hosts
 
-    entries, config = hosts_of(resolve_config(args.config, args.keys, default={"depth": 12}))
-    hosts = facts_of_ranks(entries, config)
+    entries, config = hosts.hosts_of(resolve_config(args.config, args.keys, default={"depth": 12}))
+    check_request(config, out=args.out, entries=entries)
+    facts = host_facts.facts_of_ranks(entries, config)
     with show_progress() as progress:
         results = measure_comm(
             config,
@@ -103,7 +103,7 @@ def comm(args: options.CommOptions) -> int:
             out=args.out,
             progress=progress,
             entries=entries,
-            facts=hosts,
+            facts=facts,
         )
     print(json.dumps(results, indent=1) if args.json else format_comm(results))
     return 0 if results["right"] else TrainingFailed.exit_code

@@ -62,8 +62,6 @@ def measure_comm(
     rank hangs or fails.
     """
     started = time.monotonic()
-    if out is not None:
-        check_new_file(out, force=True)
     machine = machine_of_hosts(facts if entries else ()) or probe_machine()
     machine = of_unknown_memory(machine)  # only the model's messages matter here, not whether it fits
     plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0)
@@ -113,7 +111,16 @@ def save_results(results: Mapping[str, Any], file: Path) -> None:
         raise PacelineError(f"{file} cannot be written: {error.strerror}", fix="--out FILE") from error
 
 
+def check_request(config: Config, *, out: Path | None, entries: Sequence[HostEntry]) -> None:
+    """Raises what can be known before the hosts are asked for their facts, which takes seconds."""
+    if out is not None:
+        check_new_file(out, force=True)
+    if config.nproc == 1 and not entries:
+        raise no_peer()
+
+
 def check_ranks(plan: Plan) -> None:
+    """Raises PacelineError where the plan has one rank."""
     if plan.world_size > 1:
         return
     if plan.device == "cuda":
@@ -121,7 +128,11 @@ def check_ranks(plan: Plan) -> None:
             f"comm tests messages between ranks, and there is one GPU ({plan.device_name})",
             fix="one GPU sends nothing; --device cpu --nproc 2 tests two processes on the CPU",
         )
-    raise PacelineError("comm tests messages between ranks, and one process has no peer", fix="--nproc 2")
+    raise no_peer()
+
+
+def no_peer() -> PacelineError:
+    return PacelineError("comm tests messages between ranks, and one process has no peer", fix="--nproc 2")
 
 
 def run_ranks(

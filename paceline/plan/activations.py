@@ -84,6 +84,16 @@ class MemorySetup(RunSetup):
         """Keys, or values, or a value embedding: (B, T, K, D)."""
         return self.num_tokens * self.model.n_kv_head * self.model.head_dim * self.element_bytes
 
+    @cached_property
+    def whole_layers(self) -> tuple[int, ...]:
+        """layer_bytes of each layer, computed once for those of one kind."""
+        kinds = [
+            (layer > 0, has_value_embed(layer, self.model.n_layer), window)
+            for layer, window in enumerate(window_sizes(self.model))
+        ]
+        sizes = {kind: layer_bytes(self, kinds.index(kind)) for kind in set(kinds)}
+        return tuple(sizes[kind] for kind in kinds)
+
 
 def stem_bytes(setup: MemorySetup, *, compiled: bool) -> int:
     """Returns tokens and targets; the normed embedding and its scale, its smeared sum, the smear gate; cos and sin.
@@ -102,7 +112,7 @@ def saved_bytes(setup: MemorySetup, layer: int) -> int:
     if setup.activation_checkpointing is True:
         return setup.stream_bytes if layer else 0
     cast = setup.element_bytes * setup.model.n_embd**2 if setup.casts_weights else 0
-    return layer_bytes(setup, layer) - MADE_AGAIN[setup.activation_checkpointing] * (setup.stream_bytes + cast)
+    return setup.whole_layers[layer] - MADE_AGAIN[setup.activation_checkpointing] * (setup.stream_bytes + cast)
 
 
 def layer_bytes(setup: MemorySetup, layer: int) -> int:
@@ -270,10 +280,15 @@ def backward_parts(
     table = model.padded_vocab_size * model.n_embd
     gradients = before + added * table  # the loss has made lm_head's
     held = list(accumulate(saved, initial=stem))  # by the layers below each, and by all
-    moments: list[dict[str, int]] = []
+    fullest: dict[str, int] = {}
+    most = -1
 
     def add(activations: int, working: int, extra: dict[str, int]) -> None:
-        moments.append({"gradients": gradients, "activations": activations, "working": working, **extra})
+        nonlocal fullest, most
+        total = gradients + activations + working + sum(extra.values())
+        if total > most:
+            fullest = {"gradients": gradients, "activations": activations, "working": working, **extra}
+            most = total
 
     if gathered[-1].tables:  # lm_head's gradient beside the buffer that it goes to
         handed = loss_bytes(setup)[0] + _sent_width(setup) * table + gathered[-1].tables
@@ -295,9 +310,9 @@ def backward_parts(
     add(0 if compiled else stem, working, gathered[0].parts())
     if compiled:
         handed = _handed_over_bytes(setup) if added > 0 and width != FP32 else 0
-        tokens = 2 * INT64 * setup.num_tokens
-        moments.append({"gradients": gradients + width * table, "activations": tokens, "working": handed})
-    return max(moments, key=lambda parts: sum(parts.values()))
+        gradients += width * table
+        add(2 * INT64 * setup.num_tokens, handed, {})
+    return fullest
 
 
 def _width(setup: MemorySetup) -> int:
@@ -326,7 +341,7 @@ def _layer_backward_bytes(setup: MemorySetup, layer: int, saved: int, *, buffer:
     """
     n_layer, stream = setup.model.n_layer, setup.stream_bytes
     weight = setup.element_bytes * 4 * setup.model.n_embd**2
-    second = layer_bytes(setup, layer) - saved
+    second = setup.whole_layers[layer] - saved
     if setup.compiled:
         twice = setup.activation_checkpointing and setup.one_graph
         extra = SQUARE_GRADIENT + (POSTPONED if layer < n_layer - 1 else 0) if twice else 0

@@ -67,13 +67,18 @@ class Solver:
         """Returns the fastest setup within budget_bytes; None if nothing fits.
 
         Where no time is known, the largest micro-batch of the first relaxation with which one fits. budget_bytes None: the device's
-        memory is not known, and the micro-batch is most_rows at most.
+        memory is not known, and the micro-batch is most_rows at most. A setup that is relaxed further takes longer,
+        unless that makes room for more rows.
         """
         best, least_s = None, 0.0
+        fitting: list[MemorySetup] = []
         for relaxed in self.relaxations(setup) if self.can_fit(setup, budget_bytes) else ():
-            candidate = self.largest(relaxed, budget_bytes)
+            less_relaxed = (other for other in fitting if other.logits_budget_bytes >= relaxed.logits_budget_bytes)
+            above = max((other.device_batch_size for other in less_relaxed), default=0)
+            candidate = self.largest(relaxed, budget_bytes, above=above)
             if candidate is None:
                 continue
+            fitting.append(candidate)
             seconds = self.step_seconds(candidate)
             if seconds is None:
                 return candidate
@@ -86,14 +91,17 @@ class Solver:
         *_, least = self.relaxations(setup)
         return self.largest(least, budget_bytes) is not None
 
-    def largest(self, setup: MemorySetup, budget_bytes: float | None) -> MemorySetup | None:
-        """Returns the setup with the largest micro-batch that fits: the more rows, the faster a step.
+    def largest(self, setup: MemorySetup, budget_bytes: float | None, *, above: int = 0) -> MemorySetup | None:
+        """Returns the setup with the largest micro-batch that fits, of more than `above` rows: the more rows, the faster a step.
 
         All rows in one micro-step may need less than fewer rows, since no gradients are summed. Otherwise more rows need more.
         """
         counts = divisors(self.share_rows) if self.rows else [setup.device_batch_size]
         if self.rows and self.most_rows is not None:
             counts = [count for count in counts if count <= self.most_rows]
+        counts = [count for count in counts if count > above]
+        if not counts:
+            return None
         candidates = [self.with_rows(setup, count) for count in counts]
         if self.fits(candidates[0], budget_bytes):
             return candidates[0]

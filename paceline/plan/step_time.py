@@ -142,10 +142,13 @@ def step_time(setup: StepSetup) -> StepTime:
     device_parts["gradients"] = _gradient_seconds(setup, speeds)
     optimizer = _optimizer_seconds(setup, speeds)
     whole_s = sum(optimizer.get(row.title, 0.0) for row in ALGORITHMS.values() if row.whole)
-    gradients_s, weights_s, hidden_s = _message_seconds(setup, micro_s=sum(micro.values()), whole_s=whole_s)
-    moved_s, moved_hidden_s = moving_seconds(setup, speeds)
     passes, *_ = forward_passes(setup.model, setup.activation_checkpointing)
-    host = setup.grad_accum_steps * (passes * setup.model.n_layer * speeds.host["layer"] + speeds.host["micro_step"])
+    host_micro = passes * setup.model.n_layer * speeds.host["layer"] + speeds.host["micro_step"]
+    # a GPU that waits for the host sends meanwhile
+    micro_s = sum(micro.values()) if setup.device == "cpu" else max(host_micro, sum(micro.values()))
+    gradients_s, weights_s, hidden_s = _message_seconds(setup, micro_s=micro_s, whole_s=whole_s)
+    moved_s, moved_hidden_s = moving_seconds(setup, speeds)
+    host = setup.grad_accum_steps * host_micro
     waiting_host = host if setup.device == "cpu" else max(0.0, host - sum(device_parts.values()))
     parts = {
         **device_parts,

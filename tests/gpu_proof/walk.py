@@ -58,7 +58,7 @@ SMALL: dict[str, Any] = {  # two layers: with a window and without, with a value
 }
 WITH_VALUES = ("save", "resume")  # what they write and read are real files
 READS: dict[tuple[int, int], tuple[str, list[int]]] = {}  # step and micro-step -> thread and rows
-EVAL_ROWS = 11  # of all ranks: the last batch is short on one rank at least
+EVAL_ROWS = 5  # of all ranks: the last batch is short on one rank at least
 
 
 def noted(name: str, method: Callable[[GatheredBucket], None]) -> Callable[[GatheredBucket], None]:

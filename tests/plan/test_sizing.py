@@ -263,3 +263,10 @@ def test_a_memory_share_with_rows_that_the_user_sets_is_reported_as_unused():
     plan = planned(depth=8, device_batch_size=4, total_batch_size=2**17, memory_share=0.5)
     assert plan.device_batch_size == 4
     assert plan.notes == ("device_batch_size is set to 4, so memory_share chooses nothing",)
+
+
+def test_a_model_that_fits_is_not_relaxed_for_a_time_that_differs_by_rounding():
+    keys = {"depth": 2, "sequence_len": 256, "total_batch_size": 1024, "compile": False, "profile": "aggressive"}
+    hosts = imagined_machine(find_gpu("A100 80GB"), gpus=1, hosts=2)
+    plan = planned(hosts, measured=measured_here(Path("nothing")), **keys)
+    assert (plan.device_batch_size, plan.activation_checkpointing) == (2, False)

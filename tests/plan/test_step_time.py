@@ -6,6 +6,7 @@ import pytest
 from setups import MEASURED_CPU, SLOW, gpt, on, on_cpu
 
 from paceline.plan.step_time import step_time
+from paceline.units import MIB
 
 # tokens/s or MFU as published (names: run, setup, figure); the MFU of models with other embeddings is compared, not their tokens
 TOKENS = [
@@ -126,6 +127,14 @@ def test_a_slow_link_is_what_limits_small_steps_over_hosts():
 def test_more_micro_steps_hide_more_of_what_is_sent():
     few, many = (step_time(replace(on("RTX 5090", gpt(12), gpus=2, rows=8), grad_accum_steps=g)) for g in (2, 16))
     assert many.exposed_share < few.exposed_share
+
+
+def test_a_gpu_that_waits_for_its_host_sends_meanwhile():
+    small = on("RTX 4090", replace(gpt(1), sequence_len=256), hosts=2, rows=3, total=1536)
+    chunks, recomputed = replace(small, logits_budget_bytes=32 * MIB), replace(small, activation_checkpointing="mlp")
+    assert step_time(small).parts["host"] > 0
+    for longer in (chunks, recomputed):
+        assert step_time(longer).seconds.expected >= step_time(small).seconds.expected - 1e-12
 
 
 def test_one_device_sends_nothing():

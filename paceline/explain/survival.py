@@ -61,6 +61,7 @@ FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog,
     r"|Watchdog caught collective operation timeout|taking the entire process down|terminate called |what\(\):  "
     rf"|{CANCELLED}"
 )
+FASTER_FAISS = "No module named 'faiss.swigfaiss_"  # what faiss tries before its plain library
 NOT_SET_UP = re.compile(  # which a program can go on without, as what imports bitsandbytes does
     r"^CUDA Setup failed despite (?:CUDA|GPU) being available|CUDA capability sm_\w+ is not compatible with the current PyTorch"
 )
@@ -252,7 +253,8 @@ def is_near_end(record: Record, log: Log) -> bool:
 def is_failure(record: Record) -> bool:
     text = record.text
     if record.kind == "exception":
-        return not text.startswith(("SystemExit: 0", "SystemExit\n")) and "Warning" not in text.split(":")[0]
+        is_end = text.startswith(("SystemExit: 0", "SystemExit\n"))
+        return not is_end and "Warning" not in text.split(":")[0] and FASTER_FAISS not in text
     if record.kind == "banner":
         return bool(WRAPPED.search(text))
     return record.kind in ("exit", "signal") and not NO_FAILURE.search(text) and not WARNING_LINE.search(text)

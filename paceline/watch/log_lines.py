@@ -8,7 +8,6 @@ explains what broke. The framework is shown only where a line can be of no other
 
 import math
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,7 +39,6 @@ LOG_MEASURES = (  # name, a text that such a line contains in lower case, the pa
     ("val_loss", "val", rf"(?:(?<![a-z])(?:e?val|validation)[_ /]?loss|loss train: \S+ val){SEPARATOR}{NUMBER}"),
     ("val_bpb", "bpb", rf"(?:val(?:idation)?[_ ]?)?bpb{SEPARATOR}{NUMBER}"),
     ("tok_per_sec", "tok", rf"(?<![a-z])tok(?:ens)?[/_ ](?:per_)?s(?:ec(?:ond)?)?{SEPARATOR}{NUMBER}"),
-    ("tok_per_sec", "tok", rf"(?<![\w.,]){NUMBER}\s?tok(?:en)?s?(?:/| per )s(?:ec(?:ond)?)?\b(?!['\"]?\s*[:=]?\s*\d)"),
     ("tok_per_sec", "tps", rf"(?<![a-z])tps{SEPARATOR}{NUMBER}"),
     ("grad_norm", "norm", rf"(?<![a-z])(?:grad(?:ient)?[_ ]norm|gnorm){SEPARATOR}{NUMBER}"),
     ("lr", "lr", rf"(?<![a-z])lr{SEPARATOR}\[?{NUMBER}"),
@@ -48,12 +46,18 @@ LOG_MEASURES = (  # name, a text that such a line contains in lower case, the pa
     ("mfu_percent", "mfu", rf"(?<![a-z])mfu{SEPARATOR}{NUMBER}\s*%?"),
     ("step_ms", "dt", rf"(?<![a-z])dt{SEPARATOR}{NUMBER}\s?(?P<unit>ms|s)\b"),
     ("step_ms", "time", rf"(?:(?:iter|step|batch)[ _]time|, time){SEPARATOR}{NUMBER}\s?(?P<unit>ms|s)\b"),
-    ("step_ms", " ms", rf"\|\s*{NUMBER}\s?(?P<unit>ms)\s*(?:\||$)"),
-    ("step_ms", "/step", rf"(?<![\w.,]){NUMBER}\s?(?P<unit>ms|s)/step\b"),
     ("step_ms", "(ms)", rf"elapsed time per iteration \((?P<unit>ms)\){SEPARATOR}{NUMBER}"),
     ("step_ms", "(s)", rf"(?<![a-z])(?:iter|step) time \((?P<unit>s)\){SEPARATOR}{NUMBER}"),
 )
 PATTERNS = tuple((name, needle, re.compile(pattern, re.IGNORECASE)) for name, needle, pattern in LOG_MEASURES)
+# on a line with a step or a loss, if it has one such value
+BARE_SPEEDS = (
+    (
+        "tok_per_sec",
+        re.compile(rf"(?<![\w.,]){NUMBER}\s?tok(?:en)?s?(?:/| per )s(?:ec(?:ond)?)?\b(?![/\w]|['\"]?\s*[:=])"),
+    ),
+    ("step_ms", re.compile(rf"[|,]\s*{NUMBER}\s?(?P<unit>ms|s)(?:/step)?\s*(?=[|,]|$)")),
+)
 FRAMEWORKS = (
     ("paceline", re.compile(r"\| [\d,]+ ms \| [\d,]+ tok/s")),
     ("nanochat", re.compile(r"\blrm: |Validation bpb:")),
@@ -94,7 +98,8 @@ def read_line(raw: str) -> LineValues | None:
     text, bar = strip_bars(line)[0], bar_of(line)
     if bar is not None and bar.step is None:  # a bar that was reset still shows the measures of before
         line = text
-    mark, values = read_step_and_loss(text), measures_of(line)
+    mark = read_step_and_loss(text)
+    values = measures_of(line, is_step=mark is not None)
     if mark is not None and mark.name == PART_LOSS:
         values["part_loss"] = values.pop("loss", mark.loss or math.nan)  # of an evaluation if others are of training
     elif mark is not None and mark.name == "eval_loss":
@@ -117,17 +122,34 @@ def read_line(raw: str) -> LineValues | None:
 
 
 class LogLines:
-    """What the lines of one log show in their order, with the steps of all epochs."""
+    """What the lines of one log show in their order, with the steps of all epochs.
+
+    A bar that is shorter than that of a training with losses is of an evaluation, unless a loss of training comes while it is
+    unfinished: then it is of another training, such as the next stage.
+    """
 
     def __init__(self) -> None:
-        self._epoch_steps, self._num_steps = EpochSteps(), 0  # the last number of steps on a line
+        self._epoch_steps = EpochSteps()
+        self._num_steps, self._has_loss = (
+            0,
+            False,
+        )  # the last number of steps on a line, and whether losses came with it
+        self._shorter: LineValues | None = None  # the last state of a shorter bar since
 
     def read(self, raw: str) -> LineValues | None:
-        """Returns what the next line shows; None for one without progress, and for the bar of an evaluation, which is shorter."""
-        line = read_line(raw)
-        if line is None or (line.by_bar and (line.num_steps or math.inf) < self._num_steps):
+        """Returns what the next line shows; None for one without progress, and for the bar of an evaluation."""
+        if (line := read_line(raw)) is None:
             return None
-        self._num_steps = line.num_steps or self._num_steps
+        if line.by_bar and self._has_loss and (line.num_steps or math.inf) < self._num_steps:
+            self._shorter = line
+            return None
+        has_loss = "loss" in line.values
+        if has_loss and not line.by_bar and (bar := self._shorter) and (bar.step or 0) < (bar.num_steps or 0):
+            line = line._replace(step=line.step or bar.step, num_steps=bar.num_steps)
+        if line.num_steps:
+            self._has_loss = self._has_loss and self._num_steps in (0, line.num_steps)
+            self._num_steps, self._shorter = line.num_steps, None
+        self._has_loss = self._has_loss or has_loss
         return counted(line, self._epoch_steps)
 
 
@@ -159,12 +181,20 @@ def bar_of(text: str) -> LineValues | None:
     return LineValues(at, total, values, True)
 
 
-def measures_of(text: str) -> dict[str, float]:
+def in_ms(match: re.Match[str]) -> float:
+    """The value of a match, in milliseconds where it is a time."""
+    value = float(match["value"].replace(",", ""))
+    return value * 1000 if match.groupdict().get("unit") == "s" else value
+
+
+def measures_of(text: str, *, is_step: bool) -> dict[str, float]:
     measures, lowered = dict[str, float](), text.lower()
     for name, needle, pattern in PATTERNS:
         if needle in lowered and (match := pattern.search(text)) is not None:
-            value = float(match["value"].replace(",", ""))
-            measures[name] = value * 1000 if match.groupdict().get("unit") == "s" else value
+            measures[name] = in_ms(match)
+    for name, pattern in BARE_SPEEDS if is_step else ():
+        if name not in measures and len(matches := list(pattern.finditer(text))) == 1:
+            measures[name] = in_ms(matches[0])
     if "mfu_percent" in measures:
         measures["mfu"] = round(measures.pop("mfu_percent") / 100, 6)
     return measures
@@ -185,17 +215,15 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
     needles = [("loss", ""), *((name, needle) for name, needle, _ in PATTERNS if name != "loss")]
     for line in reversed(lines):
         missing = [needle for name, needle in needles if name in names and name not in values]
-        is_open = (
-            last.step is None
-            or (last.epochs is not None and epoch_steps.restarts is None)
-            or (last.by_bar and "%|" in line)
-        )
+        is_open = last.step is None or (last.epochs is not None and epoch_steps.restarts is None)
         if (is_open or any(needle in line.lower() for needle in missing)) and (shown := read_line(line)):
             counted(shown, epoch_steps)  # lines before the last step may tell how to count it
-            is_longer = shown.by_bar and last.by_bar and (shown.num_steps or 0) > (last.num_steps or sys.maxsize)
-            last = shown if last.step is None or is_longer else last  # a shorter bar is that of an evaluation
+            last = shown if last.step is None else last
             values = {**shown.values, **values}
     values.setdefault("loss", values.get("part_loss"))  # no other line has one
+    if last.by_bar and last.epochs is None:  # which may be of an evaluation
+        steps = [shown for shown in map(LogLines().read, lines) if shown is not None and shown.step is not None]
+        last = steps[-1]._replace(epochs=None) if steps else last
     if last.epochs is not None:
         with suppress(OSError):
             head = filter(None, map(read_line, read_part(path, start=0, max_bytes=END_BYTES)["text"].splitlines()))

@@ -52,8 +52,35 @@ LINES = {
     "step 10 | loss 4.1 | 61.8 ms | 8283 tok/s": (None, 10, None, {"loss": 4.1, "step_ms": 61.8, "tok_per_sec": 8283.0}),
     "step 10 loss: 4.1 tok/s: 8,283": (None, 10, None, {"loss": 4.1, "tok_per_sec": 8283.0}),
     "step 10 loss 4.1 tokens/s 8283": (None, 10, None, {"loss": 4.1, "tok_per_sec": 8283.0}),
-    "step 10 loss 4.1 8,283.5 tokens/sec, 0.25 s/step": (None, 10, None, {"loss": 4.1, "step_ms": 250.0, "tok_per_sec": 8283.5}),
+    "step 10 loss 4.1, 8,283.5 tokens/sec, 0.25 s/step": (None, 10, None, {"loss": 4.1, "step_ms": 250.0, "tok_per_sec": 8283.5}),
 }  # fmt: skip
+
+
+@with_rows(
+    ("line", "values"),
+    {
+        "step 3: loss 2.1 | tok/sec: 100,000 | 12,500 tok/s/gpu": {"loss": 2.1, "tok_per_sec": 100000.0},
+        "step 5 loss 2.0 (peak 900 tok/s, avg 800 tok/s)": {"loss": 2.0},
+        "step 3 loss 2 batch_size 8 tokens/s: nan": {"loss": 2.0},
+        "step 3 | fwd | 4 ms | bwd | 8 ms | loss 3.0": {"loss": 3.0},
+        "step 5 loss 2 eval 3 s/step": {"loss": 2.0},
+    }.items(),
+)
+def test_of_several_speeds_without_a_name_none_is_that_of_the_step(line, values):
+    assert read_line(line).values == values
+
+
+@with_rows(
+    "line",
+    [
+        "Generated 128 tokens in 3.2 s (40.1 tok/s)",
+        "| optimizer.step | 4.2 ms | 3% |",
+        "prompt: 12 tokens at 350 tok/s",
+    ],
+)
+def test_a_speed_without_a_step_is_no_progress(line):
+    shown = read_line(line)
+    assert shown is None or not shown.values
 
 
 @with_rows(("line", "expected"), LINES.items())

@@ -447,6 +447,24 @@ def test_the_bar_of_an_evaluation_at_the_end_does_not_hide_how_far_the_training_
     assert (step, row["loss"]) == (134, 2.9)
 
 
+def test_a_shorter_bar_with_losses_behind_it_is_of_another_training(tmp_path):
+    def bars(total, *, loss):
+        line = f"{{'loss': {loss}, 'epoch': 0.1}}\n" if loss else ""
+        return "".join(
+            f"\r 10%|#| {total * at // 5}/{total} [00:01<00:09, 9.00it/s]{line and chr(10) + line}"
+            for at in range(1, 5)
+        )
+
+    path = tmp_path / "0.log"
+    for before, values in ((None, [4.0]), (5.0, [5.0, 4.0])):  # rows that are tokenized, an earlier stage
+        path.write_text(bars(50_000, loss=before) + "\n" + bars(500, loss=4.0))
+        shown = printed_values(path, ("step", "loss"), to_end=True)
+        assert shown == {"step": 400, "num_steps": 500, "loss": 4.0}
+        rows = [(step, row["loss"]) for step, _, row in LogRows(path).read(last=True) if "loss" in row]
+        assert rows[-4:] == [(step, 4.0) for step in (100, 200, 300, 400)]
+        assert sorted({loss for _, loss in rows}, reverse=True) == values
+
+
 def test_progress_in_one_line_is_read_to_its_last_state_once_the_script_has_ended(tmp_path):
     run = RunDir(tmp_path / "a")
     run.logs(1).mkdir(parents=True)

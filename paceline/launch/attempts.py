@@ -6,6 +6,7 @@ SIGTERM end an attempt (launch/supervisor.py) or the wait before the next one. N
 """
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -228,13 +229,20 @@ def decide_next(
         explanation = explain_job_end(job_end, explanation, job.run)
     abilities = replace(
         job.abilities(history[-1]), min_hosts=job.options.min_hosts, is_job_over=job_end is not None,
-        old_folder=job.old_folder,
+        is_folder_moved=bool(job.old_folder) and failed_at(job.old_folder, explanation),
     )  # fmt: skip
     job.old_folder = ""
     decision = decide(Situation(history, recovery, abilities))
     if decision.action == "stop" and abilities.lost_hosts and not job_end:
         explanation = explain_end_without_host(explanation, job.run, abilities)
     return decision, explanation
+
+
+def failed_at(folder: str, explanation: Explanation) -> bool:
+    """Whether an attempt failed because a folder is no longer at its place. folder: its parent's and its own name."""
+    names = re.compile(rf"{re.escape(folder)}(?![\w.-])")
+    texts = (explanation.summary, *(item.text for item in explanation.evidence))
+    return explanation.cause == "storage-io-error" or any(map(names.search, texts))
 
 
 def explain_job_end(job: SlurmJob, explanation: Explanation, run: RunDir) -> Explanation:

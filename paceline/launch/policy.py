@@ -56,8 +56,7 @@ class Abilities:
     hosts_left: tuple[str, ...] = ()  # with ranks_left ranks together, or those that cannot go on
     min_hosts: int = 1  # --min-hosts
     is_job_over: bool = False  # the Slurm job that this process is in, with its nodes
-    # of the run, if it was renamed during the attempt and its new place is known
-    old_folder: str = ""
+    is_folder_moved: bool = False  # the run folder was renamed during the attempt, which failed at its old place
 
     @property
     def too_few_hosts(self) -> str | None:
@@ -102,6 +101,13 @@ class Situation:
         if not own_trainer and self.last.retry == "other-checkpoint":
             return "never"  # a script chooses the files that it reads
         return self.last.retry
+
+    @property
+    def is_changed_around_it(self) -> bool:
+        """Whether a device or a host was lost or the run folder renamed, so that an error may be none of the program's own."""
+        return (
+            self.abilities.ranks_left is not None or bool(self.abilities.lost_hosts) or self.abilities.is_folder_moved
+        )
 
     @property
     def num_without_progress(self) -> int:
@@ -149,14 +155,8 @@ RULES = (
         lambda state: state.abilities.is_job_over, "stop", lambda state: "the Slurm job that gave the nodes is over",
     ),
     Rule(
-        "folder-moved", "the run folder was renamed during the attempt, and the ranks did not find their files",
-        lambda state: bool(state.abilities.old_folder)
-        and (state.last.cause == "storage-io-error" or state.abilities.old_folder in state.last.error), "retry",
-        lambda state: "continuing in the renamed folder",
-    ),
-    Rule(
         "mistake", "the cause stays until somebody fixes it (`retry` is `never` in `paceline explain --list`)",
-        lambda state: state.retry == "never" and state.abilities.ranks_left is None and not state.abilities.lost_hosts, "stop",
+        lambda state: state.retry == "never" and not state.is_changed_around_it, "stop",
         lambda state: "another attempt would fail the same way",
     ),
     Rule(
@@ -216,6 +216,10 @@ RULES = (
         f"{MAX_WITHOUT_PROGRESS} attempts in a row made no progress: no new checkpoint, or for a script less than ten minutes",
         lambda state: state.num_without_progress >= MAX_WITHOUT_PROGRESS, "stop",
         lambda state: f"{MAX_WITHOUT_PROGRESS} attempts in a row made no progress",
+    ),
+    Rule(
+        "folder-moved", "the run folder was renamed during the attempt, which failed at its old place",
+        lambda state: state.abilities.is_folder_moved, "retry", lambda state: "continuing in the renamed folder",
     ),
     Rule(
         "port-taken", "a port is in use: the next attempt uses another one",

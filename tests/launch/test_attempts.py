@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.explain.explanation import Explanation
+from paceline.explain.explanation import Evidence, Explanation
 from paceline.explain.run_folder import explain_run
-from paceline.launch.attempts import format_explained, run_attempts
+from paceline.launch.attempts import failed_at, format_explained, run_attempts
 from paceline.launch.failure import SCRIPT_EXIT, Failure, explain_end
 from paceline.launch.policy import Abilities
 from paceline.launch.supervisor import Outcome
@@ -385,3 +385,12 @@ def test_ctrl_c_ends_a_wait_at_once(tmp_path, monkeypatch):
     job.change = lambda decision: threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     outcome = run_attempts(job, Recovery())  # long before the wait is over
     assert (outcome.state, outcome.exit_code, outcome.between_attempts) == ("interrupted", 130, True)
+
+
+def test_an_attempt_failed_at_the_old_place_of_its_folder_if_its_error_names_that():
+    def failed(path, cause="checkpoint-missing-or-perm"):
+        return failed_at("runs/depth12", Explanation(cause, evidence=(Evidence(1, f"FileNotFoundError: '{path}'"),)))
+
+    assert failed("/home/ada/runs/depth12/last.pt") and failed("runs/depth12")
+    assert not failed("/home/ada/runs/depth12-lr3/typo.csv") and not failed("runs/depth1/last.pt")
+    assert failed("metrics.jsonl", "storage-io-error")  # a file of the trainer's own, whose message has no path

@@ -65,8 +65,7 @@ EXAMPLES = {
         Decision("stop", 0, "the Slurm job that gave the nodes is over"),
     ),
     "folder-moved": (
-        [replace(TYPO, error="FileNotFoundError: 'runs/a/last.pt'")], replace(SCRIPT, old_folder="runs/a"), {},
-        Decision("retry", 0, "continuing in the renamed folder"),
+        [TYPO], replace(SCRIPT, is_folder_moved=True), {}, Decision("retry", 0, "continuing in the renamed folder"),
     ),
     "same-error": (
         [CRASHED, SAVED, CRASHED], OURS, {},
@@ -107,13 +106,14 @@ def test_the_waits_grow_until_a_checkpoint_is_saved():
     assert [after(unavailable).wait_s, after(SAVED, unavailable).wait_s] == [30, 30]
 
 
-def test_a_renamed_folder_is_no_reason_for_another_error():
-    """The trainer's own files are found by their cause: their messages have no path."""
-    own = replace(KILLED, cause="storage-io-error", retry="later", error="metrics.jsonl")
-    assert after(own, abilities=replace(OURS, old_folder="runs/a")) == Decision(
-        "retry", 0, "continuing in the renamed folder"
+def test_a_script_that_renames_its_folder_in_each_attempt_is_not_started_for_ever():
+    renamed = replace(SCRIPT, is_folder_moved=True)
+    assert [after(*[TYPO] * n, abilities=renamed).action for n in (1, 2, 3)] == ["retry", "retry", "stop"]
+    assert after(TYPO, TYPO, abilities=renamed, max_attempts=2).action == "stop"
+    assert (
+        after(LOST_HOST, abilities=replace(OURS, lost_hosts=("bob",), ranks_left=1, is_folder_moved=True)).action
+        == "fewer-ranks"
     )
-    assert after(TYPO, abilities=replace(SCRIPT, old_folder="runs/a")).action == "stop"
 
 
 @pytest.mark.parametrize("end", [BROKEN, TYPO, DAMAGED, NO_MEMORY], ids=lambda end: end.cause)

@@ -163,7 +163,8 @@ def with_our_flags(args: Sequence[str], known: Collection[str]) -> list[str]:
             words.append(argument)
             continue
         if name in ADAMW_RATE and not is_adamw:  # a config file may have either optimizer
-            fix = "--matrix-lr for the matrices that Muon trains, or --optimizer adamw beside it"
+            rate = text if equals else remaining[0] if remaining and _is_value(remaining[0], of=name) else "3e-4"
+            fix = f"--optimizer adamw {flag} {rate}; or --matrix-lr for Muon's rate, which is of another size"
             raise UsageError(f"{flag} is a rate of AdamW", fix=fix)
         if not equals and remaining and _is_value(remaining[0], of=name):
             equals, text = "=", remaining.pop(0)

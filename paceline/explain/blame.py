@@ -36,6 +36,9 @@ WORLD = re.compile(
 OWN_RANK = re.compile(r"\bGLOBAL_RANK: (?P<rank>\d{1,6}), MEMBER: \d")
 STOPPED_BY_LAUNCHER = re.compile(r"-15\b|-9\b|SIGTERM|SIGKILL")
 NUMBER = re.compile(r"\d+")
+WAITS_FOR_RANK = re.compile(  # as a rank says of itself
+    r"(?i)\bwait\w* (?:for|at|on|in|until) (?:all |the |other |main |local |a )*(?:rank|process|worker|barrier|peer|master|node)"
+)
 # which all ranks have to do together
 LEFT = re.compile(  # no setting, and no loss scale, which all ranks have alike
     r"(?i)^(?!.*(?:=|patience|monitor|overflow|loss.?scale)).*"
@@ -133,6 +136,9 @@ def late_rank(waiting: Sequence[Event], logs: Sequence[Log], *, hang: Collective
     for log in logs:
         for rank, step in log.last_steps.items():
             steps[rank] = max(step, steps.get(rank, step))
+    waiters = {event.record.rank for event in waiting}
+    if min(steps, key=lambda rank: steps[rank], default=None) in waiters and waiters < ranks_of_job(logs):
+        steps = {}  # a rank that waits for one without a report is not the late one
     for counts in (enqueued, steps):
         lowest = [rank for rank, count in counts.items() if count == min(counts.values())]
         if 2 * len(lowest) < len(counts) or (len(counts) == 2 and len(lowest) == 1):
@@ -158,15 +164,18 @@ def reports_of_leaving(logs: Sequence[Log]) -> list[Record]:
 
 
 def only_silent_rank(reporting: Set[int | None], logs: Sequence[Log]) -> int | None:
-    """The one rank of the job, as far as the logs show its ranks, that is not among those that report an error."""
-    silent = ranks_of_job(logs) - reporting
+    """The one rank of the job, as far as the logs show its ranks, that reports neither an error nor that it waits for another."""
+    reports = {record.rank: record.text for log in logs for record in log.records if record.kind == "line"}  # at last
+    silent = ranks_of_job(logs) - reporting - {rank for rank, text in reports.items() if WAITS_FOR_RANK.search(text)}
     return silent.pop() if reporting - {None} and len(silent) == 1 else None
 
 
 def ranks_of_job(logs: Sequence[Log]) -> set[int]:
     """The ranks of the job as far as the logs show them: those that print, and all below a reported world size."""
     records = [record for log in logs for record in log.records]
-    ranks = {record.rank for record in records if record.rank is not None}.union(*(log.ranks for log in logs))
+    ranks = {record.rank for record in records if record.rank is not None}.union(
+        *({*log.ranks, *log.last_steps} for log in logs)
+    )
     size = world_size(logs)
     return ranks | set(range(size)) if len(ranks) <= size <= MAX_RANK else ranks
 

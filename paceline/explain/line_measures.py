@@ -56,8 +56,9 @@ LOSS = re.compile(
 )
 # measures that are lower when the model is better, in programs that print no loss under this name
 ERROR_NAME = r"r?mse|mae|nll|xent|\w*cross[ _-]?entropy|perplexity|ppl|bp[bcd]"
-ERROR_WORDS = ("mse", "mae", "nll", "xent", "entropy", "perplex", "ppl", "bpb", "bpc", "bpd")
-ERROR_MEASURE = re.compile(rf"(?<![a-z])(?:{ERROR_NAME})(?:_tra?i?n)?(?![a-z]){VALUE}", re.IGNORECASE)
+ERROR_WORDS = ("mse", "mae", "nll", "xent", "entropy", "perplex", "ppl", "bpb", "bpc", "bpd", "train error")
+TRAIN_ERROR = rf"(?:{ERROR_NAME})(?:_tra?i?n)?|train error (?:last|of|over) \d+ [a-z]+"
+ERROR_MEASURE = re.compile(rf"(?<![a-z])(?:{TRAIN_ERROR})(?![a-z]){VALUE}", re.IGNORECASE)
 WORDS = re.compile(r"[A-Za-z_ -]*[A-Za-z]")  # in front of the value
 OF_TRAINING = re.compile(r"(?i)epoch|(?<![a-z])tra?i?n|^\W*\d+/\d+\]")  # a line that may report one of training
 HELD_OUT_WORD = r"(?:vali?|eval|valid(?:_\d)?|validation|dev|test)"
@@ -111,7 +112,7 @@ COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost,
     r"|:{0,3}MLLOG .{0,400}?\"epoch_num\": (?P<epoch>\d{1,9})\b"
     r"|.{0,60}?\b[Pp]rogress: (?P<done>\d{1,9})/\d+ steps\b"
     r"|.*\[[> ]*\] \d+/\d+, \d+\.\d task/s, elapsed: "  # of an evaluation, whose count is no step of training
-    r"|(?P<n>\d{1,9})[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)$"
+    r"|(?P<tuple>\()?(?P<n>\d{1,9})(?(tuple),)[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)(?(tuple)\))$"
 )
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
 ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
@@ -388,8 +389,7 @@ def parse_count(text: str) -> int | None:
 
 def read_counter(text: str) -> StepLoss | None:
     """The step on a line that reports one in a form of its own, and NaN where the value beside it is NaN."""
-    match = COUNTED.match(text)
-    if match is None:
+    if (match := COUNTED.match(text)) is None:
         return None
     counts = match.group("step", "at", "n", "iteration", "place", "epoch", "done")
     step = parse_count(next(filter(None, counts), ""))

@@ -70,7 +70,8 @@ ISO = re.compile(
 )
 GLOG = re.compile(
     r"\s*(?P<open>\[)?(?P<level>[IWEFDC])(?P<month>\d{1,2})(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
-    r"(?P<fraction>[.,]\d+)? +(?:\d+ )?"
+    # of torchrun's agents, the pid tells one that restarted its workers from another one
+    r"(?P<fraction>[.,]\d+)? +(?:\d+ (?!torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \())?"
 )
 CTIME = re.compile(
     r"\s*\[?(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) (?P<name>[A-Z][a-z]{2}) {1,2}(?P<day>\d{1,2})"

@@ -212,12 +212,17 @@ def as_ended(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
     many lines, or before a run that finished, it was an earlier run's.
     """
     return [
-        replace(event, run_continued=False, score=event.score / CONTINUED)
+        as_fatal(event)
         for event in events
         for log in [logs[event.place[0]]]
         if event.run_continued and is_near_end(event.record, log) and not is_caught(event.record, log)
         if ended_program(event.record) or is_forwarded(event.record, log)
     ]
+
+
+def as_fatal(event: Event) -> Event:
+    """The event as one after which its run did not go on."""
+    return replace(event, run_continued=False, score=event.score / CONTINUED) if event.run_continued else event
 
 
 def is_forwarded(record: Record, log: Log) -> bool:

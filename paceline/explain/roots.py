@@ -5,6 +5,7 @@ An event is a consequence if its cause can follow from that of another event, if
 of a process that had failed before. What the ranks of a hang wait in decides between the causes of a timeout.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang,
 from paceline.explain.explanation import RECORDED, Record
 from paceline.explain.lines import WARNING_LINE
 from paceline.explain.log import Log
-from paceline.explain.matches import PEER_DIED, WAITING, Event
+from paceline.explain.matches import PEER_DIED, RACE, WAITING, Event, as_fatal
 from paceline.explain.run_bounds import ended_program
 
 TIMEOUTS = {DESYNC, FIRST_TRANSFER}
@@ -32,6 +33,11 @@ REFUSED = re.compile(r"(?P<script>[\w.-]+\.py): error: ")
 INPUT = re.compile(
     r"(?i)(?<![a-z])inputs?(?![a-z])"
 )  # in the path of a file that no program of the script has to write
+AGENT_REPORT = re.compile(r"E (?P<pid>\d+) torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(")
+AGENT_END = re.compile(r"ChildFailedError|SignalException")
+WILL_RESTART = re.compile(r"\d+/\d+ attempts left; +will restart worker group")
+LEFT_OVER = {RACE, "port-in-use"}
+LEFT_BEHIND = re.compile(r"(?i)\bexists\b|\bnot empty\b|\block(?:ed|file)?\b|\bin use\b")
 DDP_CHECK = re.compile(r"DDP expects same model across all ranks|_verify_param_shape_across_processes")
 
 
@@ -110,6 +116,49 @@ def find_roots(candidates: Sequence[Event], hang: CollectiveHang | None) -> list
     if hang is not None and hang.cause == FIRST_TRANSFER:  # DDP's check of the models is only the first one to wait
         roots = [event for event in roots if not DDP_CHECK.search(event.record.text)]
     return roots or list(candidates)
+
+
+def before_restart(candidates: Sequence[Event], events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
+    """The candidates of the attempt whose workers torchrun restarted, if the next one failed of what that had left behind.
+
+    Behind a second start by hand, by another agent, the folder or the port is the user's to clear. events: all, since the
+    steps of the next attempt make those that ended the one before look survived.
+    """
+    for number, log in enumerate(logs):
+        begin, restart = restarted_attempt(log)
+        own = [event for event in events if event.place[0] == number and event.cause.severity == "fatal"]
+        failed = [
+            as_fatal(event)
+            for event in own
+            if begin < event.place[1] <= restart and (not event.run_continued or ended_program(event.record))
+        ]
+        has_error = any(
+            not (event.cause.follows is True or event.from_launcher or is_left_over(event)) for event in failed
+        )
+        behind = [event for event in candidates if event.place[0] == number and event.place[1] > restart]
+        if has_error and behind and any(map(is_left_over, find_roots(behind, None))):
+            candidates = [*failed, *(event for event in candidates if event.place[0] != number)]
+    return list(candidates)
+
+
+def restarted_attempt(log: Log) -> tuple[float, float]:
+    """The lines between which a log has the last attempt behind which torchrun's agent restarted the workers; infinite for none."""
+    reports = agent_reports(log)
+    lines = [line for at, (line, pid) in enumerate(reports) if any(pid == other for _, other in reports[at + 1 :])]
+    lines += [record.line for record in log.records if WILL_RESTART.search(record.text)]
+    restart = max(lines, default=math.inf)
+    ends = [record.line for record in log.records if record.line < restart and AGENT_END.search(record.text)]
+    return max(ends, default=0), restart
+
+
+def agent_reports(log: Log) -> list[tuple[int, str]]:
+    """The lines in which agents of torchrun report that a worker failed, and the pids of those agents."""
+    return [(record.line, match["pid"]) for record in log.records if (match := AGENT_REPORT.match(record.text))]
+
+
+def is_left_over(event: Event) -> bool:
+    """Whether an error can be about what an earlier attempt left behind: a lock, a folder, a port."""
+    return event.record.kind != "banner" and bool(event.cause.id in LEFT_OVER or LEFT_BEHIND.search(event.record.text))
 
 
 def without_consequences(roots: Sequence[Event], logs: Sequence[Log]) -> list[Event]:

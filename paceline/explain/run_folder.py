@@ -285,8 +285,9 @@ def read_files(files: Sequence[Path]) -> list[Log]:
             source = str(path) if len(files) > 1 else None
             try:
                 log = read_log(read_chunks(path), rank=rank, source=source, shapes=shapes)
-                is_mixed = source is None and {record.rank for record in log.records if record.frames} - {None, rank}
-                logs.append(read_log(read_chunks(path)) if is_mixed else log)  # its name is not that of a rank
+                others = {record.rank for record in log.records if record.frames} - {None, rank}
+                is_mixed = source is None and rank is not None and others  # its name is not that of a rank
+                logs.append(read_log(read_chunks(path)) if is_mixed else log)
             except PacelineError as error:
                 logs.append(Log(note=error.message))
                 errors.append(error)

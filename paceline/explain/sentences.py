@@ -42,6 +42,7 @@ LONG_WORK = re.compile(  # that one rank does while the others wait for it
     r"(?i)\b(?:tokeniz|pre-?process|prepar|download|convert|merg|export|upload|copy|compress|cach|sav|writ|index|consolidat"
     r"|evaluat)ing\b|^checkpoint$"
 )
+WAITS = re.compile(r"(?i)\bwait(?:s|ing)\b")  # of a rank that tells for whose work
 WORK_ENDED = re.compile(r"(?i)\b(?:done|finished|completed?|saved|written|skipp\w+|fail\w*|errors?|warning)\b")
 SHAPE = re.compile(r"\[(\d{1,9}(?:, \d{1,9}){3,7})\]")
 MAX_TIMES = 64
@@ -109,16 +110,18 @@ def describe_ranks(
     record, done_line = culprit.record, log.progress.done_line or 0
     values = {"done_line": str(done_line)} if 0 < log.last_progress_line < done_line < record.line else {}
     if culprit.cause.id in WAITING:
-        return {**values, **describe_places([record, *same_cause], left), **describe_work(record, log)}
+        return {**values, **describe_places([record, *same_cause], left), **describe_work([record, *same_cause], log)}
     others = {other.rank for other in log.records} - {None, rank}
     is_lone = bool(rank) and record.kind == "exception" and {other.rank for other in same_cause} <= {None, rank}
     return {**values, "lone_rank": str(rank)} if is_lone and others else values
 
 
-def describe_work(record: Record, log: Log) -> dict[str, str]:
-    """`job` and `job_line`: the last line before a rank stopped waiting, if it reports work of another rank that takes long."""
-    lines = [other for other in log.records if other.kind == "line" and other.line < record.line]
-    others = [other for other in lines if record.rank not in (other.rank, *map(int, RANK.findall(other.text)))]
+def describe_work(waiting: Sequence[Record], log: Log) -> dict[str, str]:
+    """`job` and `job_line`: the last line before a rank stopped waiting, if it reports work of a rank that did not wait."""
+    ranks = {record.rank for record in waiting}
+    lines = [other for other in log.records if other.kind == "line" and other.line < waiting[0].line]
+    others = [other for other in lines if ranks.isdisjoint((other.rank, *map(int, RANK.findall(other.text))))]
+    others = [other for other in others if not WAITS.search(other.text)]
     last = max(others, key=lambda other: other.line, default=None)
     if last is None or not LONG_WORK.search(last.text) or WORK_ENDED.search(last.text):
         return {}

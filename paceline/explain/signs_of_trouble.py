@@ -7,7 +7,6 @@ They decide between healthy and unknown where a log shows no failure that is kno
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from paceline.explain.explanation import Evidence, Record, shorten
@@ -15,7 +14,7 @@ from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.lines import IGNORABLE, WARNING_LINE, split_prefix
 from paceline.explain.log import PROMPT, SAVED, Log
-from paceline.explain.matches import CONTINUED, Event, matches_of_message
+from paceline.explain.matches import Event, as_fatal, matches_of_message
 from paceline.explain.run_bounds import failed_at_import, shape_of
 from paceline.explain.survival import (
     EXIT_ZERO,
@@ -24,6 +23,7 @@ from paceline.explain.survival import (
     NOT_SET_UP,
     STEPS_AFTER,
     WENT_ON,
+    errors_of_last_items,
     is_caught,
     is_quoted,
     left_program_running,
@@ -207,10 +207,12 @@ def last_errors(log: Log, *, has_failed: bool) -> list[Record]:
 
 
 def errors_of_every_item(log: Log) -> list[Record]:
-    """The error at the end that came with nearly every line of progress: the program went on, and no measure shows any work."""
+    """The errors of the last items; or the one that came with nearly every line of progress where no measure shows any work."""
+    errors = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
+    if last_items := errors_of_last_items([error for error in errors if not is_harmless(error.text)], log):
+        return last_items[-1:]
     if log.losses or log.scores or log.rewards or log.progress.steps < MIN_ITEMS:
         return []
-    errors = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
     counts = Counter(shape_of(record.text) for record in errors)
     often = max(MIN_ITEMS, ITEMS_SHARE * min(log.progress.steps, MAX_REPEATS))
     last = {shape_of(r.text): r for r in errors if r.line >= log.last_lines[0][0] and not is_harmless(r.text)}
@@ -219,9 +221,8 @@ def errors_of_every_item(log: Log) -> list[Record]:
 
 def errors_of_all_steps(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
     """The events for which every step was skipped: none of them was survived."""
-    skipped = {id(record) for log in logs for record in skipped_steps(log)}
-    survived = (event for event in events if id(event.record) in skipped)
-    return [replace(event, run_continued=False, score=event.score / CONTINUED) for event in survived]
+    skipped = {id(record) for log in logs for record in (*skipped_steps(log), *errors_of_every_item(log))}
+    return [as_fatal(event) for event in events if id(event.record) in skipped]
 
 
 def skipped_steps(log: Log) -> list[Record]:

@@ -3,6 +3,7 @@ Whether the program survived an error: the one place with the rules by which an 
 
     survived           steps of its rank follow, "done" vouches for it, or one of the rows below holds   run_continued
     the outcome        nothing but "done" follows, a line repeats it, or others waited in vain           is_last_word, others_waited
+    not, all of them   the last items failed one after the other, and nothing but "done" follows           errors_of_last_items
     handled            a line above it says what the program does instead                                is_handled
     about one item     lines of its shape come often, far apart, and others follow                       is_of_item
     caught             a line beside it says what is tried or left out, and steps or items follow        is_caught
@@ -20,7 +21,9 @@ What no process survives (CONTEXT_LOST) is never caught, and never a side error.
 import math
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from paceline.explain.explanation import Record
 from paceline.explain.frames import INSTALLED, PACKAGE
@@ -110,6 +113,7 @@ WORK_FAILED = re.compile(  # not of a side task
     r"|\b(?:fail\w*|crash\w*|error|exception)\b.{0,12}\b(?:in|at|during) (?:step|epoch|training)"
     r"|^wandb: |\bnot (?:skipp|continu|ignor)"
 )
+ITEM = re.compile(r"(?<!\d)\d{1,9}(?!\d)")  # its number
 MIN_EVALUATED = 3  # different errors at one place of the script: Python ends at the first that nobody has caught
 CHAIN_LINES = 6  # from an exception to the one that it led to, beside the lines of its frames
 CHILD_STEPS = 20  # that a program takes from what its queue still holds
@@ -214,6 +218,21 @@ def is_outcome(record: Record, log: Log) -> bool:
 def is_of_item(record: Record) -> bool:
     """Whether a record can report an item that a program leaves out: a line of its own."""
     return record.rank is None and (record.kind == "line" or (record.kind == "exception" and not record.frames))
+
+
+def errors_of_last_items(errors: Sequence[Record], log: Log) -> list[Record]:
+    """The errors of items one after the other, by their numbers or by the line above each; no more than "done" is behind them."""
+    last = [record for record in errors if shape_of(record.text) == shape_of(errors[-1].text)][-MIN_REPEATS:]
+    gaps = {after.line - before.line for before, after in pairwise(last)}
+    if len(last) < MIN_REPEATS or len(gaps) != 1 or log.last_line - last[-1].line > 1:
+        return []
+    numbers = [set(ITEM.findall(record.text)) for record in last]
+    if gaps == {1}:
+        firsts = [int(match[0]) for record in last if (match := ITEM.search(record.text))]
+        return last if firsts == list(range(firsts[0], firsts[0] + len(last))) else []
+    texts = dict(log.last_lines)
+    above = [set(ITEM.findall(texts.get(record.line - 1, ""))) for record in last[-2:]]
+    return last if gaps == {2} and above[1] & numbers[-1] - above[0] and above[0] & numbers[-2] - above[1] else []
 
 
 def is_handled(record: Record, log: Log) -> bool:

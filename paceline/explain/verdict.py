@@ -37,6 +37,7 @@ from paceline.explain.matches import (
 from paceline.explain.reader import INCOMPLETE, NOT_TEXT
 from paceline.explain.roots import (
     apply_hang,
+    before_restart,
     choose_culprit,
     find_hang,
     find_roots,
@@ -139,7 +140,9 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         return explain_unknown(logs, [*errors, exit_record], progress, consequences=candidates)
     hang = find_hang(candidates, logs, has_steps=progress.steps > 0)
     candidates = apply_hang(candidates, hang)
-    roots = of_last_program(without_consequences(find_roots(candidates, hang), logs), logs)
+    roots = of_last_program(
+        without_consequences(find_roots(before_restart(candidates, events, logs), hang), logs), logs
+    )
     culprit = choose_culprit(roots, blamed)
     if culprit.cause.id == NAN and culprit.record.kind == "line" and progress.nan_line is not None:
         return explain_divergence(culprit.cause, progress.nan_line, progress, values)

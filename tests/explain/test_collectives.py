@@ -204,3 +204,16 @@ def test_a_rank_that_alone_stops_or_skips_a_step_is_why_the_others_wait(report):
     ):
         other = explain([log.replace(report, setting).encode()])
         assert "reports" not in other.summary and "stop or skip together" not in other.fix
+
+
+def test_a_rank_that_waits_is_not_the_one_that_the_others_wait_for():
+    steps = "".join(f"[rank{rank}]: step {step} loss 2.1\n" for rank, last in ((0, 9), (1, 5)) for step in range(last))
+    behind = explain([(steps + raised(1, WAIT)).encode()])
+    assert (behind.rank, behind.victims) == (0, (1,))
+    assert explain([(steps + raised(1, WAIT) + raised(0, WAIT)).encode()]).rank == 1  # both report, and it is behind
+    three = steps + "[rank2]: step 4 loss 2.1\n" + raised(0, WAIT)
+    assert explain([three.encode()]).rank is None
+    assert explain([three.replace("[rank2]", "[rank2]: waiting for all ranks\n[rank2]").encode()]).rank is None
+    assert (
+        explain([three.replace(raised(0, WAIT), "[rank2]: waiting for rank 1\n" + raised(0, WAIT)).encode()]).rank == 1
+    )

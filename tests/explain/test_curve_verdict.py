@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 from curve_shapes import NOISE_LEVELS, Noise, falling, healthy_run, series
+from rows import with_rows
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
@@ -1368,3 +1369,20 @@ def test_the_value_of_an_evaluation_on_a_bar_of_lightning_is_one_report():
     first = "".join(bar.format(0, 2 * n, n, "") for n in range(9))
     later = "".join(bar.format(1, 2 * n, n, ", train/loss=1.490") for n in range(40))
     assert explain([(first + later).encode()]).cause == "healthy"
+
+
+ROWS = {
+    "Train error last 800 batches: {1}\n": ("loss-nan", "loss-diverged"),
+    "({0}, {1})\n": ("loss-nan", "healthy"),  # what rises without a name may be meant to
+    "{0} {1} 0.001\n": ("loss-nan", "healthy"),
+    "{0} 0.5 {1}\n": ("healthy", "healthy"),  # nor is a later column alone the loss
+}
+
+
+@with_rows("row, causes", ROWS.items())
+def test_rows_without_the_word_loss_show_nan_and_with_a_name_a_rise(row, causes):
+    fall = "".join(row.format(1000 * n, f"{2 / (n + 1):.4f}") for n in range(40))
+    nan = "".join(row.format(1000 * n, "nan") for n in range(40, 60))
+    rise = "".join(row.format(1000 * n, f"{2 * 1.5 ** (n - 39):.4f}") for n in range(40, 70))
+    assert explain([fall.encode()]).cause == "healthy"
+    assert (explain([(fall + nan).encode()]).cause, explain([(fall + rise).encode()]).cause) == causes

@@ -218,6 +218,8 @@ TIMED_OUT = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 8000ms for r
     ("[rank0] saving step 40 is done", False),
     ("[rank1] downloading shard 4/12", False),  # by the rank that waited
     ("[rank0] step 40 loss 2.1", False),
+    ("[rank0] tokenizing shard 4/12\n[rank2] waiting for rank 0, which is tokenizing", True),
+    ("[rank0] start\n[rank2] waiting for tokenizing", False),
 ])  # fmt: skip
 def test_long_work_of_another_rank_before_a_timeout_is_named(line, is_shown):
     explanation = explain_text(f"[rank0] start\n{line}\n{raised(1, TIMED_OUT)}")

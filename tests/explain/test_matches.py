@@ -2,6 +2,7 @@
 
 import pytest
 from log_samples import OOM, STEPS, raised
+from rows import with_rows
 
 from paceline.explain.run_folder import explain
 
@@ -326,3 +327,22 @@ def test_a_signal_that_dumps_stacks_or_toggles_a_profiler_is_no_notice():
 def test_of_a_rename_the_path_is_that_of_its_first_file():
     error = "FileNotFoundError: [Errno 2] No such file or directory: '/data/a.tmp' -> '/data/a.bin'"
     assert "'/data/a.bin" not in verdict(raised(0, error)).summary
+
+
+@with_rows("error, cause", (
+    ("CUDA out of memory. Tried to allocate 2.00 GiB", "cuda-oom"), ("[Errno 28] No space left on device", "disk-full"),
+))  # fmt: skip
+def test_errors_of_all_items_at_the_end_are_not_survived_as_some_before_them_were(error, cause):
+    def loop(failed, *, announced):
+        lines = [
+            ("processing clip {0}\n" if announced else "")
+            + (f"ERROR: failed on clip {{0}}: {error}\n" if number in failed else "step {0}: loss 2.1\n")
+            for number in range(11, 31)
+        ]
+        return "".join(line.format(number) for number, line in zip(range(11, 31), lines, strict=True))
+
+    for announced in (True, False):
+        assert verdict(loop({13, 17, *range(24, 31)}, announced=announced) + "done\n").cause == cause
+        assert verdict(loop({13, 17, 21}, announced=announced) + "done\n").cause == "healthy"
+        assert verdict(loop({13, *range(17, 24)}, announced=announced) + "done\n").cause == "healthy"
+        assert verdict(loop(range(12, 31, 2), announced=announced) + "done\n").cause == "healthy"

@@ -1,9 +1,11 @@
 """Several runs in one log, and what a run survives: only the last one's end counts, and it must show that it works."""
 
+import itertools
 import re
 
 import pytest
 from log_samples import OOM, OTHER_LINES, PEER, STEPS, raised
+from rows import with_rows
 
 from paceline.explain.reader import read_log
 from paceline.explain.several_runs import reach_verdict
@@ -550,3 +552,36 @@ def test_a_job_that_resumes_a_cancelled_one_is_a_run_of_its_own():
     resumed_first = resumed + steps(40, 80) + CANCELLED.format(4711)
     assert verdict(resumed_first + resumed + steps(42, 70)).cause == "slurm-cancelled"
     assert verdict(cancelled.replace("step", "[rank0]: step") + resumed + steps(40, 60)).cause == "slurm-cancelled"
+
+
+LEFT = ("FileExistsError: [Errno 17] File exists: 'out/run'", "OSError: [Errno 98] Address already in use")
+AGENT = (
+    "E1130 15:17:42.559000 {} torch/distributed/elastic/multiprocessing/api.py:1002]"
+    " failed (exitcode: 1) local_rank: {} (pid: 18096) of binary: /env/bin/python\n"
+)
+END = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+
+
+def attempt(agent, rank, error, *, prefix="[rank{}]: ", steps=STEPS):
+    head = prefix.format(rank)
+    return steps + "".join(f"{head}{line}\n" for line in uncaught(error).splitlines()) + AGENT.format(agent, rank)
+
+
+@with_rows("error, prefix, steps", itertools.product(
+    (*LEFT, "RuntimeError: out/LOCK exists: another run has this folder"), ("[rank{}]: ", ""), ("", STEPS),
+))  # fmt: skip
+def test_what_torchrun_s_workers_left_when_it_restarted_them_is_not_the_cause(error, prefix, steps):
+    second = attempt(4242, 0, error, prefix=prefix, steps=steps)
+    assert BUG in verdict(attempt(4242, 1, BUG, prefix=prefix) + second + END).evidence[0].text
+    oom = attempt(4242, 0, OOM, prefix=prefix, steps=steps)
+    assert verdict(attempt(4242, 1, BUG, prefix=prefix) + oom + END).cause == "cuda-oom"
+
+
+@with_rows("error", LEFT)
+def test_what_is_left_is_the_cause_where_a_user_started_again_by_hand(error):
+    other_agent = verdict(attempt(4242, 1, BUG) + END + attempt(4300, 0, error, steps="") + END)
+    first_attempt = verdict(attempt(4242, 0, error) + attempt(4242, 0, error, steps="") + END)
+    lost_peer = verdict(attempt(4242, 1, PEER) + attempt(4242, 0, error, steps="") + END)
+    assert error in other_agent.evidence[0].text
+    assert error in first_attempt.evidence[0].text
+    assert error in lost_peer.evidence[0].text

@@ -124,7 +124,8 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ),
     (
         "config-error", 0.85, r"TypeError: .*__init__\(\) got an unexpected keyword argument '(?P<argument>(?!render_mode)\w+)'",
-        r"gym(?:nasium)?[/\\]envs[/\\]registration\.py\", line \d+, in make\b",
+        r"gym(?:nasium)?[/\\]envs[/\\]registration\.py\", line \d+, in make\b"
+        r"|hydra[/\\]_internal[/\\]instantiate[/\\].*, in _call_target\Z|skorch[/\\]net\.py\", line \d+, in initialized_instance\Z",
     ),
 )  # fmt: skip
 CHECK = re.compile(r"(?:Value|Assertion|Type|NotImplemented|Index|Lookup|Attribute)Error\b")

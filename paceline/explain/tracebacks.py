@@ -359,6 +359,10 @@ def continues(error: Unfinished, line: LogLine) -> bool:
         return False
     if not text.strip() and BEFORE_BLANK.search(error.message[-1]):
         return True
+    if (
+        text.startswith("*" * 8) and error.message[-1].strip() == "LookupError:"
+    ):  # the message of NLTK stands in a frame
+        return True
     if not text.strip() or "%|" in text or len(error.message) >= MAX_MESSAGE_LINES or NOT_MESSAGE.match(text):
         return False
     if BARE_EXCEPTION.match(text) and WRAPPER.search(error.message[0]):

@@ -97,6 +97,17 @@ def test_an_argument_that_an_environment_of_gym_does_not_have_is_one_of_the_conf
     assert verdict(traceback(error.format("render_mode"), make)).cause == "version-mismatch"
 
 
+@pytest.mark.parametrize(("file", "name", "cause"), [
+    ("hydra/_internal/instantiate/_instantiate2.py", "_call_target", "config-error"),
+    ("skorch/net.py", "initialized_instance", "config-error"),
+    ("skorch/net.py", "fit", "version-mismatch"),
+    ("hydra/core/plugins.py", "_call_target", "version-mismatch"),
+])  # fmt: skip
+def test_an_argument_that_a_configuration_adds_to_a_class_is_one_of_the_configuration(file, name, cause):
+    error = "TypeError: Linear.__init__() got an unexpected keyword argument 'hidden'"
+    assert verdict(traceback(error, ("train.py", "main"), (f"{PACKAGE}/{file}", name))).cause == cause
+
+
 def test_an_exception_while_a_request_is_answered_ends_no_server():
     error = raised(None, "BrokenPipeError: [Errno 32] Broken pipe", file="/usr/lib/python3.8/socketserver.py")
     error = error.replace("in main", "in process_request_thread")

@@ -194,6 +194,12 @@ def test_what_keras_found_stands_behind_a_blank_line(head, is_whole):
     assert (reason in record.text) == is_whole
 
 
+def test_what_nltk_does_not_find_stands_in_a_frame_of_asterisks():
+    message = f"LookupError: \n{'*' * 70}\n  Resource punkt not found.\n\n  >>> import nltk\n{'*' * 70}\n"
+    (record,) = exceptions(read(TRACEBACK.replace("ValueError: sample 1841 has 3 fields", message)))
+    assert record.text.endswith("Resource punkt not found.")
+
+
 def test_a_warning_is_no_part_of_the_message_before_it():
     text = TRACEBACK + "/opt/xgb/compat.py:36: FutureWarning: pandas.Int64Index is deprecated\n"
     assert [record.text for record in exceptions(read(text))] == ["ValueError: sample 1841 has 3 fields"]

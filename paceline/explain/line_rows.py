@@ -16,8 +16,9 @@ LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR_NAME})(?:_tra?i?n| [
 # of XGBoost and LightGBM: [5] train-rmse:0.25 eval-rmse:0.68, and [5] training's l2: 0.25 valid's l2: 0.68
 BOOSTED = re.compile(r"\[(?P<step>\d{1,9})\](?=\s+[\w ]+?(?:-|'s )[\w@.]+: ?[-\d.ni])")
 BOOSTED_VALUE = re.compile(r"(?P<part>[\w ]+?)(?:-|'s )(?P<name>[\w@.]+): ?(?P<value>[-+]?(?:\d\S*|nan|inf))(?=\s|$)")
-LOWER_IS_BETTER = re.compile(
-    r"(?:\w*logloss|m?error|l[12]|rms\w+|ma[ep]\w*|\w*_error|cross_entropy|\w*nloglik|huber|quantile)$"
+# measures that are losses; a rate of errors is none: it may stay the same, or 0, while the model learns
+BOOSTED_LOSS = re.compile(
+    r"(?:\w*logloss|l[12]|rmse|rmsle|mae|mape|mphe|cross_entropy|\w*nloglik|huber|quantile|poisson|tweedie)$"
 )
 COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost, MLPerf, mmcv's bar, a step and a value
     r"\| +total_timesteps +\| +(?P<step>\d+) +\||.{0,80}\[timer\.py:\d+:stop\] \d+/(?P<at>\d+), "
@@ -27,7 +28,7 @@ COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost,
     r"|.{0,60}?\b[Pp]rogress: (?P<done>\d{1,9})/\d+ steps\b"
     r"|.*\[[> ]*\] \d+/\d+, \d+\.\d task/s, elapsed: "  # of an evaluation, whose count is no step of training
     r"|(?P<row>\d{1,9}) (?P<part>train|val|hella) (?P<number>\d+\.\d+(?:e[-+]?\d+)?|nan|inf)$"  # build-nanogpt
-    r"|(?P<tuple>\()?(?P<n>\d{1,9})(?(tuple),)[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)(?(tuple)\))$"
+    r"|(?P<n>\d{1,9})[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)$"
 )
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
 ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
@@ -82,7 +83,9 @@ def read_counter(text: str) -> StepLoss | None:
     step = parse_count(next(filter(None, counts), ""))
     if match["part"]:
         value, name = float(match["number"]), "loss" if match["part"] == "train" else "eval_loss"
-        return StepLoss(step, None, score=value) if match["part"] == "hella" else StepLoss(step, value, name=name)
+        if match["part"] == "hella" or value <= 1:  # which may be an accuracy
+            return StepLoss(step, None, score=value if match["part"] == "hella" else None)
+        return StepLoss(step, value, name=name)
     if match["learn"]:
         values = match.group("learn", "test")
         learn, test = (float(value) if value and NUMBER_CELL.fullmatch(value) else None for value in values)
@@ -95,13 +98,11 @@ def read_boosting(text: str) -> StepLoss | None:
     if (match := BOOSTED.match(text)) is None:
         return None
     values = [item for item in BOOSTED_VALUE.finditer(text, match.end()) if NUMBER_CELL.fullmatch(item["value"])]
-    name = next((item["name"] for item in values if LOWER_IS_BETTER.match(item["name"])), None)
-    errors = {item["part"].strip(): float(item["value"]) for item in values if item["name"] == name}
-    trained = next((part for part in errors if part.startswith(("train", "learn"))), None)
-    held_out = next((errors[part] for part in reversed(errors) if part != trained), None)
+    name = next((item["name"] for item in values if BOOSTED_LOSS.match(item["name"])), None)
+    losses = {item["part"].strip(): float(item["value"]) for item in values if item["name"] == name}
+    trained = next((part for part in losses if part.startswith(("train", "learn"))), None)
+    held_out = next((losses[part] for part in reversed(losses) if part != trained), None)
     step = parse_count(match["step"])
-    return (
-        StepLoss(step, held_out, name="eval_loss")
-        if trained is None
-        else StepLoss(step, errors[trained], held_out=held_out)
-    )
+    if trained is None or (held_out is not None and not math.isfinite(held_out) and math.isfinite(losses[trained])):
+        return StepLoss(step, held_out, name="eval_loss")
+    return StepLoss(step, losses[trained], held_out=held_out)

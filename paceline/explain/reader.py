@@ -57,7 +57,7 @@ PROGRESS_WORD = re.compile(
     rb"|learn:|accura|early|end train|task/s|\bep\b|\b(?:val|test)\w*\]?[ _/-]+(?:\d+ +)?(?:acc|au|f1|dice)"
     + FOREIGN_PROGRESS
     + rb"|nll|xent|perplex|ppl|bp[bcd]|mem|rss|vram|^\d+ (?:train|val|hella) [\dni]|^\[\d+\]\s"
-    rb"|^\(?(?:[\s|]|\xe2\x94[\x82\x83])*\d[\d./]*(?:[\s|,]|\xe2\x94[\x82\x83]|\x1b\[[\d;]*m)+-?(?:\d|nan)"
+    rb"|^(?:[\s|]|\xe2\x94[\x82\x83])*\d[\d./]*(?:[\s|,]|\xe2\x94[\x82\x83]|\x1b\[[\d;]*m)+-?(?:\d|nan)"
 )
 USUAL_PROGRESS = (b"step", b"loss", b"poch")  # found sooner
 LOSSES = (b"oss", b"OSS", b" L=")
@@ -65,6 +65,7 @@ MARKS = (
     (b"val", b"Val", b"VAL"),
     (b"poch", b"POCH"),
     (b"ccura",),
+    (b"\ttrain", b"\tvalid", b"\teval"),  # of gradient boosting
     LOSSES,
 )  # of evaluations, of where another training begins
 TITLE = re.compile(rb"(?i)\W*(?:test|validation|evaluation)\b[^\n]{0,12}:\s*$")  # of the line behind it

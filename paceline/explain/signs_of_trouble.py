@@ -37,13 +37,13 @@ TROUBLE = re.compile(
 )
 NAME = re.compile(  # of an argument or a test, with such a word in it
     r"\b[\w-]*(?:error|exception|fail|timeout|abort|kill|invalid|crash)[a-z]*_\w+"
-    r"|\b[\w-]+[_-](?:errors?|exceptions?|timeout|invalid)\b\s*[=<>|]+|^\W*[A-Z]+_[A-Z_]+: "
+    r"|\b[\w-]+[_-](?:errors?|exceptions?|timeout|invalid)\b\s*[=<>|]+|^\W*[A-Z]+_[A-Z_]+: (?:-?\d|True|False|None|['\"\[(])"
 )
 WEAK, MAX_WEAK = re.compile(r"(?i)cannot|can't|unable"), 80  # where a sentence begins so; further on it is prose
 MIN_REPEATED = 3  # suspicious lines that are alike, far from the end: the program went on each time
 MIN_ITEMS, ITEMS_SHARE = 10, 0.8  # errors that come with so many of the lines of progress
 NOT_DONE = r"(?!.*(?:\b(?:not|never|no)\b|n't\b|\b0 (?:files|results)))"
-PREPARED = r"(?!.*\b(?:load|captur|compil|prepar|initiali|warm))"  # before the work
+PREPARED = r"(?!.*\b(?:load|captur|compil|prepar|initiali|tokeni|warm))"  # before the work
 LOGGER = (  # what it writes before a message
     r"(?:[\w./-]+\.py:\d+\W+)?(?:[\w.]+ - )?(?:\W?(?:INFO|SUCCESS)\b[\]:>\s-]*(?:\w[\w.]*: ?)?)?(?:\[\w+\] )?\W{0,3}"
 )
@@ -54,7 +54,8 @@ RESULT = re.compile(  # of work that ended
     r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
     r"|(?:[a-z]+ ){0,3}(?:suite|pipeline|experiment|benchmark|simulation|workflow)s?(?: (?!\d+/|\w+ly )\S+)?"
     r" (?:completed?|finished|done)\W*$"
-    r"|(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far))|finished \w+ on 20\d\d-|finish(?:ed)? \w+ in:? \d"
+    r"|(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far))|finished \w+ on 20\d\d-"
+    rf"|{PREPARED}finish(?:ed)? \w+ in: ?\d"
     rf"|{PREPARED}.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$"
     rf"|{PREPARED}(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$|\{{\"(?:summary|results?|metrics)\": ?[\[{{][\"\d{{]"
     # datasets' bar, llama-bench
@@ -96,7 +97,7 @@ NO_TROUBLE = re.compile(
     r"|^\W*(?:pred|true|predicted|actual) (?:error +\d|\w+ +(?:pred|true|predicted|actual) error$)"
     r"|\b(?:errors?|failed) (?:encountered|(?!rank|gpu|device|node|host|worker)\w+e?s): 0\b"
     r"|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|\b(?:train\w*|test|valid\w*) error\b[^:=]{0,30}[:=] ?\d*\.\d"
-    r"|\((?:\w+ )?error(?: \w+)?\) ?[:=] ?\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)"
+    r"|\((?:\w+ )?error(?: \w+)?\) ?[:=] ?\d*\.\d+$|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)"
     r"|^exception raised from \w+ at \S+:\d+"  # the head of a stack of C++
     r"|unable to register cu\w+ factory|^non-resource variables are not supported in the long term"
     r"|loopback address as fallback"
@@ -166,8 +167,10 @@ ANNOUNCES = re.compile(
 )
 # the end of any log, where it announces work or prints a model
 LAST_WORK = re.compile(
-    r"(?i)(?:^|[\]:] )\W*(?:construct|load|build|creat|initiali[sz]|prepar|download|compil|read|train)ing\b.{0,80}(?:\.\.\.|…)\W*$"
-    r"|\bstart(?:ing)?(?: of| the)* (?:training|epoch)\b(?!.*\d\.\d).{0,60}$| 0%\|[^%]*$|\(\w+\): [a-z]\w+\([^()]*\)$"
+    r"(?:\[[^\]]{1,40}\] ?)*(?:(?:[\w./]+ )?(?:INFO|[\w./]+\.py): *(?:\d+: )?)?\W{0,3}"  # what a logger writes before it
+    r"(?:(?:Construct|Load|Build|Creat|Initiali[sz]|Prepar|Download|Compil|Train)ing(?: \S+){,6} ?(?:\.\.\.|…)\W*$"
+    r"|before the start of training\b|(?i:starting training from (?:iteration|epoch|step) \d+|start(?:ing)? epoch:? \d+)\W*$)"
+    r"|.* 0%\|[^%]*$|\s*\(\w+\): [A-Z]\w+\([^()]*\)$"
 )
 MONITOR = re.compile(
     r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|"
@@ -379,4 +382,8 @@ def is_ordinary(log: Log) -> bool:
         return True
     last = [split_prefix(text).text for _, text in log.last_lines[-LAST_CHECKED:]]
     announces = log.last_line - log.first_line < MIN_OUTPUT and any(map(ANNOUNCES.search, last))
-    return len(ordinary) >= MIN_LINES and not announces and not any(map(LAST_WORK.search, last_texts(log)[-1:]))
+    return (
+        len(ordinary) >= MIN_LINES
+        and not announces
+        and not any(LAST_WORK.match(split_prefix(text).text) for text in last_texts(log)[-1:])
+    )

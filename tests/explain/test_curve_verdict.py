@@ -1374,7 +1374,6 @@ def test_the_value_of_an_evaluation_on_a_bar_of_lightning_is_one_report():
 
 ROWS = {
     "Train error last 800 batches: {1}\n": ("loss-nan", "loss-diverged"),
-    "({0}, {1})\n": ("loss-nan", "healthy"),  # what rises without a name may be meant to
     "{0} {1} 0.001\n": ("loss-nan", "healthy"),
     "{0} 0.5 {1}\n": ("healthy", "healthy"),  # nor is a later column alone the loss
 }

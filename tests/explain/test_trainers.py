@@ -236,8 +236,24 @@ def test_rows_without_a_word_for_the_step_are_curves(trainer):
     assert (healthy.cause, healthy.progress.last_step) == ("healthy", 295)
     assert explained(rows(lambda at: 2 - 1.9 * at, lambda at: 1.5 + 3 * (at - 0.2) ** 2)).cause == "validation-turns-up"
     assert explained(rows(lambda at: 10 ** (8 * at), lambda at: 10 ** (8 * at))).cause == "loss-diverged"
-    half = explained(rows(lambda at: 2 - at if at < 0.5 else math.nan, lambda at: math.nan))
-    assert (half.cause, half.step) == ("loss-nan", 145 if trainer == "build-nanogpt" else 150)
+    half = explained(rows(*[lambda at: 2 - at if at < 0.5 else math.nan] * 2))
+    assert (half.cause, half.step) == ("loss-nan", 150)
+
+
+@with_rows(
+    ("row", "cause"),
+    {
+        "[{n}]\ttrain-map:{rise:.4f}\teval-map:{rise:.4f}\n": "healthy",  # a mean average precision
+        "[{n}]\ttrain-error:0.00000\teval-error:0.00000\n": "healthy",
+        "[{n}]\ttrain-error:0.03000\ttrain-logloss:{fall:.5f}\teval-error:0.03\teval-logloss:{fall:.5f}\n": "healthy",
+        "{n} train {rise:.4f}\n{n} val {rise:.4f}\n": "healthy",  # accuracies
+        "[{n}]\ttrain-rmse:{fall:.5f}\teval-rmse:nan\n": "loss-nan",
+        "[{n}]\ttrain-rmse:0.61000\teval-rmse:0.62000\n": "loss-stands-still",
+    }.items(),
+)
+def test_a_measure_of_boosting_that_rises_or_stays_is_judged_by_what_it_is(row, cause):
+    steps = [row.format(n=n, rise=0.2 + 0.005 * n, fall=0.7 * 0.97**n) for n in range(100)]
+    assert explained("".join(steps)).cause == cause
 
 
 def test_counts_of_iterations_in_brackets_are_no_prefix_of_a_launcher():

@@ -267,6 +267,24 @@ def test_ordinary_output_whose_last_line_only_announces_work_shows_no_run(last):
 
 
 @with_rows(
+    "last",
+    [
+        "training day, the hero was walking…",
+        "[bot] Reading the story of the little fox...",
+        "Exported 60 samples. To start training run train.py",
+    ],
+)
+def test_a_sentence_that_is_about_work_announces_none(last):
+    output = "".join(f"item {chr(97 + n % 26)} of the list has {n} parts\n" for n in range(80))
+    assert verdict(f"{output}{last}\n").cause == "healthy"
+
+
+@with_rows("line", ["Finished loading in 35.2s", "finished compilation in 12.1 s", "Finished tokenization in: 35.2"])
+def test_work_that_is_done_before_a_run_is_none_of_it(line):
+    assert verdict("".join(f"loading shard {n}\n" for n in range(12)) + line + "\n").cause == "unknown"
+
+
+@with_rows(
     "line",
     [
         "    KILL_LOSS_EXPLOSION_FACTOR: 0.0",

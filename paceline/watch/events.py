@@ -195,7 +195,8 @@ def sentence_of(kind: str, event: JsonRecord, *, labelled: bool) -> str | None:
         case "stopping":
             reason = event.get("signal") or event.get("reason")
             left = f", {event['seconds_left']} s left" if "seconds_left" in event else ""
-            return f"stopping on {reason}{left}" if reason else "stopping"
+            sent = f", {event['sent']} to the ranks" if event.get("sent", reason) != reason else ""
+            return f"stopping on {reason}{left}{sent}" if reason else "stopping"
     return None
 
 

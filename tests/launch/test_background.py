@@ -47,7 +47,10 @@ def test_a_detached_run_goes_on_without_its_terminal_until_it_is_stopped(tmp_pat
     assert "paceline watch runs/far" in output and "paceline stop runs/far" in output
     assert os.getsid(pid) == pid and Path(f"/proc/{pid}/fd/1").readlink() == log
     wait_for(lambda: run.metrics.exists() and len(list(read_json_lines(run.metrics))) > 3)
-    result = json.loads(paceline(tmp_path, "stop", "far", "--json"))
+    answer = paceline(tmp_path, "stop", "far", "--json")
+    line = "stopping: saving a checkpoint; paceline stop runs/far --now ends it at once\n"
+    assert answer.endswith(line)
+    result = json.loads(answer.removesuffix(line))
     last = max(line["step"] for line in read_json_lines(run.metrics))
     assert result == {"run": "runs/far", "pid": pid, "state": "stopped", "checkpoint_step": last}
     assert "interrupted after" in log.read_text() and holder_of(run) is None
@@ -107,8 +110,11 @@ def script_run(tmp_path):
 
 
 def test_a_stopped_script_is_started_again_by_resume(script_run):
-    text = format_stop({"run": str(script_run.path), "pid": 7, "state": "stopped", "checkpoint_step": None})
-    assert text == f"stopped: {script_run.path}\nnext    paceline resume '{script_run.path}'"
+    result = {"run": str(script_run.path), "pid": 7, "state": "stopped", "checkpoint_step": None}
+    resume = f"next    paceline resume '{script_run.path}'"
+    assert format_stop(result) == f"stopped: {script_run.path}\n{resume}"
+    text = format_stop({**result, "message": "killed rank 0"})
+    assert text == f"stopped: {script_run.path}\nnote    killed rank 0\n{resume}"
     with pytest.raises(PacelineError, match=r"(?m)det is not running$") as error:
         stop_run(script_run, now=False)
     assert error.value.fix == f"paceline resume '{script_run.path}' starts it again"

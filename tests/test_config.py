@@ -36,12 +36,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
 
 @pytest.mark.parametrize(
     "args",
-    [
-        ["--device-batch-size", "8"],
-        ["--device_batch_size", "8"],
-        ["--device-batch-size=8"],
-        ["--device_batch_size=8"],
-    ],
+    [["--device-batch-size", "8"], ["--device_batch_size", "8"], ["--device-batch-size=8"], ["--device_batch_size=8"]],
 )
 def test_a_flag_takes_dashes_or_underscores_with_or_without_equals(args):
     assert parse_flags(args) == (None, {"device_batch_size": 8})
@@ -226,11 +221,7 @@ def test_nanochat_s_switch_for_fp8_is_a_precision(tmp_path):
         (["--depth", "--seed", "3"], "--depth has no value", "--depth 4"),
         (["--depth", "3", "--depth=4"], "--depth is given twice", "give it once"),
         (["--compile", "--no-compile"], "--compile is given twice", "give it once"),
-        (
-            ["--config", "a.toml", "b.toml"],
-            "train takes one CONFIG, 2 are given: a.toml and b.toml",
-            USAGE,
-        ),
+        (["--config", "a.toml", "b.toml"], "train takes one CONFIG, 2 are given: a.toml and b.toml", USAGE),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_allowed_ones(args, message, fix):

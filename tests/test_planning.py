@@ -276,7 +276,7 @@ def test_what_a_slow_link_between_hosts_costs_is_said_with_both_speeds(capsys):
 
 def test_a_cpu_that_was_not_measured_has_no_time_and_says_why(capsys):
     text = plan(capsys, "--device", "cpu", "--nproc", "2")
-    assert "time    n/a, this CPU was not measured yet" in text
+    assert "time    n/a, this CPU was not measured yet: paceline plan --measure does it\n" in text
 
 
 def test_a_plan_is_the_plan_that_train_would_take(capsys):

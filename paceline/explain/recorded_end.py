@@ -243,7 +243,11 @@ def find_stop(run: RunDir, events: Sequence[Mapping[str, Any]]) -> tuple[str, st
         detach = "; --detach keeps a run when its terminal is closed"
         return HANGUP, "the run was stopped because its terminal or its ssh session was closed (SIGHUP)", fix + detach
     if signal == "SIGINT":
-        return STOPPED, "the run was stopped on request, with Ctrl-C or paceline stop (SIGINT)", fix
+        sent = str(stopping.get("sent")) if find_last(events, "script") else ""
+        how = {"SIGTERM": "paceline stop (SIGTERM to its ranks)", "SIGINT": "Ctrl-C (SIGINT)"}.get(
+            sent, "Ctrl-C or paceline stop (SIGINT)"
+        )
+        return STOPPED, f"the run was stopped on request, with {how}", fix
     return None
 
 

@@ -33,14 +33,7 @@ from paceline.explain.evidence import (
     slurm_logs,
     system_logs,
 )
-from paceline.explain.explanation import (
-    RECORDED,
-    UNKNOWN,
-    Evidence,
-    Explanation,
-    Record,
-    name_host,
-)
+from paceline.explain.explanation import RECORDED, UNKNOWN, Evidence, Explanation, Record, name_host
 from paceline.explain.line_filter import Shapes
 from paceline.explain.log import Log
 from paceline.explain.log_curves import judge_progress
@@ -63,15 +56,7 @@ from paceline.explain.recorded_end import (
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import has_json_metrics, is_metric_file, is_no_log, read_series
 from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, newest_run, ranks_of, reach_verdict
-from paceline.rundir import (
-    RunDir,
-    check_readable,
-    is_queued,
-    open_file,
-    read_config,
-    read_json_lines,
-    resume_command,
-)
+from paceline.rundir import RunDir, check_readable, is_queued, open_file, read_config, read_json_lines, resume_command
 from paceline.slurm import unstarted_job
 from paceline.typed_fields import damaged_files, typed_content, well_typed
 from paceline.units import format_number_of, parse_time, unix_time

@@ -44,13 +44,7 @@ RANK_FILE = re.compile(
 APART_S, FINISHED_APART_S = 3600.0, 600.0  # no rank works on for so long without another; nor ends well, if it does
 ONE_RUN_APART_S = 60.0  # the logs of one run's hosts end together, nearly always
 INTERRUPTED = "keyboard-interrupt"
-ENDS_FROM_OUTSIDE = {
-    "host-oom-killed",
-    "killed-from-outside",
-    "preempted-sigterm",
-    INTERRUPTED,
-    "terminal-hangup",
-}
+ENDS_FROM_OUTSIDE = {"host-oom-killed", "killed-from-outside", "preempted-sigterm", INTERRUPTED, "terminal-hangup"}
 STREAM = re.compile(r"(?:std)?(?:out|err)|\.[oe](?=\d)")  # in the name of a file, of which one run has two
 ONE_RUN = "these files are read as the logs of one run; where they are of several, explain each alone"
 

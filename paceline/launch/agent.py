@@ -141,8 +141,11 @@ class Agent:
 def start_engine(job: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Starts launch/elastic.py with the workers' environment."""
     logs_dir = Path(job["logs_dir"])
-    logs_dir.mkdir(parents=True, exist_ok=True)
-    names = ("command", "nproc", "logs_dir", "run_id", "stop_grace_s", "peer_grace_s", "libuv", "rendezvous")
+    if job["lock_fd"] is not None:  # where the run was renamed meanwhile, its lock is in the new place
+        folder = Path(f"/proc/self/fd/{job['lock_fd']}").resolve().parent
+        logs_dir = folder / logs_dir.relative_to(job["run_path"])
+        job["run_path"] = str(folder)
+    names = ("command", "nproc", "run_id", "stop_grace_s", "peer_grace_s", "libuv", "rendezvous")
     engine_job = {key: job[key] for key in names}
     # the run stays locked until engine and workers have ended too
     fds = () if job["lock_fd"] is None else (job["lock_fd"],)
@@ -155,8 +158,9 @@ def start_engine(job: dict[str, Any]) -> subprocess.Popen[bytes]:
     place = f"-{job['rendezvous']['index']}" if job["rendezvous"] else ""  # hosts may share the folder
     job_json = logs_dir / f"job{place}.json"  # without the environment: it may hold keys, and the folder may be shared
     job_json.write_text(json.dumps({**engine_job, "rank_script": str(RANK_SCRIPT), "agent_pid": os.getpid()}))
-    options = {"env": job["env"], "cwd": job["cwd"], "stdout": subprocess.PIPE, "pass_fds": fds}
-    return start_child("paceline.launch.elastic", str(job_json), **options)
+    folder_fd = os.open(logs_dir, os.O_RDONLY | os.O_DIRECTORY)  # stays valid where it is renamed later
+    options = {"env": job["env"], "cwd": job["cwd"], "stdout": subprocess.PIPE, "pass_fds": (*fds, folder_fd)}
+    return start_child("paceline.launch.elastic", f"/proc/self/fd/{folder_fd}/{job_json.name}", **options)
 
 
 def listen(address: str, ports: Sequence[int] | None) -> socket.socket:

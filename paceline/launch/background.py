@@ -26,7 +26,16 @@ from paceline.launch.stop_signals import ONE_CTRL_C_S, request_stop
 from paceline.model.manifest import list_checkpoints
 from paceline.plan.planner import Plan
 from paceline.run_options import StopOptions
-from paceline.rundir import RunDir, find_run, holder_of, is_queued, is_script_run, resume_command, write_holder
+from paceline.rundir import (
+    RunDir,
+    find_run,
+    holder_of,
+    is_queued,
+    is_script_run,
+    read_json_lines,
+    resume_command,
+    write_holder,
+)
 from paceline.typed_fields import read_run_file
 from paceline.units import format_list
 from paceline.watch.status import run_folders, run_status
@@ -153,6 +162,9 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
                 os.kill(pid, signal.SIGINT)
     except PermissionError as error:
         raise PacelineError(f"process {pid} is another user's", fix=f"sudo paceline stop {run.quoted}") from error
+    if not now:
+        work = "SIGTERM sent, the script has 60 s to end" if is_script_run(run) else "saving a checkpoint"
+        print(f"stopping: {work}; paceline stop {run.quoted} --now ends it at once", file=sys.stderr, flush=True)
     while holder_of(run) == holder:
         time.sleep(POLL_S)
     return {"run": str(run.path), "pid": pid, **state_of(run)}
@@ -179,10 +191,12 @@ def continuing_fix(run: RunDir) -> str:
 
 
 def state_of(run: RunDir) -> dict[str, Any]:
-    """Returns the state of a run that was stopped, and the step of its newest checkpoint."""
+    """Returns the state of a run that was stopped, the step of its newest checkpoint, and a message where ranks were killed."""
     steps = [manifest.step for _, manifest in list_checkpoints(run.checkpoints, skip_unreadable=True)]
     state = run_status(run).state if run.config_toml.is_file() else "stopped"
-    return {"state": state, "checkpoint_step": max(steps, default=None)}
+    ends = [event for event in read_json_lines(run.events) if event.get("event") == "attempt_ended"]
+    message = ends[-1].get("message") if ends else None
+    return {"state": state, "checkpoint_step": max(steps, default=None), **({"message": message} if message else {})}
 
 
 def holds(pid: int, run: RunDir) -> bool:
@@ -203,6 +217,7 @@ def format_stop(result: dict[str, Any]) -> str:
     saved = "no checkpoint" if step is None else f"checkpoint at step {step:,}"
     run = RunDir(Path(result["run"]))
     lines = [f"{result['state']}: {run.path}" + ("" if is_script_run(run) else f", {saved}")]
+    lines += [f"note    {result['message']}"] if result.get("message") else []
     if result["state"] != "finished":
         lines.append(f"next    {resume_command(run)}")
     return "\n".join(lines)

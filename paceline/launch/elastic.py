@@ -73,6 +73,9 @@ def main(job_path: str) -> int:
     # torch puts the host's full name into each of its own events: 6 lookups for 2 workers, seconds each on slow DNS
     socket.getfqdn = lambda name="": name or socket.gethostname()
 
+    logs_dir = Path(job_path).parent.resolve()  # its place now, after the seconds in which torch was imported
+    if "PACELINE_RUN" in os.environ:
+        os.environ["PACELINE_RUN"] = str(logs_dir.parents[1])
     spec = WorkerSpec(
         role="worker",
         local_world_size=job["nproc"],
@@ -83,12 +86,12 @@ def main(job_path: str) -> int:
         ),
         entrypoint=sys.executable,
         # rank.py needs the standard library alone: -I and -S save 15 ms of each start
-        args=("-I", "-S", job["rank_script"], str(os.getpid()), job["logs_dir"], *job["command"]),
+        args=("-I", "-S", job["rank_script"], str(os.getpid()), str(logs_dir), *job["command"]),
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
     )
     graces = {name: job[name] for name in ("stop_grace_s", "peer_grace_s")}
-    engine = Engine(spec, logs_specs=RankLogs(job["logs_dir"]), **graces)
+    engine = Engine(spec, logs_specs=RankLogs(str(logs_dir)), **graces)
     engine.run()
     report("ended", ranks=engine.ranks(), joined=engine.joined)
     return 0

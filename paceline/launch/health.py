@@ -236,7 +236,8 @@ def main() -> None:
     """Runs the sampler process until it is killed."""
     run_path, every_s, run_id, *host = sys.argv[1:]
     os.nice(10)
-    run = RunDir(Path(run_path))
+    os.chdir(run_path)  # it is found there where the run is renamed
+    run = RunDir(Path())
     gpus = open_gpus(run_id, on_silence=lambda reason: append_event(run, "note", text=reason))
     Sampler(run, gpus, host=next(iter(host), None)).follow(float(every_s))
 

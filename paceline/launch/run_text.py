@@ -225,11 +225,7 @@ def format_weights(source: Path) -> str:
 
 
 def prepare_data(
-    config: Config,
-    publish: Progress = lambda *_: None,
-    *,
-    set_keys: Collection[str] = (),
-    is_for_training: bool = True,
+    config: Config, publish: Progress = lambda *_: None, *, set_keys: Collection[str] = (), is_for_training: bool = True
 ) -> TokenDataset:
     """Returns the text of `config` as token shards: from the cache, or prepared now with a progress bar.
 

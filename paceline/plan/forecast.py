@@ -346,13 +346,13 @@ def time_lines(forecast: Forecast) -> Iterator[str]:
     """Yields the lines about a step, the run and the levers."""
     step = forecast.step
     if step.seconds is None or step.tok_per_sec is None:
-        yield f"time    n/a, {step.assumptions[0].removeprefix('no time: ')}"
+        why = step.assumptions[0].removeprefix("no time: ")
+        yield f"time    n/a, {why}" + (": paceline plan --measure does it" if why.endswith("measured yet") else "")
         return
     speed = f"{step.tok_per_sec.expected:,.0f} tok/s, mfu {format_percent(step.mfu, digits=1)}, limited by {step.limit}"
     yield f"time    {format_seconds(step.seconds)} a step, {speed}"
     total, largest = sum(step.parts.values()), sorted(step.parts.items(), key=lambda part: -part[1])
-    shares = [f"{name} {format_percent(seconds / total)}" for name, seconds in largest if seconds >= 0.01 * total]
-    yield f"        {', '.join(shares)}"
+    yield "        " + ", ".join(f"{name} {format_percent(s / total)}" for name, s in largest if s >= 0.01 * total)
     if forecast.run is not None:
         yield f"run     {format_run(forecast.run, forecast.plan)}"
     if forecast.levers:

@@ -150,8 +150,7 @@ def sentence_of(kind: str, event: JsonRecord, *, labelled: bool) -> str | None:
             where = f" ({'; '.join(places)})" if places else ""
             return f"attempt {event['attempt']} on {format_number_of(event['world_size'], 'rank')}{where}"
         case "checkpoint":
-            parts = [f"checkpoint saved{at}"]
-            parts += [format_bytes(event["bytes"])] if "bytes" in event else []
+            parts = [f"checkpoint saved{at}", *([format_bytes(event["bytes"])] if "bytes" in event else [])]
             parts += [f"{event['seconds']:.1f} s"] if "seconds" in event else []
             return (" | " if labelled else ", ").join(parts)
         case "save_failed":
@@ -193,8 +192,9 @@ def sentence_of(kind: str, event: JsonRecord, *, labelled: bool) -> str | None:
         case "verdict":
             return f"{event['cause']}: {format_summary(event)}"
         case "stopping":
-            reason = event.get("signal") or event.get("reason")
+            reason, sent = event.get("signal") or event.get("reason"), event.get("sent")
             left = f", {event['seconds_left']} s left" if "seconds_left" in event else ""
+            left += f", sending {sent}" if sent not in (None, reason) else ""
             return f"stopping on {reason}{left}" if reason else "stopping"
     return None
 

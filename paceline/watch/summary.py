@@ -3,7 +3,6 @@ What a snapshot means, in text: whether the run is well, and where its time went
 
 Pure: a snapshot and the time in, plain text and levels out, without styles or markup. What is not known is no warning.
 `summarize` judges the run in one sentence, with `warnings` while it is live and `troubles` at its end; "all well" needs evidence.
-STATE_SIGNS and LEVEL_SIGNS go before texts; measures.py formats single values.
 """
 
 import math
@@ -166,10 +165,11 @@ def format_preparing(snapshot: Snapshot) -> str:
 
 
 def format_recoveries(snapshot: Snapshot) -> str:
-    """Returns `, after 2 recoveries (cuda-oom, hang)`; an extension and a resume after Ctrl-C are none."""
+    """Returns `, after 2 recoveries (cuda-oom, hang)`; an extension and a resume after Ctrl-C are none, nor is one by hand."""
     broken = [attempt for attempt in snapshot.attempts[:-1] if attempt.state in ("failed", None)]
     causes = ", ".join(dict.fromkeys(attempt.cause for attempt in broken if attempt.cause))
-    count = format_number_of(len(broken), "recovery", "recoveries")
+    is_by_itself = all(attempt.action not in (None, "stop") for attempt in broken)
+    count = format_number_of(len(broken), *(("recovery", "recoveries") if is_by_itself else ("failed attempt",)))
     return (f", after {count}" + (f" ({causes})" if causes else "")) if broken else ""
 
 

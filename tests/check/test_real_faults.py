@@ -14,10 +14,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from probing import NAMESPACES, in_mounts, made_host
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.dist,
-]
+pytestmark = [pytest.mark.soak, pytest.mark.dist]
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "check.schema.json").read_text())
 APPLY_FIX = Path(__file__).parent / "apply_fix.py"
 DEADLINE_S = 240.0  # against hanging

@@ -276,10 +276,7 @@ def test_jsonl_of_a_byte_order_mark_alone_has_no_documents(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            jsonl({"title": "a", "body": "b"}),
-            ":1 has no field 'text' of strings, and 2 other fields are",
-        ),
+        (jsonl({"title": "a", "body": "b"}), ":1 has no field 'text' of strings, and 2 other fields are"),
         (jsonl({"n": 1}), ":1 has no field 'text' of strings, and 0 other fields are strings; it has n"),
         (jsonl({"text": 5, "title": "a"}), ":1: its field 'text' holds no strings"),
         (jsonl({"text": "a"}, {"body": "b"}), ":2 has no field 'text', which the lines before it have; it has body"),

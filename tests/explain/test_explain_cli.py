@@ -496,6 +496,17 @@ def works(tmp_path):
     return run
 
 
+@pytest.mark.parametrize(
+    "sent, how", [("SIGINT", "Ctrl-C (SIGINT)"), ("SIGTERM", "paceline stop (SIGTERM to its ranks)")]
+)
+def test_the_stop_of_a_script_is_named_by_the_signal_that_its_ranks_got(works, capsys, sent, how):
+    append_event(works, "script", command=["own.py"])
+    append_event(works, "stopping", attempt=1, signal="SIGINT", sent=sent)
+    append_event(works, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
+    first, *_ = explained(capsys, works.path).splitlines()
+    assert first.startswith(f"keyboard-interrupt: the run was stopped on request, with {how}")
+
+
 def test_a_run_that_was_stopped_with_ctrl_c_is_not_broken(works, capsys):
     append_event(works, "stopping", attempt=1, signal="SIGINT")
     append_event(works, "attempt_ended", attempt=1, state="interrupted", exit_code=130)

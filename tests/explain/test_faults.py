@@ -11,10 +11,7 @@ from failing import EVERY, NO_NETWORK, Fault, fail, small_disk
 
 from paceline.explain.run_folder import explain
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.dist,
-]
+pytestmark = [pytest.mark.soak, pytest.mark.dist]
 BAD_SAMPLE = "ValueError: sample 1841 has 3 fields"
 CLOSED = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "RANK": "1", "WORLD_SIZE": "2"}  # nothing listens on port 9
 BAD_NAME = CLOSED | {"MASTER_ADDR": "node-7.invalid"}
@@ -169,13 +166,7 @@ FAULTS = [
     ),
     Fault("exception_on_one", "user-code-exception", 1, BAD_SAMPLE, launcher="deepspeed"),
     Fault("sigkill", "host-oom-killed", 1, "return code = -9", launcher="deepspeed"),
-    Fault(
-        "deepspeed_config",
-        "batch-divisibility",
-        EVERY,
-        "Check batch related parameters",
-        launcher="deepspeed",
-    ),
+    Fault("deepspeed_config", "batch-divisibility", EVERY, "Check batch related parameters", launcher="deepspeed"),
     Fault("sigkill", "host-oom-killed", 1, "SIGKILL", launcher="paceline"),
     Fault("sigsegv", "sigsegv", 1, "Segmentation fault", launcher="paceline"),
     Fault("slow_rank", "collective-timeout-desync", 1, "Timed out waiting", launcher="paceline"),

@@ -327,11 +327,7 @@ def test_losses_that_begin_again_at_the_first_step_as_high_as_at_first_are_anoth
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "{n} tensor({value}, grad_fn=<NegBackward0>)",
-        "epoch {n}, tensor({value})",
-        "({n}, tensor({value}), 0.001)",
-    ],
+    ["{n} tensor({value}, grad_fn=<NegBackward0>)", "epoch {n}, tensor({value})", "({n}, tensor({value}), 0.001)"],
 )
 def test_nan_without_the_name_of_a_loss_before_it_is_a_failure(line):
     def printed(value_at):

@@ -89,7 +89,7 @@ BROKEN = {
 }
 Facts = dict[str, Any]
 SHORT_BROKEN = {  # a few of them
-    *("an .item() in the step", "collectives in another order", "gradients sent in every micro-step"),
+    *("an .item() in the step", "collectives in another order", "gradients sent in every micro-step")
 }
 LONG = {  # all that compile, other numbers of ranks than 1 and 2, and most of the faults; `make soak` has them
     *(name for name, keys in SOUND.items() if "compile" not in keys),

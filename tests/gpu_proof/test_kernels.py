@@ -13,12 +13,7 @@ from gpu_proof.card_compiler import cast_binary, largest_binary
 from gpu_proof.cases import NEEDS_CARD, NEEDS_TRITON
 from gpu_proof.fake_card import CARDS, on_card
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.compiler,
-    NEEDS_CARD,
-    NEEDS_TRITON,
-]
+pytestmark = [pytest.mark.soak, pytest.mark.compiler, NEEDS_CARD, NEEDS_TRITON]
 
 CHUNK_OF_LOGITS = 32_768 * 8192  # elements
 # what PyTorch's own kernels do, by design

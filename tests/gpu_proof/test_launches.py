@@ -13,12 +13,7 @@ from gpu_proof.cases import NEEDS_CARD, NEEDS_TRITON
 from gpu_proof.fake_card import CARDS, on_card
 from gpu_proof.table import UPDATE
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.compiler,
-    NEEDS_CARD,
-    NEEDS_TRITON,
-]
+pytestmark = [pytest.mark.soak, pytest.mark.compiler, NEEDS_CARD, NEEDS_TRITON]
 
 # a fused kernel that is split costs a launch and a pass over memory in every layer and micro-step, so these are today's counts:
 # of a layer with a value embedding, the products and flash attention included

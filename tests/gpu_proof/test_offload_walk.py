@@ -13,12 +13,7 @@ from gpu_proof.cases import NEEDS_CARD
 from gpu_proof.fake_card import on_card
 from gpu_proof.streams import DEFAULT
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.slow,
-    pytest.mark.compiler,
-    NEEDS_CARD,
-]
+pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.compiler, NEEDS_CARD]
 
 SOUND: dict[str, dict[str, Any]] = {
     "one rank": {},

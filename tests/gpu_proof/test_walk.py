@@ -24,11 +24,7 @@ from gpu_proof.cases import (
 )
 from gpu_proof.fake_card import on_card
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.compiler,
-    NEEDS_CARD,
-]
+pytestmark = [pytest.mark.slow, pytest.mark.compiler, NEEDS_CARD]
 
 
 @pytest.fixture(scope="module")

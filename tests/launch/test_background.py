@@ -84,7 +84,9 @@ def test_a_detached_run_goes_on_without_its_terminal_until_it_is_stopped(tmp_pat
         wait_for(lambda: run.rank_log(1, 0).exists() and run.rank_log(1, 0).read_text() == "ready\n")
     else:
         wait_for(lambda: run.metrics.exists() and len(list(read_json_lines(run.metrics))) > 3)
-    result = json.loads(paceline(tmp_path, "stop", "far", "--json"))
+    answer, _, said = paceline(tmp_path, "stop", "far", "--json").rpartition("stopping: ")
+    assert said.endswith("; paceline stop runs/far --now ends it at once\n")
+    result = json.loads(answer)
     last = max((line["step"] for line in read_json_lines(run.metrics)), default=None)
     assert result == {"run": "runs/far", "pid": pid, "state": "stopped", "checkpoint_step": last}
     assert "interrupted after" in log.read_text() and holder_of(run) is None
@@ -144,8 +146,11 @@ def script_run(tmp_path):
 
 
 def test_a_stopped_script_is_started_again_by_resume(script_run):
-    text = format_stop({"run": str(script_run.path), "pid": 7, "state": "stopped", "checkpoint_step": None})
-    assert text == f"stopped: {script_run.path}\nnext    paceline resume '{script_run.path}'"
+    result = {"run": str(script_run.path), "pid": 7, "state": "stopped", "checkpoint_step": None}
+    resume = f"next    paceline resume '{script_run.path}'"
+    assert format_stop(result) == f"stopped: {script_run.path}\n{resume}"
+    text = format_stop({**result, "message": "killed rank 0"})
+    assert text == f"stopped: {script_run.path}\nnote    killed rank 0\n{resume}"
     with pytest.raises(PacelineError, match=r"(?m)det is not running$") as error:
         stop_run(script_run, now=False)
     assert error.value.fix == f"paceline resume '{script_run.path}' starts it again"

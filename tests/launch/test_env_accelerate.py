@@ -34,11 +34,7 @@ def values_of(where, **options):
 
 def test_one_process_for_each_gpu_there_is():
     assert [values_of(machine(n))["num_processes"] for n in (1, 2, 8)] == [1, 2, 8]
-    assert [values_of(machine(n))["distributed_type"] for n in (1, 2, 8)] == [
-        "NO",
-        "MULTI_GPU",
-        "MULTI_GPU",
-    ]
+    assert [values_of(machine(n))["distributed_type"] for n in (1, 2, 8)] == ["NO", "MULTI_GPU", "MULTI_GPU"]
 
 
 def test_two_gpus_make_a_ddp_config():

@@ -103,11 +103,7 @@ def is_over(launch, *, exit_code=3):
 
 
 @pytest.mark.parametrize(
-    ("nproc", "stopped"),
-    [
-        (2, 0),
-        *(pytest.param(*ranks, marks=pytest.mark.soak) for ranks in ((2, 1), (3, 2))),
-    ],
+    ("nproc", "stopped"), [(2, 0), *(pytest.param(*ranks, marks=pytest.mark.soak) for ranks in ((2, 1), (3, 2)))]
 )
 def test_a_stopped_rank_is_named_when_its_silence_is_too_long_and_killed_and_every_process_ends(
     watched, nproc, stopped

@@ -255,6 +255,22 @@ def test_a_full_disk_behind_stdout_ends_no_run_and_is_reported_with_the_place_of
 
 
 @pytest.mark.soak
+def test_a_run_that_is_renamed_while_its_ranks_start_has_their_logs_and_files_in_the_new_place(bench):
+    bench.script("""
+        import os
+        print(os.environ["PACELINE_RUN"])
+    """)
+    process, deadline = bench.start("--nproc", 1, "train.py"), time.monotonic() + DEADLINE_S
+    while not bench.run_dir.logs(1).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    folder = bench.run_dir.path.rename(bench.run_dir.path.with_name("r-lr3"))
+    process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
+    assert RunDir(folder).rank_log(1, 0).read_text() == f"{folder}\n"
+    assert not bench.run_dir.path.exists()
+
+
+@pytest.mark.soak
 def test_a_script_that_saves_into_its_renamed_run_folder_is_started_again_in_the_new_one(bench):
     bench.script("""
         import os

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.model.checkpoint import (
-    CheckpointReader,
-    CheckpointWriter,
-    Piece,
-)
+from paceline.model.checkpoint import CheckpointReader, CheckpointWriter, Piece
 from paceline.model.manifest import verify
 from paceline.model.publish import copy_weights
 from paceline.plan.shapes import ParamShape

@@ -27,8 +27,7 @@ def test_two_ranks_on_a_5090_d_took_what_is_estimated_besides_what_they_allocate
 
 
 @pytest.mark.parametrize(
-    ("allocated", "in_use", "capacity", "total_mib"),
-    [(21.16, 21.61, 23.52, 24_564), (43.88, 44.29, 44.42, 46_068)],
+    ("allocated", "in_use", "capacity", "total_mib"), [(21.16, 21.61, 23.52, 24_564), (43.88, 44.29, 44.42, 46_068)]
 )
 def test_single_processes_took_what_is_estimated(allocated, in_use, capacity, total_mib):
     need = process_bytes(exactly(allocated * GIB), world_size=1, consumer=False)

@@ -51,8 +51,7 @@ def test_a_resumed_run_keeps_its_attention_unless_it_is_set():
 
 
 @pytest.mark.parametrize(
-    ("keys", "fix"),
-    [({"nproc": 3}, "--nproc 2"), ({"nproc": 4, "device_batch_size": 3}, "--device-batch-size 2")],
+    ("keys", "fix"), [({"nproc": 3}, "--nproc 2"), ({"nproc": 4, "device_batch_size": 3}, "--device-batch-size 2")]
 )
 def test_a_number_of_processes_or_rows_that_does_not_share_a_step_gets_one_that_does(keys, fix):
     cpus = Machine((), cpu_cores=8, cpu_bf16=False, memory_bytes=64 << 30)

@@ -92,12 +92,15 @@ def test_steps_that_a_resume_repeats_are_rows_only_for_trackers_that_accept_them
     assert rows_of(run, position, redone=redone) == []
 
 
-def test_the_rows_of_a_script_come_from_its_output(run):
+def write_log(run, text):
+    """Makes the run one of a script that has printed this."""
     run.metrics.unlink()
     run.rank_log(1, 0).parent.mkdir(parents=True)
-    run.rank_log(1, 0).write_text(
-        "loading\nstep 1/9 | loss 3.25\nstep 2/9 | loss 3.00\nval_loss 2.5\rstep 3/9 | loss 2.50"
-    )
+    run.rank_log(1, 0).write_text(text)
+
+
+def test_the_rows_of_a_script_come_from_its_output(run):
+    write_log(run, "loading\nstep 1/9 | loss 3.25\nstep 2/9 | loss 3.00\nval_loss 2.5\rstep 3/9 | loss 2.50")
     position = Position()
     steps = [(step, values) for step, _, values in rows_of(run, position) if step is not None]
     assert steps == [(1, {"loss": 3.25}), (2, {"loss": 3.0, "val_loss": 2.5}), (3, {"loss": 2.5})]
@@ -105,9 +108,7 @@ def test_the_rows_of_a_script_come_from_its_output(run):
 
 
 def test_a_script_s_loss_that_is_nan_is_a_point_of_its_curve_and_its_last_step_has_the_time_of_its_log(run):
-    run.metrics.unlink()
-    run.rank_log(1, 0).parent.mkdir(parents=True)
-    run.rank_log(1, 0).write_text("step 1/3 | loss 3.25\nstep 2/3 | loss inf\nstep 3/3 | loss nan\n")
+    write_log(run, "step 1/3 | loss 3.25\nstep 2/3 | loss inf\nstep 3/3 | loss nan\n")
     os.utime(run.rank_log(1, 0), (START - 1e8, START - 1e8))
     track_all(run, "tensorboard")
     folder = run.path / "track" / "tensorboard"
@@ -118,18 +119,14 @@ def test_a_script_s_loss_that_is_nan_is_a_point_of_its_curve_and_its_last_step_h
 
 
 def test_the_steps_of_a_script_with_epochs_are_counted_over_all_of_them(run):
-    run.metrics.unlink()
-    run.rank_log(1, 0).parent.mkdir(parents=True)
     lines = (f"Epoch [{epoch}/2], Step [{step}/20], Loss: 2.5\n" for epoch in (1, 2) for step in (10, 20))
-    run.rank_log(1, 0).write_text("".join(lines))
+    write_log(run, "".join(lines))
     assert [step for step, _, _ in rows_of(run, Position()) if step is not None] == [10, 20, 30, 40]
 
 
 def test_the_validation_loss_of_hugging_face_s_trainer_belongs_to_the_step_of_its_training(run):
-    run.metrics.unlink()
-    run.rank_log(1, 0).parent.mkdir(parents=True)
     bars = "{'loss': 2.5}\n%s| 5/9 [00:01]\r%s| 1/4 [00:01]\r%s| 4/4 [00:01]\r{'eval_loss': 2.0, 'epoch': 0.5}\n%s| 6/9 [00:01]\n"
-    run.rank_log(1, 0).write_text(bars % (" 55%|#", " 25%|#", "100%|#", " 66%|#") + "{'eval_loss': 1.5}\n")
+    write_log(run, bars % (" 55%|#", " 25%|#", "100%|#", " 66%|#") + "{'eval_loss': 1.5}\n")
     steps = [(step, values) for step, _, values in rows_of(run, Position()) if step is not None]
     assert steps == [(5, {"val_loss": 2.0}), (6, {"val_loss": 1.5})]
 

@@ -30,13 +30,7 @@ def test_a_compiled_model_runs_graphs_through_the_optimizers_module(kind, compil
         CONFIG, optimizer="adamw", total_batch_size=32, num_steps=1, tokens_per_param=1.0, **rates
     )
     optimizer = kind(
-        model,
-        param_shapes(CONFIG),
-        settings,
-        rank=0,
-        world_size=1,
-        compute_dtype=torch.float32,
-        grad_accum_steps=1,
+        model, param_shapes(CONFIG), settings, rank=0, world_size=1, compute_dtype=torch.float32, grad_accum_steps=1
     )
     if compiled:
         model.compile(dynamic=False, backend="eager")  # which graphs are compiled does not depend on what compiles them

@@ -27,9 +27,7 @@ from paceline.plan.activations import (
 from paceline.plan.sharding import GatheredBytes, compiles_by_block
 from paceline.train.exact import attention_kernel, build_model, build_optimizer
 
-pytestmark = [
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.slow]
 KIB, MIB = 1 << 10, 1 << 20
 VIEWS = {"view", "permute", "reshape", "unsqueeze", "squeeze", "expand", "slice", "alias", "as_strided", "select"}
 
@@ -170,9 +168,7 @@ def node_bytes(node: fx.Node) -> int:
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
-STEPS = {
-    "bf16": compiled_setup(depth=1, precision="bf16", sequence_len=256, logits_budget_bytes=MIB),
-}
+STEPS = {"bf16": compiled_setup(depth=1, precision="bf16", sequence_len=256, logits_budget_bytes=MIB)}
 # a graph for each layer; few words, since lm_head's gradient is a matter of the loss
 BLOCK_STEPS = {
     "bf16, two micro-steps, gradients outweigh activations": compiled_setup(

@@ -10,10 +10,7 @@ import pytest
 import torch
 from runs import SMALL, STEPS, Workshop, events, metrics
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.dist,
-]
+pytestmark = [pytest.mark.soak, pytest.mark.dist]
 
 
 @pytest.fixture(scope="module")

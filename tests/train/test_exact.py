@@ -26,7 +26,7 @@ from paceline.train.exact import trace_steps
 
 MIB = 1 << 20
 PROFILED = {
-    "depth 2, checkpointed, two micro-steps": setup_of(depth=2, activation_checkpointing=True, grad_accum_steps=2),
+    "depth 2, checkpointed, two micro-steps": setup_of(depth=2, activation_checkpointing=True, grad_accum_steps=2)
 }
 SOAK_PROFILED = {
     "depth 3, bf16, replicated AdamW": setup_of(depth=3, precision="bf16", optimizer="adamw", shard="none"),
@@ -287,8 +287,7 @@ def beside_bytes() -> float:
     platform.libc_ver()[0] != "glibc", reason="needs Linux with glibc: its malloc is told to keep nothing"
 )
 @pytest.mark.parametrize(
-    "setup",
-    [pytest.param(setup, id=name, marks=pytest.mark.soak) for name, setup in RESIDENT.items()],
+    "setup", [pytest.param(setup, id=name, marks=pytest.mark.soak) for name, setup in RESIDENT.items()]
 )
 def test_a_process_grows_by_the_traced_bytes(setup: MemorySetup, beside_bytes: float):
     assert resident_growth(setup) - beside_bytes == pytest.approx(traced_bytes(setup), rel=0.05)

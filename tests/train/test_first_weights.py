@@ -10,10 +10,7 @@ from runs import STEPS, Workshop, events, final_bits, metrics
 
 from paceline.model.checkpoint import CheckpointReader
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.dist,
-]
+pytestmark = [pytest.mark.soak, pytest.mark.dist]
 
 
 def test_a_run_starts_where_the_weights_of_another_one_are_with_new_states(tmp_path, unbroken):

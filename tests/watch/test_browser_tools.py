@@ -13,10 +13,7 @@ from paceline.rundir import RunDir, append_json_line
 from paceline.watch.about import write_notes
 from paceline.watch.status import Shelf
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.dist,
-]
+pytestmark = [pytest.mark.soak, pytest.mark.dist]
 
 NAMES = "[...document.querySelectorAll('.runs tbody th a')].map((link) => link.textContent)"
 LOSS = "app.page.board.charts.get('loss')"

@@ -14,10 +14,7 @@ from snapshots import NOW, STATES, training
 from paceline.watch.report import html_report
 from paceline.watch.status import Shelf
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.dist,
-]
+pytestmark = [pytest.mark.soak, pytest.mark.dist]
 
 CHART_OF = "app.page.board.charts.get(name)"
 LOSS = "app.page.board.charts.get('loss')"

@@ -42,6 +42,7 @@ TEXTS = [
     ),
     ({"event": "verdict", "cause": "hang", "rank": 1, "step": None, "summary": "no step"}, "hang: no step (rank 1)"),
     ({"event": "stopping", "signal": "SIGTERM"}, "stopping on SIGTERM"),
+    ({"event": "stopping", "signal": "SIGINT", "sent": "SIGTERM"}, "stopping on SIGINT, sending SIGTERM"),
     ({"event": "stopping", "reason": "the notice file x"}, "stopping on the notice file x"),
     (
         {"event": "stopping", "reason": "the notice file x", "seconds_left": 25},

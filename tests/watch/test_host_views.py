@@ -126,8 +126,7 @@ def test_the_logs_of_every_host_can_be_opened(folder):
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [{"hosts": 7}, {"hosts": ["ada"]}, {"hosts": {"ada": 3}}, {"clock_s": 4}, {"clock_s": {"ada": "late"}}],
+    "damage", [{"hosts": 7}, {"hosts": ["ada"]}, {"hosts": {"ada": 3}}, {"clock_s": 4}, {"clock_s": {"ada": "late"}}]
 )
 def test_damaged_places_are_refused(folder, damage):
     folder.event("launch", prepared_s=1.0)

@@ -723,6 +723,20 @@ def test_a_setting_that_a_resume_changed_is_reported_with_all_its_values(tmp_pat
     }
 
 
+def test_of_scripts_the_arguments_that_differ_are_compared_and_of_a_training_what_a_script_has_too(tmp_path):
+    def compare(*commands):
+        for number, command in enumerate(commands):
+            text = f"command = {json.dumps(command.split())}" if command else "depth = 4"
+            (tmp_path / str(number)).mkdir(exist_ok=True)
+            (tmp_path / str(number) / "config.toml").write_text(f"nproc = {1 + (not command)}\n{text}\n")
+        return {name: values for name, *values in differing_settings(tmp_path / "0", tmp_path / "1")}
+
+    assert compare("x.py --lr 1 --n 2 -v", "x.py --lr 3 --n 2") == {"command": ["x.py --lr 1 -v", "x.py --lr 3"]}
+    assert compare("-m x --n 2", "-m x --n 2 --lr 1") == {"command": ["-m x", "-m x --lr 1"]}
+    assert compare("x.py -a -b", "x.py -b -a") == {"command": ["x.py -a -b", "x.py -b -a"]}
+    assert compare("x.py 1", "") == {"nproc": ["1", "2"], "command": ["x.py 1", "n/a"]}
+
+
 def test_tags_and_a_note_are_in_the_run_folder_and_damaged_ones_are_none(tmp_path):
     run, runs_dir, lines = write_run(tmp_path, "a"), str(tmp_path), list[str]()
     lines.append(edit_tags(RunsTagOptions(run_and_tags=("a", "good", "wide"), runs_dir=runs_dir)))

@@ -58,7 +58,10 @@ def test_each_state_has_one_sentence(name):
 
 
 def attempts(*states):
-    return [AttemptView(number, "2026-11-21T08:18:54.000Z", state) for number, state in enumerate(states, 1)]
+    return [
+        AttemptView(number, "2026-11-21T08:18:54.000Z", state, action="retry" if state == "failed" else None)
+        for number, state in enumerate(states, 1)
+    ]
 
 
 def test_a_log_in_which_nothing_is_known_says_so():
@@ -113,7 +116,7 @@ def test_a_stop_says_why_attempts_had_failed():
         (("finished", "finished"), "All steps are done."),
         (("interrupted", "finished"), "All steps are done."),
         (("failed", "failed", "finished"), "All steps are done, after 2 recoveries."),
-        ((None, "interrupted", "finished"), "All steps are done, after 1 recovery."),
+        ((None, "interrupted", "finished"), "All steps are done, after 1 failed attempt."),  # resumed by hand
     ],
 )
 def test_only_what_broke_is_a_recovery(states, text):

@@ -143,11 +143,7 @@ def test_values_that_a_gpu_does_not_report_are_absent_not_zero():
 def test_names_of_gpus_and_reasons_are_short():
     names = ("NVIDIA GeForce RTX 5090", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", None)
     assert [gpu_model(name) for name in names] == ["RTX 5090", "H100", "A100", "GPU"]
-    gpu = GpuView(
-        0,
-        throttle=["power", "power_brake", "thermal"],
-        errors={"xid": 79, "ecc_corrected": 3},
-    )
+    gpu = GpuView(0, throttle=["power", "power_brake", "thermal"], errors={"xid": 79, "ecc_corrected": 3})
     assert gpu_problems(gpu) == "power brake, thermal, xid 79"
 
 
@@ -253,12 +249,7 @@ def test_no_heading_and_no_curve_has_the_name_of_a_field():
     names = ("ram_used", "net_in_bps", "disk_free", "disk_write_bps", "cpu")
     host_series = {f"tower {name}": Series([1, 2], [0.5, 0.5], [NOW - 1, NOW]) for name in names}
     text = "\n".join(plain(line) for line in page("machines", replace(training(), host_series=host_series), 80))
-    for title in (
-        "CPU over time",
-        "RAM over time",
-        "network in over time",
-        "disk free over time: of the run's disk",
-    ):
+    for title in ("CPU over time", "RAM over time", "network in over time", "disk free over time: of the run's disk"):
         assert f"── {title}" in text
     assert plain(page("machines", training(), 80)[0]).endswith("─" * 40)  # nothing at the right end, and no gap there
     text += format_once(training(), now=NOW, width=80)

@@ -100,10 +100,7 @@ def test_the_first_step_compiles_and_a_jitter_of_a_tenth_is_no_slowdown():
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        (
-            [2.276, 0.7342, 0.7353, 0.7408, 0.7535, 0.7732],
-            "the val_bpb rises since step 1,000, from 0.7342 to 0.7732",
-        ),
+        ([2.276, 0.7342, 0.7353, 0.7408, 0.7535, 0.7732], "the val_bpb rises since step 1,000, from 0.7342 to 0.7732"),
         ([2.276, 0.7342, math.nan, 0.7353, 0.7351, 0.7342], None),
         ([2.276, 0.9, 0.8, 0.78], None),
         ([], None),

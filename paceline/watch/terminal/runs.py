@@ -6,6 +6,7 @@ Pure, but for `list_runs`, `show_runs` and `differing_settings`, which read the 
 """
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, combinations
@@ -191,7 +192,7 @@ def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
     rows = [
         (
             strip_escapes(run.name),
-            run.state,
+            run.state + " !" * (run.state == "finished" and bool(run.notes)),  # explained below the table
             format_steps(run),
             format_figure("loss", run.loss),
             format_figure("val_bpb", run.val_bpb),
@@ -284,11 +285,31 @@ def compared_evaluations(*results: Sequence[Evaluation]) -> list[Setting]:
 
 
 def differing_settings(*paths: Path) -> list[Setting]:
-    """Returns what differs in the configs of runs, and in the machines and the software that they ran on."""
+    """Returns what differs in the configs of runs, and in the machines and the software that they ran on.
+
+    Beside a script, which has no keys of a training, only what all have is compared; of commands the arguments that differ.
+    """
     runs = [settings_of(path) for path in paths]
+    with_command = [settings for settings in runs if isinstance(settings.get("command"), list)]
+    options = [options_of(settings["command"]) for settings in with_command]
+    has_one_set = len(set(map(frozenset, options))) < 2  # in another order
+    for settings, own in zip(with_command, options, strict=True):
+        differing = [option for option in own[1:] if has_one_set or not all(option in others for others in options)]
+        settings["command"] = " ".join([own[0], *differing])
     names = dict.fromkeys(name for settings in runs for name in settings if name != "name")
+    if 0 < len(with_command) < len(runs):
+        names = {name: None for name in names if name == "command" or all(name in settings for settings in runs)}
     rows = [(name, *(str(settings.get(name, "n/a")) for settings in runs)) for name in names]
     return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def options_of(command: Sequence[str]) -> list[str]:
+    """Returns the program of a command, then its options, each with its values, as a shell takes them."""
+    groups: list[list[str]] = [[]]
+    for word in map(str, command):
+        groups += [[]] if word.startswith("-") and groups[0] else []
+        groups[-1].append(word)
+    return list(map(shlex.join, groups))
 
 
 def settings_of(path: Path) -> dict[str, Any]:

@@ -14,8 +14,10 @@ COLUMN_GAP = re.compile(r"\s*[|│┃]\s*|\t+|\s{2,}")
 TABLE_EDGES = " \t|│┃#"
 LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR_NAME})(?:_tra?i?n| [A-Z0-9]+)?$")
 # of XGBoost and LightGBM: [5] train-rmse:0.25 eval-rmse:0.68, and [5] training's l2: 0.25 valid's l2: 0.68
-BOOSTED = re.compile(r"\[(?P<step>\d{1,9})\](?=\s+[\w ]+?(?:-|'s )[\w@.]+: ?[-\d.ni])")
-BOOSTED_VALUE = re.compile(r"(?P<part>[\w ]+?)(?:-|'s )(?P<name>[\w@.]+): ?(?P<value>[-+]?(?:\d\S*|nan|inf))(?=\s|$)")
+BOOSTED = re.compile(r"\[(?P<step>\d{1,9})\](?=\s{1,8}[\w ]{1,40}?(?:-|'s )[\w@.]{1,40}: ?[-\d.ni])")
+BOOSTED_VALUE = re.compile(
+    r"(?P<part>[\w ]{1,40}?)(?:-|'s )(?P<name>[\w@.]{1,40}): ?(?P<value>[-+]?(?:\d\S{,30}|nan|inf))(?=\s|$)"
+)
 # measures that are losses; a rate of errors is none: it may stay the same, or 0, while the model learns
 BOOSTED_LOSS = re.compile(
     r"(?:\w*logloss|l[12]|rmse|rmsle|mae|mape|mphe|cross_entropy|\w*nloglik|huber|quantile|poisson|tweedie)$"
@@ -98,7 +100,11 @@ def read_boosting(text: str) -> StepLoss | None:
     if (match := BOOSTED.match(text)) is None:
         return None
     values = [item for item in BOOSTED_VALUE.finditer(text, match.end()) if NUMBER_CELL.fullmatch(item["value"])]
-    name = next((item["name"] for item in values if BOOSTED_LOSS.match(item["name"])), None)
+    named = sorted(
+        (item for item in values if BOOSTED_LOSS.match(item["name"])),
+        key=lambda item: math.isfinite(float(item["value"])),
+    )
+    name = named[0]["name"] if named else None  # of one that is not finite, or the first one
     losses = {item["part"].strip(): float(item["value"]) for item in values if item["name"] == name}
     trained = next((part for part in losses if part.startswith(("train", "learn"))), None)
     held_out = next((losses[part] for part in reversed(losses) if part != trained), None)

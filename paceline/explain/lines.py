@@ -68,9 +68,9 @@ ISO = re.compile(
     r"\s*\[?(?P<year>\d{4})[-/](?P<month>\d\d)[-/](?P<day>\d\d)[T _-]{1,2}(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
     r"(?P<fraction>[.,:]\d+)?(?: ?Z|[+-]\d\d:?\d\d| UTC)?(?:\]|(?=[\s,:|]|$))[ :|-]*"
 )
+# the pid of torchrun's agent stays in the text: it tells whether the same agent had started the workers before
 GLOG = re.compile(
     r"\s*(?P<open>\[)?(?P<level>[IWEFDC])(?P<month>\d{1,2})(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
-    # of torchrun's agents, the pid tells one that restarted its workers from another one
     r"(?P<fraction>[.,]\d+)? +(?:\d+ (?!torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \())?"
 )
 CTIME = re.compile(

@@ -168,7 +168,8 @@ ANNOUNCES = re.compile(
 # the end of any log, where it announces work or prints a model
 LAST_WORK = re.compile(
     r"(?:\[[^\]]{1,40}\] ?)*(?:(?:[\w./]+ )?(?:INFO|[\w./]+\.py): *(?:\d+: )?)?\W{0,3}"  # what a logger writes before it
-    r"(?:(?:Construct|Load|Build|Creat|Initiali[sz]|Prepar|Download|Compil|Train)ing(?: \S+){,6} ?(?:\.\.\.|…)\W*$"
+    r"(?:(?:Construct|Load|Build|Creat|Initiali[sz]|Prepar|Download|Compil)ing(?: \S+){,4}"
+    r" (?:data|train|model|weights|tokenizer|checkpoint)\S*(?: \S+)? ?(?:\.\.\.|…)\W*$|Training ?(?:\.\.\.|…)\W*$"
     r"|before the start of training\b|(?i:starting training from (?:iteration|epoch|step) \d+|start(?:ing)? epoch:? \d+)\W*$)"
     r"|.* 0%\|[^%]*$|\s*\(\w+\): [A-Z]\w+\([^()]*\)$"
 )

@@ -488,7 +488,7 @@ def test_a_failed_check_stops_the_run_before_it_has_a_folder(tmp_path, monkeypat
     Path("train.py").write_text("print('started')")
     calls = []
 
-    def check(script, run, facts, *, config, trackers):
+    def check(script, run, facts, *, config, trackers, resumes):
         calls.append((script.command, run.path))
         return CheckResult([{}], [Finding("no-room", "stop", "no room", "it would fail", "make room")])
 

@@ -37,7 +37,7 @@ OWN_RANK = re.compile(r"\bGLOBAL_RANK: (?P<rank>\d{1,6}), MEMBER: \d")
 STOPPED_BY_LAUNCHER = re.compile(r"-15\b|-9\b|SIGTERM|SIGKILL")
 NUMBER = re.compile(r"\d+")
 WAITS_FOR_RANK = re.compile(  # as a rank says of itself
-    r"(?i)\bwait\w* (?:for|at|on|in|until) (?:all |the |other |main |local |a )*(?:rank|process|worker|barrier|peer|master|node)"
+    r"(?i)\bwait\w* (?:for|on) (?:rank \d|(?:all |the )*other ranks\b|all (?:the )?ranks\b)"
 )
 # which all ranks have to do together
 LEFT = re.compile(  # no setting, and no loss scale, which all ranks have alike
@@ -136,9 +136,6 @@ def late_rank(waiting: Sequence[Event], logs: Sequence[Log], *, hang: Collective
     for log in logs:
         for rank, step in log.last_steps.items():
             steps[rank] = max(step, steps.get(rank, step))
-    waiters = {event.record.rank for event in waiting}
-    if min(steps, key=lambda rank: steps[rank], default=None) in waiters and waiters < ranks_of_job(logs):
-        steps = {}  # a rank that waits for one without a report is not the late one
     for counts in (enqueued, steps):
         lowest = [rank for rank, count in counts.items() if count == min(counts.values())]
         if 2 * len(lowest) < len(counts) or (len(counts) == 2 and len(lowest) == 1):

@@ -56,9 +56,8 @@ LOSS = re.compile(
 )
 # measures that are lower when the model is better, in programs that print no loss under this name
 ERROR_NAME = r"r?mse|mae|nll|xent|\w*cross[ _-]?entropy|perplexity|ppl|bp[bcd]"
-ERROR_WORDS = ("mse", "mae", "nll", "xent", "entropy", "perplex", "ppl", "bpb", "bpc", "bpd", "train error")
-TRAIN_ERROR = rf"(?:{ERROR_NAME})(?:_tra?i?n)?|train error (?:last|of|over) \d+ [a-z]+"
-ERROR_MEASURE = re.compile(rf"(?<![a-z])(?:{TRAIN_ERROR})(?![a-z]){VALUE}", re.IGNORECASE)
+ERROR_WORDS = ("mse", "mae", "nll", "xent", "entropy", "perplex", "ppl", "bpb", "bpc", "bpd")
+ERROR_MEASURE = re.compile(rf"(?<![a-z])(?:{ERROR_NAME})(?:_tra?i?n)?(?![a-z]){VALUE}", re.IGNORECASE)
 WORDS = re.compile(r"[A-Za-z_ -]*[A-Za-z]")  # in front of the value
 OF_TRAINING = re.compile(r"(?i)epoch|(?<![a-z])tra?i?n|^\W*\d+/\d+\]")  # a line that may report one of training
 HELD_OUT_WORD = r"(?:vali?|eval|valid(?:_\d)?|validation|dev|test)"

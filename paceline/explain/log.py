@@ -170,9 +170,7 @@ class NumberRows:
 
     @property
     def nan_line(self) -> int | None:
-        """The first of the rows in which several columns are NaN, or the one behind the counter, which is mostly the loss."""
-        if len(second := self._lost.get(1, [])) >= MIN_UNNAMED:
-            return second[0]
+        """The first of the rows in which several columns are NaN."""
         starts = Counter(lines[0] for lines in self._lost.values() if len(lines) >= MIN_UNNAMED)
         return next((line for line, count in starts.items() if count >= MIN_LOST), None)
 

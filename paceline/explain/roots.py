@@ -18,6 +18,7 @@ from paceline.explain.lines import WARNING_LINE
 from paceline.explain.log import Log
 from paceline.explain.matches import PEER_DIED, RACE, WAITING, Event, as_fatal
 from paceline.explain.run_bounds import ended_program
+from paceline.explain.survival import STEPS_AFTER
 
 TIMEOUTS = {DESYNC, FIRST_TRANSFER}
 ABORT = "native-abort"
@@ -37,7 +38,10 @@ AGENT_REPORT = re.compile(r"E (?P<pid>\d+) torch/distributed/elastic/multiproces
 AGENT_END = re.compile(r"ChildFailedError|SignalException")
 WILL_RESTART = re.compile(r"\d+/\d+ attempts left; +will restart worker group")
 LEFT_OVER = {RACE, "port-in-use"}
-LEFT_BEHIND = re.compile(r"(?i)\bexists\b|\bnot empty\b|\block(?:ed|file)?\b|\bin use\b")
+LEFT_BEHIND = re.compile(  # of a file, a folder, a lock or a port
+    r"(?i)^(?:\w+\.)*(?:OSError|FileExistsError|BlockingIOError|Timeout)\b.*(?:\bexists\b|\bnot empty\b|\block|\bin use\b)"
+    r"|\bdatabase is locked\b|\block(?:file)? exists\b"
+)
 DDP_CHECK = re.compile(r"DDP expects same model across all ranks|_verify_param_shape_across_processes")
 
 
@@ -119,7 +123,7 @@ def find_roots(candidates: Sequence[Event], hang: CollectiveHang | None) -> list
 
 
 def before_restart(candidates: Sequence[Event], events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
-    """The candidates of the attempt whose workers torchrun restarted, if the next one failed of what that had left behind.
+    """The candidates of the attempt whose workers torchrun restarted, if the next one began and failed of what that had left.
 
     Behind a second start by hand, by another agent, the folder or the port is the user's to clear. events: all, since the
     steps of the next attempt make those that ended the one before look survived.
@@ -136,7 +140,10 @@ def before_restart(candidates: Sequence[Event], events: Sequence[Event], logs: S
             not (event.cause.follows is True or event.from_launcher or is_left_over(event)) for event in failed
         )
         behind = [event for event in candidates if event.place[0] == number and event.place[1] > restart]
-        if has_error and behind and any(map(is_left_over, find_roots(behind, None))):
+        left = list(filter(is_left_over, find_roots(behind, None)))
+        ends = [event.record.line for event in left]
+        steps = {step for line, _, step in log.last_progress if restart < line < min(ends, default=0)}
+        if has_error and left and len(steps) < STEPS_AFTER:
             candidates = [*failed, *(event for event in candidates if event.place[0] != number)]
     return list(candidates)
 

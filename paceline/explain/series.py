@@ -42,8 +42,7 @@ KINDS = (  # a kind, and the names that mean it, in lower case with _ between wo
         LOSS,
         r"(?:(?:train|training|trainer|metrics|samples|loss_metrics|loss)_)*"
         r"(?:(?:lm|per|global_avg|reduced_train|tot|total|ce|nll|cross_entropy|running|step|batch|epoch|mean|avg)_)*"
-        rf"(?:(?:\w*log|\w*cross_?entropy_?)?loss(?:_step|_epoch|_avg|_tra?i?n|_training)?|{ERROR}(?:_tra?i?n|_epoch|_step)*)"
-        r"|train_error_(?:last|of|over)",
+        rf"(?:(?:\w*log|\w*cross_?entropy_?)?loss(?:_step|_epoch|_avg|_tra?i?n|_training)?|{ERROR}(?:_tra?i?n|_epoch|_step)*)",
     ),
     (GRADIENT, r"(?:.+_)?grad(?:ient)?s?(?:_[\d_]+)?_?norm(?:_total|_step)?"),
     (RATE, r"(?:.+_)?(?:lr|learning_rate|lr_mult|lrm)(?:_\w+)?"),

@@ -209,20 +209,26 @@ def last_errors(log: Log, *, has_failed: bool) -> list[Record]:
 
 def errors_of_every_item(log: Log) -> list[Record]:
     """The errors of the last items; or the one that came with nearly every line of progress where no measure shows any work."""
-    errors = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
-    if last_items := errors_of_last_items([error for error in errors if not is_harmless(error.text)], log):
-        return last_items[-1:]
+    if last_item := errors_of_items_at_end(log):
+        return last_item
     if log.losses or log.scores or log.rewards or log.progress.steps < MIN_ITEMS:
         return []
+    errors = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
     counts = Counter(shape_of(record.text) for record in errors)
     often = max(MIN_ITEMS, ITEMS_SHARE * min(log.progress.steps, MAX_REPEATS))
     last = {shape_of(r.text): r for r in errors if r.line >= log.last_lines[0][0] and not is_harmless(r.text)}
     return [record for shape, record in last.items() if counts[shape] >= often]
 
 
+def errors_of_items_at_end(log: Log) -> list[Record]:
+    """The last of the errors of the last items, if they were not survived."""
+    lines = (record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text))
+    return errors_of_last_items([record for record in lines if not is_harmless(record.text)], log)[-1:]
+
+
 def errors_of_all_steps(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
-    """The events for which every step was skipped: none of them was survived."""
-    skipped = {id(record) for log in logs for record in (*skipped_steps(log), *errors_of_every_item(log))}
+    """The events for which every step was skipped, or of which the last items failed: none of them was survived."""
+    skipped = {id(record) for log in logs for record in (*skipped_steps(log), *errors_of_items_at_end(log))}
     return [as_fatal(event) for event in events if id(event.record) in skipped]
 
 

@@ -3,7 +3,7 @@ Whether the program survived an error: the one place with the rules by which an 
 
     survived           steps of its rank follow, "done" vouches for it, or one of the rows below holds   run_continued
     the outcome        nothing but "done" follows, a line repeats it, or others waited in vain           is_last_word, others_waited
-    not, all of them   the last items failed one after the other, and nothing but "done" follows           errors_of_last_items
+    not, all of them   most of the last items failed, nothing but "done" follows, nothing else was done     errors_of_last_items
     handled            a line above it says what the program does instead                                is_handled
     about one item     lines of its shape come often, far apart, and others follow                       is_of_item
     caught             a line beside it says what is tried or left out, and steps or items follow        is_caught
@@ -76,7 +76,7 @@ QUEUE = re.compile(
 NO_READER = re.compile(r"BrokenPipeError|OSError: \[Errno 9\]")
 IN_CHILD = re.compile(r"multiprocessing[/\\]process\.py\", line \d+,? in _bootstrap")  # likewise, a child process
 NOTHING_CAME = re.compile(r"(?:\w+\.)*(?:Empty|EOFError|BrokenPipeError|ConnectionResetError)\b")
-WAITS = re.compile(r"\bqueues?\.py\b|[/\\]multiprocessing[/\\]|\bin (?:get|recv|join)\b")
+IN_WAIT = re.compile(r"\bqueues?\.py\b|[/\\]multiprocessing[/\\]|\bin (?:get|recv|join)\b")
 LOST_PEER = re.compile(r"Connection (?:closed|reset) by peer|Broken pipe|remote process exited")
 IN_THREAD = re.compile(r"threading\.py\", line \d+,? in _bootstrap")  # the first frame of what ends a thread alone
 NOT_LOADED = re.compile(r"(?i)could not|cannot|unable|fail|error")
@@ -100,8 +100,9 @@ ALL_STAGES = re.compile(r"(?i)\ball stages (?:complete|finished)")
 OF_MACHINE = re.compile(r"OutOfMemory|[Oo]ut of memory|CUDA|core dumped|Segmentation fault|terminate called")
 # what no process survives
 CONTEXT_LOST = re.compile(r"illegal memory access|device-side assert|launch failure|uncorrectable ECC")
+SKIPS = r"(?i:\b(?:skipp|ignor)(?:ed|ing)\b)"
 LEFT_OUT = re.compile(  # logged right above it, of an item of the data
-    r"(?i)^\W*ERROR\b.*\b(?:line|row|sample|example|file|shard|doc(?:ument)?|record|image)s?\b.*\b(?:skipp|ignor)(?:ed|ing)\b"
+    rf"(?i)^\W*ERROR\b.*\b(?:line|row|sample|example|file|shard|doc(?:ument)?|record|image)s?\b.*{SKIPS}"
 )
 WARNED = re.compile(  # or an error after which a program goes on, as it says
     r"\bWARN(?:ING)?\b|\bERROR\b.*\b(?:optional|keeping|continu(?:e|es|ing)|skipp(?:ed|ing)|ignor(?:ed|ing)|falling back)\b"
@@ -114,7 +115,7 @@ WORK_FAILED = re.compile(  # not of a side task
     r"|\b(?:fail\w*|crash\w*|error|exception)\b.{0,12}\b(?:in|at|during) (?:step|epoch|training)"
     r"|^wandb: |\bnot (?:skipp|continu|ignor)"
 )
-ITEM = re.compile(r"(?<!\d)\d{1,9}(?!\d)")  # its number
+ITEM, LAST_ITEMS = re.compile(r"(?<!\d)\d{1,9}(?!\d)"), 40  # its number; of which most must fail
 MIN_EVALUATED = 3  # different errors at one place of the script: Python ends at the first that nobody has caught
 CHAIN_LINES = 6  # from an exception to the one that it led to, beside the lines of its frames
 CHILD_STEPS = 20  # that a program takes from what its queue still holds
@@ -222,16 +223,25 @@ def is_of_item(record: Record) -> bool:
 
 
 def errors_of_last_items(errors: Sequence[Record], log: Log) -> list[Record]:
-    """The errors of items one after the other, by their numbers or by the line above each; no more than "done" is behind them."""
-    last = [record for record in errors if shape_of(record.text) == shape_of(errors[-1].text)][-MIN_REPEATS:]
+    """The errors of items one after the other, by their numbers or by the line above each; no more than "done" is behind them.
+
+    They count where most of the last items failed, no measure shows other work, and no line reports that items are skipped.
+    """
+    alike = [record for record in errors if shape_of(record.text) == shape_of(errors[-1].text)]
+    last = alike[-MIN_REPEATS:]
     gaps = {after.line - before.line for before, after in pairwise(last)}
-    if len(last) < MIN_REPEATS or len(gaps) != 1 or log.last_line - last[-1].line > 1:
+    is_measured = log.losses or log.held_out or log.scores or log.rewards or log.accuracies
+    if is_measured or len(last) < MIN_REPEATS or len(gaps) != 1 or log.last_line - last[-1].line > 1:
+        return []
+    num_lines = min(LAST_ITEMS * max(gaps), log.last_line - log.first_line + 1)
+    num_failed = sum(record.line > last[-1].line - num_lines for record in alike)
+    texts = dict(log.last_lines)
+    if 2 * max(gaps) * num_failed <= num_lines or any(re.search(SKIPS, text) for text in texts.values()):
         return []
     numbers = [set(ITEM.findall(record.text)) for record in last]
     if gaps == {1}:
         firsts = [int(match[0]) for record in last if (match := ITEM.search(record.text))]
         return last if firsts == list(range(firsts[0], firsts[0] + len(last))) else []
-    texts = dict(log.last_lines)
     above = [set(ITEM.findall(texts.get(record.line - 1, ""))) for record in last[-2:]]
     return last if gaps == {2} and above[1] & numbers[-1] - above[0] and above[0] & numbers[-2] - above[1] else []
 
@@ -381,7 +391,7 @@ def others_waited(record: Record, log: Log) -> bool:
     """Whether an exception ended a child or a rank, for which its parent or another rank then waited in vain, and ended too."""
     ended = [other for other in log.records if other.line > record.line and ended_program(other)]
     if record.frames and IN_CHILD.search(record.frames[0]):
-        waited = (other for other in ended if NOTHING_CAME.match(other.text) and any(map(WAITS.search, other.frames)))
+        waited = (other for other in ended if NOTHING_CAME.match(other.text) and any(map(IN_WAIT.search, other.frames)))
         return any(len(log.steps_after(record, before=other.line)) < CHILD_STEPS for other in waited)
     lost = (other for other in ended if other.rank not in (None, record.rank) and LOST_PEER.search(other.text))
     lines = {line for line, _, _ in log.last_progress if line > record.line}

@@ -2,6 +2,7 @@
 
 import pytest
 from log_samples import STEPS, raised
+from rows import with_rows
 
 from paceline.explain.explanation import Record
 from paceline.explain.log import Log
@@ -206,14 +207,22 @@ def test_a_rank_that_alone_stops_or_skips_a_step_is_why_the_others_wait(report):
         assert "reports" not in other.summary and "stop or skip together" not in other.fix
 
 
-def test_a_rank_that_waits_is_not_the_one_that_the_others_wait_for():
+@with_rows("line, rank", (
+    ("waiting for rank 1", 1), ("waiting for all ranks", 1), ("waits for the other ranks", 1), ("step 4 loss 2.1", None),
+    ("waiting for worker 3 of the data loader (60 s)", None),
+    ("waiting for processed shards", None), ("waits for nodes file x", None),
+))  # fmt: skip
+def test_a_rank_that_waits_for_others_is_not_the_one_that_they_wait_for(line, rank):
     steps = "".join(f"[rank{rank}]: step {step} loss 2.1\n" for rank, last in ((0, 9), (1, 5)) for step in range(last))
-    behind = explain([(steps + raised(1, WAIT)).encode()])
-    assert (behind.rank, behind.victims) == (0, (1,))
-    assert explain([(steps + raised(1, WAIT) + raised(0, WAIT)).encode()]).rank == 1  # both report, and it is behind
-    three = steps + "[rank2]: step 4 loss 2.1\n" + raised(0, WAIT)
-    assert explain([three.encode()]).rank is None
-    assert explain([three.replace("[rank2]", "[rank2]: waiting for all ranks\n[rank2]").encode()]).rank is None
-    assert (
-        explain([three.replace(raised(0, WAIT), "[rank2]: waiting for rank 1\n" + raised(0, WAIT)).encode()]).rank == 1
+    three = steps + "[rank2]: step 4 loss 2.1\n"
+    assert explain([f"{three}[rank2]: {line}\n{raised(0, WAIT)}".encode()]).rank == rank
+    only = explain([f"{three}[rank2]: {line}\n{raised(0, WAIT)}{raised(1, WAIT)}".encode()])
+    assert only.rank == (2 if rank is None else None)  # the only one that reports nothing else
+
+
+def test_a_rank_that_is_behind_is_the_late_one_although_its_own_wait_timed_out():
+    steps = "".join(
+        f"[rank{rank}]: step {step} loss 2.1\n" for rank, last in ((0, 9), (1, 3), (2, 9)) for step in range(last)
     )
+    assert explain([(steps + raised(1, WAIT) + raised(0, WAIT)).encode()]).rank == 1
+    assert explain([(steps + raised(2, WAIT) + raised(0, WAIT)).encode()]).rank == 1

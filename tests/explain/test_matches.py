@@ -332,17 +332,26 @@ def test_of_a_rename_the_path_is_that_of_its_first_file():
 @with_rows("error, cause", (
     ("CUDA out of memory. Tried to allocate 2.00 GiB", "cuda-oom"), ("[Errno 28] No space left on device", "disk-full"),
 ))  # fmt: skip
-def test_errors_of_all_items_at_the_end_are_not_survived_as_some_before_them_were(error, cause):
-    def loop(failed, *, announced):
+def test_errors_of_most_of_the_last_items_are_not_survived_where_nothing_else_was_done(error, cause):
+    def loop(failed, *, announced, done="clip {0} done", ending="", first=11):
         lines = [
             ("processing clip {0}\n" if announced else "")
-            + (f"ERROR: failed on clip {{0}}: {error}\n" if number in failed else "step {0}: loss 2.1\n")
-            for number in range(11, 31)
+            + (f"ERROR: failed on clip {{0}}: {error}{ending}\n" if number in failed else f"{done}\n")
+            for number in range(first, 131)
         ]
-        return "".join(line.format(number) for number, line in zip(range(11, 31), lines, strict=True))
+        return "".join(line.format(number, 300 / number) for number, line in enumerate(lines, first)) + "done\n"
 
     for announced in (True, False):
-        assert verdict(loop({13, 17, *range(24, 31)}, announced=announced) + "done\n").cause == cause
-        assert verdict(loop({13, 17, 21}, announced=announced) + "done\n").cause == "healthy"
-        assert verdict(loop({13, *range(17, 24)}, announced=announced) + "done\n").cause == "healthy"
-        assert verdict(loop(range(12, 31, 2), announced=announced) + "done\n").cause == "healthy"
+        most, few = {13, 17, *range(100, 131)}, {13, 17, *range(124, 131)}
+        assert verdict(loop(most, announced=announced)).cause == cause
+        assert verdict(loop(range(131), announced=announced, first=120)).cause == cause
+        healthy = [
+            loop(few, announced=announced),
+            loop(most - {130}, announced=announced),
+            loop(range(12, 131, 2), announced=announced),
+            loop(most, announced=announced, done="step {0}: loss {1:.3f}"),
+            loop(most, announced=announced, done="clip {0}: accuracy: 0.5"),
+            loop(most, announced=announced, ending=", skipped"),
+            STEPS + loop(range(131), announced=announced, first=120),
+        ]
+        assert [verdict(log).cause for log in healthy] == ["healthy"] * len(healthy)

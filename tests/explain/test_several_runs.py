@@ -555,6 +555,7 @@ def test_a_job_that_resumes_a_cancelled_one_is_a_run_of_its_own():
 
 
 LEFT = ("FileExistsError: [Errno 17] File exists: 'out/run'", "OSError: [Errno 98] Address already in use")
+LOCKED = "sqlite3.OperationalError: database is locked"
 AGENT = (
     "E1130 15:17:42.559000 {} torch/distributed/elastic/multiprocessing/api.py:1002]"
     " failed (exitcode: 1) local_rank: {} (pid: 18096) of binary: /env/bin/python\n"
@@ -568,13 +569,23 @@ def attempt(agent, rank, error, *, prefix="[rank{}]: ", steps=STEPS):
 
 
 @with_rows("error, prefix, steps", itertools.product(
-    (*LEFT, "RuntimeError: out/LOCK exists: another run has this folder"), ("[rank{}]: ", ""), ("", STEPS),
+    (*LEFT, LOCKED, "RuntimeError: out/LOCK exists: another run has this folder"),
+    ("[rank{}]: ", ""), ("", "".join(STEPS.splitlines(keepends=True)[:2])),
 ))  # fmt: skip
 def test_what_torchrun_s_workers_left_when_it_restarted_them_is_not_the_cause(error, prefix, steps):
     second = attempt(4242, 0, error, prefix=prefix, steps=steps)
     assert BUG in verdict(attempt(4242, 1, BUG, prefix=prefix) + second + END).evidence[0].text
     oom = attempt(4242, 0, OOM, prefix=prefix, steps=steps)
     assert verdict(attempt(4242, 1, BUG, prefix=prefix) + oom + END).cause == "cuda-oom"
+
+
+@with_rows("error, steps", (
+    (LOCKED, STEPS), (LEFT[0], STEPS), ("KeyError: \"column 'text' exists twice\"", STEPS),
+    ("RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable; device in use", ""),
+))  # fmt: skip
+def test_an_attempt_that_trained_or_fails_of_no_file_or_port_failed_of_its_own(error, steps):
+    log = attempt(4242, 1, BUG if not steps else OOM) + attempt(4242, 0, error, steps=steps) + END
+    assert error in verdict(log).evidence[0].text
 
 
 @with_rows("error", LEFT)

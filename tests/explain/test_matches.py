@@ -355,3 +355,13 @@ def test_errors_of_most_of_the_last_items_are_not_survived_where_nothing_else_wa
             STEPS + loop(range(131), announced=announced, first=120),
         ]
         assert [verdict(log).cause for log in healthy] == ["healthy"] * len(healthy)
+
+
+def test_a_build_of_faiss_for_other_processors_that_is_missing_is_no_failure():
+    loader = (
+        "INFO:faiss.loader:Could not load library with AVX512 support due to:\n"
+        "ModuleNotFoundError(\"No module named 'faiss.swigfaiss_avx512'\")\n"
+        "INFO:faiss.loader:Successfully loaded faiss with AVX2 support.\n"
+    )
+    assert verdict(f"step 1 loss 2.0\n{loader}step 2 loss 1.9\nTraining pipeline complete\n").cause == "healthy"
+    assert verdict(loader.replace("_avx512", "")).cause == "import-error"

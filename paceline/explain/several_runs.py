@@ -104,7 +104,7 @@ def choose_runs(logs: Sequence[Log]) -> Chosen:
         if not log.earlier:
             chosen.append(log)
             continue
-        runs = split_runs(log)
+        runs = [Run(part, explain_one_run([part], {})) for part in (*log.earlier, log)]  # each explained alone
         place = judge_runs(runs)
         chosen.append(runs[place].log)
         notes += describe_others(runs, place)
@@ -170,11 +170,6 @@ def name_others(kind: str, newest: str, others: Sequence[Sequence[Path]]) -> str
     commands = (f"`{shlex.join(['paceline', 'explain', *map(str, files)])}`" for files in others[:MAX_TOLD])
     more = f" and {len(others) - MAX_TOLD} older" if len(others) > MAX_TOLD else ""
     return f"these are the logs of {len(others) + 1} {kind}, and {newest}, is explained; the others: {', '.join(commands)}{more}"
-
-
-def split_runs(log: Log) -> list[Run]:
-    """The runs of a log in their order, each explained alone."""
-    return [Run(part, explain_one_run([part], {})) for part in (*log.earlier, log)]
 
 
 def judge_runs(runs: Sequence[Run]) -> int:

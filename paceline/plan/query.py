@@ -325,7 +325,8 @@ def table(name: str, makes: Sequence[tuple[Any, Callable[[], Forecast]]], *, as_
                 raise
             rows.append((value, error))
     if as_json:
-        return json.dumps([{name: value, **row_json(row)} for value, row in rows], indent=1)
+        results = [forecast_json(r) if isinstance(r, Forecast) else {"error": r.message, "fix": r.fix} for _, r in rows]
+        return json.dumps([{name: value, **result} for (value, _), result in zip(rows, results, strict=True)], indent=1)
     lines = table_lines([{name: str(value), **row_cells(row)} for value, row in rows])
     reasons: dict[str, list[str]] = {}
     for value, row in rows:
@@ -334,11 +335,6 @@ def table(name: str, makes: Sequence[tuple[Any, Callable[[], Forecast]]], *, as_
             reasons.setdefault(reason, []).append(str(value))
     texts = [f"{', '.join(values)}: {reason}" for reason, values in reasons.items()]
     return "\n".join([*lines, *([""] if texts else []), *texts])
-
-
-def row_json(row: Forecast | PacelineError) -> dict[str, Any]:
-    """Returns a line of the table for --json: the forecast, or the error and its fix."""
-    return forecast_json(row) if isinstance(row, Forecast) else {"error": row.message, "fix": row.fix}
 
 
 def row_cells(row: Forecast | PacelineError) -> dict[str, str]:

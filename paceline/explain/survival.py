@@ -93,9 +93,8 @@ LOGGING = re.compile(
 LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
 # right behind an exception: what the program does in place of what failed
 CAUGHT = re.compile(r"(?i)^.{0,40}?\b(?:(?:re)?trying (?:again )?with|falling back to)\b")
-LEFT_STAGE = re.compile(
-    r"(?i)^(?!.*\btrain)[\w ,.:-]{0,60}\bskipp(?:ed|ing)\b"
-)  # by a script, without a package that it needs
+# by a script, without a package that it needs
+LEFT_STAGE = re.compile(r"(?i)^(?!.*\btrain)[\w ,.:-]{0,60}\bskipp(?:ed|ing)\b")
 ALL_STAGES = re.compile(r"(?i)\ball stages (?:complete|finished)")
 OF_MACHINE = re.compile(r"OutOfMemory|[Oo]ut of memory|CUDA|core dumped|Segmentation fault|terminate called")
 # what no process survives

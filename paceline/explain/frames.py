@@ -93,6 +93,10 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         r".* Tensor sizes: \[1, (?P=limit)\]\.?$",
         r"[/\\]transformers[/\\]models[/\\]\w+[/\\]modeling_\w+\.py\", line \d+, in forward\Z",
     ),
+    (  # a graph's
+        "device-side-assert-index", 0.92, r"\w+Error: (?P<detail>index -?\d+ is out of bounds for dimension -?\d+ with size \d+)$",
+        r"[/\\]torch_geometric[/\\]utils[/\\]_?scatter\.py\", line \d+, in \w+\Z",
+    ),
     ("shm-too-small", 0.96, r"OSError: \[Errno 28\]", r"multiprocessing[/\\](?:synchronize|shared_memory|heap)\.py\""),
     ("disk-full", 0.85, r"RuntimeError: Unknown error -1$", r"\bserialization\.py\", line \d+, in (?:_save|save|__exit__)\b"),
     (  # the folder of an output is missing
@@ -101,6 +105,8 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         r"|write_text|write_bytes)\b|\blogging[/\\]__init__\.py\", line \d+, in _open\b",
     ),
     ("user-code-exception", 0.5, r"FileNotFoundError: .*\n.*\bopen\(", ""),  # likewise, by the statement
+    # Ultralytics makes it then
+    ("user-code-exception", 0.41, r"FileNotFoundError: .*\.cache'$", r"\bin load_dataset_cache_file\b"),
     # a print, whose reader is gone
     ("user-code-exception", 0.6, r"BrokenPipeError: .*\n.*(?:\bprint\(|\bsys\.std(?:out|err)\.(?:write|flush)\()", ""),
     (  # the user's own call of a module, whose forward raised nothing itself

@@ -182,10 +182,12 @@ NO_ITEM = "TypeError: 'NoneType' object is not iterable"
 
 @pytest.mark.parametrize(("error", "statement", "cause"), [
     (INDEX, "loss = -logprobs.gather(dim=-1, index=target.unsqueeze(1))", "device-side-assert-index"),
-    (INDEX, "return src.new_zeros(size).scatter_add_(dim, index, src)", "device-side-assert-index"),
+    (INDEX, "return src.new_zeros(size).scatter_add_(0, expert, src)", "user-code-exception"),
     (INDEX, "best = hidden.gather(1, positions)", "user-code-exception"),
+    (INDEX, "best = hidden.gather(1, positions).to(target.device)", "user-code-exception"),
     (NO_ITEM, "types = L(t if is_listy(t) else [t] for t in self.types).concat()", "dataset-empty"),
     (NO_ITEM, "for name in self.names:", "user-code-exception"),
+    (NO_ITEM, "return list(t for t in self.types)", "user-code-exception"),
 ])  # fmt: skip
 def test_the_statement_shows_whose_mistake_a_message_is(error, statement, cause):
     frames = f'Traceback (most recent call last):\n  File "/env/site-packages/a/b.py", line 3, in f\n    {statement}\n'

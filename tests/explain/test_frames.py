@@ -457,3 +457,29 @@ def test_an_engine_that_ends_long_behind_the_stop_of_another_one_has_failed():
     gone = traceback("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.")
     served = "INFO [loggers.py:271] Engine 000: Avg generation throughput: 609.4 tokens/s\n" * 60
     assert verdict(stop + served + gone).cause == "serving-engine-failed"
+
+
+INDEX = "RuntimeError: index 20 is out of bounds for dimension 0 with size 10"
+NEGATIVE = "if not 0.0 <= {}:"
+TEXT = "TypeError: '<=' not supported between instances of 'float' and 'str'"
+
+
+@pytest.mark.parametrize("error, statement, place, words", [
+    (INDEX, "return src.new_zeros(size).scatter_add_(dim, i, src)", ("torch_geometric/utils/_scatter.py", "scatter"), "edge_index"),
+    (INDEX, "return src.new_zeros(size).scatter_add_(0, expert, src)", ("moe/layer.py", "route"), "print the length"),
+    (TEXT, NEGATIVE.format("lr"), ("torch/optim/adamw.py", "__init__"), "pass lr=float(lr)"),
+    (TEXT, NEGATIVE.format("eps"), ("torch/optim/adamw.py", "__init__"), "write the number"),
+    (TEXT, NEGATIVE.format("warmup"), ("mine/optim/sched.py", "__init__"), "write the number"),
+])  # fmt: skip
+def test_the_last_frame_and_its_statement_show_which_argument_is_wrong(error, statement, place, words):
+    file, name = place
+    assert words in verdict(traceback(error, (f"{PACKAGE}/{file}", name), statement=statement)).fix
+
+
+def test_the_cache_that_ultralytics_makes_when_it_is_not_there_is_not_what_is_missing():
+    cache = "FileNotFoundError: [Errno 2] No such file or directory: '/data/labels/train.cache'"
+    first = traceback(cache, (f"{PACKAGE}/ultralytics/data/utils.py", "load_dataset_cache_file"))
+    second = traceback("ValueError: train: No labels found in /data/labels/train.cache, can not start training.")
+    chained = f"{first}\nDuring handling of the above exception, another exception occurred:\n\n{second}"
+    assert verdict(chained).cause == "dataset-empty"
+    assert verdict(traceback(cache, ("train.py", "main"))).cause == "dataset-missing"

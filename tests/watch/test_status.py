@@ -463,6 +463,12 @@ def test_a_shorter_bar_with_losses_behind_it_is_of_another_training(tmp_path):
         rows = [(step, row["loss"]) for step, _, row in LogRows(path).read(last=True) if "loss" in row]
         assert rows[-4:] == [(step, 4.0) for step in (100, 200, 300, 400)]
         assert sorted({loss for _, loss in rows}, reverse=True) == values
+    path.write_text(bars(5000, loss=5.0))
+    reader = LogRows(path)
+    assert len(list(reader.read(last=False))) == 3
+    path.unlink()
+    path.write_text(bars(500, loss=4.0))  # the script opens its log again
+    assert [step for step, _, _ in reader.read(last=True)][-4:] == [100, 200, 300, 400]
 
 
 def test_progress_in_one_line_is_read_to_its_last_state_once_the_script_has_ended(tmp_path):

@@ -16,7 +16,19 @@ from typing import Any, NamedTuple
 from paceline.explain.line_measures import BAR, PART_LOSS, parse_count, read_step_and_loss, strip_bars
 from paceline.explain.lines import split_prefix, strip_escapes
 from paceline.explain.progress import EPOCH_OF, EpochSteps
-from paceline.watch.growing_file import STATE_ENDS, GrowingFile, read_part
+from paceline.explain.series import LOSS
+from paceline.rundir import RunDir, is_locked
+from paceline.units import unix_time
+from paceline.watch.growing_file import (
+    STATE_ENDS,
+    GrowingFile,
+    JsonRecord,
+    MetricFinder,
+    end_of_metrics,
+    file_stamp,
+    longest,
+    read_part,
+)
 
 MAX_LINE_BYTES = 4000  # a longer line shows no progress
 END_BYTES = 64 << 10  # read of a log for a list of runs
@@ -232,3 +244,40 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
     last = counted(last, epoch_steps)
     values |= {"step": last.step, "num_steps": last.num_steps if last.step is not None else None}
     return {name: values[name] for name in (*names, "num_steps") if values.get(name) is not None}
+
+
+class ScriptValues:
+    """The last values that a script's run shows: in rank 0's logs; without a step and a loss there, in its files of metrics."""
+
+    def __init__(self, run: RunDir):
+        self.run = run
+        self._finder = MetricFinder(run)
+        self._uses_files = False  # of metrics
+        self._stamps: dict[Path, tuple[int, int] | None] = {}  # of the files that were read, from before that
+
+    def is_current(self, *, is_live: bool) -> bool:
+        """Whether `read` would return the same. is_live: the script may write its first file of metrics."""
+        is_due = is_live and self._uses_files and self._finder.is_due
+        return not is_due and all(file_stamp(path) == stamp for path, stamp in self._stamps.items())
+
+    def read(self, events: Sequence[JsonRecord], names: Sequence[str]) -> dict[str, Any]:
+        """Returns the values at the end of the last log that shows any, or of the longest file of the last attempt with one."""
+        self._stamps = {}
+        starts = [unix_time(event["time"]) for event in events if event.get("event") == "attempt"]
+        values: dict[str, Any] = {}
+        for number in range(len(starts), 0, -1):
+            log, to_end = self.run.rank_log(number, 0), number < len(starts) or not is_locked(self.run)
+            self._stamps[log] = file_stamp(log)
+            if values := printed_values(log, names, to_end=to_end):
+                break
+        self._uses_files = not values.keys() & {"step", "loss"}
+        for paths in reversed(self._finder.find(starts)) if self._uses_files else ():
+            self._stamps |= {path: file_stamp(path) for path in paths}
+            if curves := list(filter(None, map(end_of_metrics, paths))):
+                losses = [[item for item in series if item.kind == LOSS] for series in curves]
+                steps = [max(item.steps[-1] for item in series) for series in curves]
+                at = longest(list(zip(map(bool, losses), steps, strict=True)))
+                # a curve of that name is the loss where it has others
+                last = min(losses[at], key=lambda item: item.name != "loss", default=None)
+                return values | {"step": steps[at]} | ({"loss": last.values[-1]} if last else {})
+        return values

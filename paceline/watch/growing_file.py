@@ -194,7 +194,9 @@ def longest(ends: Sequence[tuple[bool, int]]) -> int:
     Of those that have come about as far, such as the files of two ranks, it is always the first.
     """
     last = max(ends)
-    return next(at for at, (loss, step) in enumerate(ends) if loss == last[0] and step >= SAME_LENGTH * last[1])
+    return next(
+        at for at, (loss, step) in enumerate(ends) if loss == last[0] and step >= min(last[1], SAME_LENGTH * last[1])
+    )
 
 
 def end_of_metrics(path: Path) -> list[MetricSeries]:

@@ -40,6 +40,7 @@ SEPARATOR = r"['\"]?\s*[:=|]?\s*['\"]?"
 STEPS_OF = re.compile(
     r"(?i)(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|it|batch)['\"]?\s*[:=# \[(]{0,3}\s*\d[\d,]*\s*/\s*(?P<of>\d[\d,]*)"
 )
+TOTAL = re.compile(r"/\s*([\d,]+)")  # on a line that may show a number of steps
 BAR_SPEED = re.compile(r"(?P<value>\d+(?:\.\d+)?)\s*(?P<unit>it/s|s/it|steps?/s)")
 TRAINING_BAR = re.compile(r"(?i)\b(?:epoch|train|step|iter)|^\W*$")
 EPOCH_BAR = re.compile(r"(?i)\bepoch:? (?P<epoch>\d+)$")
@@ -142,10 +143,8 @@ class LogLines:
 
     def __init__(self) -> None:
         self._epoch_steps = EpochSteps()
-        self._num_steps, self._has_loss = (
-            0,
-            False,
-        )  # the last number of steps on a line, and whether losses came with it
+        # the last number of steps on a line, and whether losses came with it
+        self._num_steps, self._has_loss = 0, False
         self._shorter: LineValues | None = None  # the last state of a shorter bar since
 
     def read(self, raw: str) -> LineValues | None:
@@ -233,7 +232,10 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
             last = shown if last.step is None else last
             values = {**shown.values, **values}
     values.setdefault("loss", values.get("part_loss"))  # no other line has one
-    if last.by_bar and last.epochs is None:  # which may be of an evaluation
+    totals = TOTAL.findall("\n".join(lines)) if last.by_bar and last.epochs is None and last.num_steps else []
+    if any(
+        (parse_count(total) or 0) > (last.num_steps or 0) for total in set(totals)
+    ):  # the bar may be of an evaluation
         steps = [shown for shown in map(LogLines().read, lines) if shown is not None and shown.step is not None]
         last = steps[-1]._replace(epochs=None) if steps else last
     if last.epochs is not None:

@@ -347,11 +347,14 @@ def test_the_longest_file_of_an_attempt_that_has_a_loss_of_training_is_shown(scr
     assert shown() == (98, 2.0, {"loss"})
     write("d", "train_loss", steps=200, loss=1.0, ago=60)  # the file server's clock is behind
     assert shown() == (199, 1.0, {"loss"})
+    (script.run.path / "a/validation/metrics.csv").write_text("step,val_loss\n-1,3.0\n")
     write("e", "train_loss", steps=300, loss=0.5, ago=500)  # older than the run
     assert shown() == (199, 1.0, {"loss"})
 
 
 def test_curves_of_a_script_s_lines_are_not_replaced_by_those_of_its_files(script, shown):
+    (script.run.path / "metrics.csv").write_text("step,loss\n-1,2.0\n")
+    assert shown() == (-1, 2.0, {"loss"})
     (script.run.path / "metrics.csv").write_text(METRICS)
     script.print("tok/s: 500\n")
     assert shown() == (9, 1.0, {"loss", "tok_per_sec"})

@@ -112,6 +112,7 @@ class SeriesTable:
         self.source, self.prefix, self._kind = source, prefix, kind
         self.has_runs = False  # in the names, before " - "
         self.end, self.num_rows, self.header = 0, 0, ""  # where the file's next record begins; rows and header of a CSV
+        self.counts_rows = False  # because a record names no step
         self._has_epochs = False  # in place of steps, so that each return to the first is another run
         self._points: dict[tuple[str | None, str], list[tuple[int, float, float]]] = {}  # by part and name
 
@@ -134,7 +135,8 @@ class SeriesTable:
             if value is not None and math.isfinite(value):
                 step, self._has_epochs = int(value), name == "epoch"
                 break
-        step = number if step is None else step
+        if step is None:
+            step, self.counts_rows = number, True
         part = held_out_part(record)
         for name, field in record.items():
             if name is not None:

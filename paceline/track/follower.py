@@ -295,7 +295,8 @@ class LogRows:
 
     def read(self, *, last: bool) -> Iterator[tuple[int, float, dict[str, float]]]:
         """Yields steps. Times in logs cannot be compared, so a step has the time of the file's last change."""
-        self.file.restarted()
+        if self.file.restarted():
+            self.lines = LogLines()
         for block in self.file.blocks(to_end=last):
             self.written = min(time.time(), self.path.stat().st_mtime)
             for raw in progress_lines(block):

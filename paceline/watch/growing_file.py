@@ -8,6 +8,7 @@ metrics.jsonl on a resume, from its beginning. Memory is bounded everywhere, bec
 import gc
 import math
 import os
+import time
 from bisect import bisect
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,18 +20,34 @@ from typing import Any
 
 import orjson
 
+from paceline.errors import PacelineError
 from paceline.explain.lines import strip_escapes
-from paceline.explain.series import CONTINUED, MetricSeries, SeriesTable, is_metric_file, read_series, reader_of
+from paceline.explain.series import (
+    CONTINUED,
+    MetricSeries,
+    SeriesTable,
+    is_metric_file,
+    natural_order,
+    read_events,
+    read_series,
+    reader_of,
+)
 from paceline.rundir import RunDir, open_file
 
 JsonRecord = dict[str, Any]
 
 BLOCK_BYTES = 1 << 20
 LINE_ENDS, STATE_ENDS = b"\n", b"\n\r"  # of a program's lines; of a progress bar's states as well
-LARGE_BYTES = 8 << 20  # of a longer file of metrics what it has gained is read alone
+LARGE_BYTES = 256 << 10  # of a longer file of metrics what it has gained is read alone
 REMEMBERED_BYTES = 64  # before the offset: other bytes there mean another file
 LINE_CHARS = 4000  # shown of a longer line
 MAX_FOLDERS, MAX_DEPTH = 1000, 6  # below a run's, that are searched for files of metrics
+MAX_FILES = 8  # of metrics that are read of an attempt
+FIND_EVERY_S, FIND_RATIO = 5.0, 50  # at least between two searches, and times what a search takes
+MAX_CLOCK_LAG_S = 60.0  # of a file server behind the host of the first attempt
+SAME_LENGTH = 0.9  # of the steps of an attempt's longest file: files of its other ranks have about as many
+METRICS_END_BYTES, MAX_FRAMED_BYTES = 32 << 10, 8 << 20  # read for a list of runs; of a file whose frames are skipped
+FRAME_BYTES = 16  # of a TFRecord beside its data
 
 
 class GrowingFile:
@@ -105,6 +122,11 @@ class MetricFile:
         self._file, self._table = GrowingFile(path), SeriesTable(str(path))
         self.ends: dict[str, int] = {}  # the last step of each curve
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether steps of the curves are numbers of rows, because the file does not name them."""
+        return self._table.counts_rows
+
     def read(self) -> tuple[list[MetricSeries], bool]:
         """Returns the curves, and whether they continue those that were returned before. Raises PacelineError."""
         path, is_continued = self._file.path, False
@@ -121,20 +143,92 @@ class MetricFile:
         return series, is_continued
 
 
-def written_metrics(run: RunDir, starts: Sequence[float]) -> list[Path]:
-    """Returns the files of metrics that a script wrote into its run folder: of each attempt the newest. starts: of the attempts.
+class MetricFinder:
+    """Finds the files of metrics that a script wrote into its run folder, and searches the folder again only now and then."""
 
-    What is older than the first attempt is not of the run. A trainer's state is written with its checkpoints alone.
+    def __init__(self, run: RunDir):
+        self.run = run
+        self._starts: Sequence[float] | None = None
+        self._files: list[list[Path]] = []
+        self._due = math.inf  # when the folder is searched again
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `find` would search the folder again."""
+        return time.monotonic() >= self._due
+
+    def find(self, starts: Sequence[float]) -> list[list[Path]]:
+        """Returns the files of each attempt. starts: of the attempts."""
+        if self.is_due or starts != self._starts:
+            began = time.monotonic()
+            self._starts, self._files = starts, written_metrics(self.run, starts)
+            self._due = (now := time.monotonic()) + max(FIND_EVERY_S, FIND_RATIO * (now - began))
+        return self._files
+
+
+def written_metrics(run: RunDir, starts: Sequence[float]) -> list[list[Path]]:
+    """Returns the largest files of metrics in a script's run folder, for each attempt that wrote any. starts: of the attempts.
+
+    What is older than the first attempt is not of the run. Links may lead out of the folder. A trainer's state is written with
+    its checkpoints alone.
     """
-    newest: dict[int, tuple[float, str]] = {}
+    files: dict[int, list[tuple[int, Path]]] = {}
     for parent, folders, names in islice(os.walk(run.path), MAX_FOLDERS):
         depth, trackers = len(Path(parent).relative_to(run.path).parts), run.track("").parent.name
         folders[:] = [name for name in folders if depth < MAX_DEPTH and (depth or name != trackers)]
         for path in (Path(parent, name) for name in names if name != "trainer_state.json"):
             with suppress(OSError):
-                if is_metric_file(path, in_folder=True) and (attempt := bisect(starts, time := path.stat().st_mtime)):
-                    newest[attempt] = max(newest.get(attempt, (0.0, "")), (time, str(path)))
-    return [Path(path) for _, (_, path) in sorted(newest.items())]
+                if path.is_symlink() or not is_metric_file(path, in_folder=True):
+                    continue
+                stat = path.stat()
+                attempt = bisect(starts, stat.st_mtime) or bisect(starts[:1], stat.st_mtime + MAX_CLOCK_LAG_S)
+                if attempt:
+                    files.setdefault(attempt, []).append((stat.st_size, path))
+    largest = [sorted(sized, reverse=True)[:MAX_FILES] for _, sized in sorted(files.items())]
+    return [sorted((path for _, path in sized), key=natural_order) for sized in largest]
+
+
+def longest(ends: Sequence[tuple[bool, int]]) -> int:
+    """Returns the index of the file that shows an attempt's training. ends: whether each has a loss of training, its last step.
+
+    Of those that have come about as far, such as the files of two ranks, it is always the first.
+    """
+    last = max(ends)
+    return next(
+        at for at, (loss, step) in enumerate(ends) if loss == last[0] and step >= min(last[1], SAME_LENGTH * last[1])
+    )
+
+
+def end_of_metrics(path: Path) -> list[MetricSeries]:
+    """Returns the curves at the end of a file of metrics; empty for one that does not name its steps or is too large."""
+    table = SeriesTable(str(path))
+    with suppress(OSError, PacelineError), open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = size - METRICS_END_BYTES
+        if start > 0 and path.suffix in (".csv", ".jsonl"):
+            table.header = file.readline(BLOCK_BYTES).decode("utf-8-sig", "replace")
+            file.seek(start)
+            file.readline(BLOCK_BYTES)  # its end
+            table.end = file.tell()
+        elif reader_of(path) is read_events and start <= MAX_FRAMED_BYTES:
+            while table.end < start:
+                file.seek(table.end)
+                table.end += FRAME_BYTES + int.from_bytes(file.read(8), "little")
+        elif start > LARGE_BYTES:
+            return []
+        if table.end >= size:  # a length is damaged
+            return []
+        series = read_series([path], table)[0]
+        return [] if table.counts_rows else series
+    return []
+
+
+def file_stamp(path: Path) -> tuple[int, int] | None:
+    """What changes whenever a file changes; None where the file does not exist or is in a folder that cannot be read."""
+    with suppress(OSError):
+        stat = path.stat()
+        return stat.st_mtime_ns, stat.st_size
+    return None
 
 
 def head_and_tail(path: Path, *, first: int, last: int) -> Iterator[bytes]:

@@ -16,7 +16,19 @@ from typing import Any, NamedTuple
 from paceline.explain.line_measures import BAR, PART_LOSS, parse_count, read_step_and_loss, strip_bars
 from paceline.explain.lines import split_prefix, strip_escapes
 from paceline.explain.progress import EPOCH_OF, EpochSteps
-from paceline.watch.growing_file import STATE_ENDS, GrowingFile, read_part
+from paceline.explain.series import LOSS
+from paceline.rundir import RunDir, is_locked
+from paceline.units import unix_time
+from paceline.watch.growing_file import (
+    STATE_ENDS,
+    GrowingFile,
+    JsonRecord,
+    MetricFinder,
+    end_of_metrics,
+    file_stamp,
+    longest,
+    read_part,
+)
 
 MAX_LINE_BYTES = 4000  # a longer line shows no progress
 END_BYTES = 64 << 10  # read of a log for a list of runs
@@ -28,6 +40,7 @@ SEPARATOR = r"['\"]?\s*[:=|]?\s*['\"]?"
 STEPS_OF = re.compile(
     r"(?i)(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|it|batch)['\"]?\s*[:=# \[(]{0,3}\s*\d[\d,]*\s*/\s*(?P<of>\d[\d,]*)"
 )
+TOTAL = re.compile(r"/\s*([\d,]+)")  # on a line that may show a number of steps
 BAR_SPEED = re.compile(r"(?P<value>\d+(?:\.\d+)?)\s*(?P<unit>it/s|s/it|steps?/s)")
 TRAINING_BAR = re.compile(r"(?i)\b(?:epoch|train|step|iter)|^\W*$")
 EPOCH_BAR = re.compile(r"(?i)\bepoch:? (?P<epoch>\d+)$")
@@ -130,10 +143,8 @@ class LogLines:
 
     def __init__(self) -> None:
         self._epoch_steps = EpochSteps()
-        self._num_steps, self._has_loss = (
-            0,
-            False,
-        )  # the last number of steps on a line, and whether losses came with it
+        # the last number of steps on a line, and whether losses came with it
+        self._num_steps, self._has_loss = 0, False
         self._shorter: LineValues | None = None  # the last state of a shorter bar since
 
     def read(self, raw: str) -> LineValues | None:
@@ -221,7 +232,10 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
             last = shown if last.step is None else last
             values = {**shown.values, **values}
     values.setdefault("loss", values.get("part_loss"))  # no other line has one
-    if last.by_bar and last.epochs is None:  # which may be of an evaluation
+    totals = TOTAL.findall("\n".join(lines)) if last.by_bar and last.epochs is None and last.num_steps else []
+    if any(
+        (parse_count(total) or 0) > (last.num_steps or 0) for total in set(totals)
+    ):  # the bar may be of an evaluation
         steps = [shown for shown in map(LogLines().read, lines) if shown is not None and shown.step is not None]
         last = steps[-1]._replace(epochs=None) if steps else last
     if last.epochs is not None:
@@ -232,3 +246,40 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
     last = counted(last, epoch_steps)
     values |= {"step": last.step, "num_steps": last.num_steps if last.step is not None else None}
     return {name: values[name] for name in (*names, "num_steps") if values.get(name) is not None}
+
+
+class ScriptValues:
+    """The last values that a script's run shows: in rank 0's logs; without a step and a loss there, in its files of metrics."""
+
+    def __init__(self, run: RunDir):
+        self.run = run
+        self._finder = MetricFinder(run)
+        self._uses_files = False  # of metrics
+        self._stamps: dict[Path, tuple[int, int] | None] = {}  # of the files that were read, from before that
+
+    def is_current(self, *, is_live: bool) -> bool:
+        """Whether `read` would return the same. is_live: the script may write its first file of metrics."""
+        is_due = is_live and self._uses_files and self._finder.is_due
+        return not is_due and all(file_stamp(path) == stamp for path, stamp in self._stamps.items())
+
+    def read(self, events: Sequence[JsonRecord], names: Sequence[str]) -> dict[str, Any]:
+        """Returns the values at the end of the last log that shows any, or of the longest file of the last attempt with one."""
+        self._stamps = {}
+        starts = [unix_time(event["time"]) for event in events if event.get("event") == "attempt"]
+        values: dict[str, Any] = {}
+        for number in range(len(starts), 0, -1):
+            log, to_end = self.run.rank_log(number, 0), number < len(starts) or not is_locked(self.run)
+            self._stamps[log] = file_stamp(log)
+            if values := printed_values(log, names, to_end=to_end):
+                break
+        self._uses_files = not values.keys() & {"step", "loss"}
+        for paths in reversed(self._finder.find(starts)) if self._uses_files else ():
+            self._stamps |= {path: file_stamp(path) for path in paths}
+            if curves := list(filter(None, map(end_of_metrics, paths))):
+                losses = [[item for item in series if item.kind == LOSS] for series in curves]
+                steps = [max(item.steps[-1] for item in series) for series in curves]
+                at = longest(list(zip(map(bool, losses), steps, strict=True)))
+                # a curve of that name is the loss where it has others
+                last = min(losses[at], key=lambda item: item.name != "loss", default=None)
+                return values | {"step": steps[at]} | ({"loss": last.values[-1]} if last else {})
+        return values

@@ -31,9 +31,10 @@ from paceline.watch.growing_file import (
     GrowingFile,
     JsonRecord,
     MetricFile,
+    MetricFinder,
     head_and_tail,
+    longest,
     unreadable,
-    written_metrics,
 )
 from paceline.watch.log_lines import EPOCH, LogLines, framework_of, progress_lines
 from paceline.watch.snapshot import LIVE, LogView, Snapshot
@@ -52,7 +53,6 @@ NUM_SILENCES = 100  # the last silences that a log came back from
 SAMPLE_EVERY_S = 2.0  # of this machine, beside a log
 FIRST_GAP_S, FIRST_SAMPLES_S = 0.2, 3.0  # between the first two, and at most: the wait for them
 UNWATCHED_S = 60.0  # after which the sampling ends
-FIND_EVERY_S = 5.0  # new files of metrics in a script's run folder
 # of curves that have other names
 KIND_NAMES = {LOSS: "loss", VALIDATION: "val_loss", GRADIENT: "grad_norm", RATE: "lr"}
 
@@ -302,6 +302,11 @@ class MetricFileCurves:
                 self._latest[name] = item.values[-1]
 
     @property
+    def names_steps(self) -> bool:
+        """Whether the file has points, and names their steps."""
+        return self.step is not None and not self._file.counts_rows
+
+    @property
     def is_complete(self) -> bool:
         """Whether the file says that all steps are done."""
         return any(ALL_STEPS in note for note in self.notes)
@@ -320,8 +325,7 @@ class ScriptCurves:
         self.run = run
         self._logs: dict[str, LogCurves] = {}
         self._files: dict[Path, MetricFileCurves] = {}
-        self._paths: list[Path] = []
-        self._key: tuple[float, ...] = ()  # what the paths follow from
+        self._finder = MetricFinder(run)
 
     def read(
         self, logs: Sequence[LogView], attempts: Sequence[JsonRecord], events: Sequence[JsonRecord]
@@ -345,7 +349,8 @@ class ScriptCurves:
         fields |= {name: earlier.get(name) for name in PLACE if fields.get(name) is None}
         if alike := [curves.curves for curves in shown if curves.counts_lines == by_line]:
             fields["series"] = join_series(alike, by_line=by_line)
-        metrics = self._read_files(list(starts.values())) if by_line or not shown else {}
+        metrics = {} if shown else self._read_files(list(starts.values()))
+        metrics |= {"series": fields.get("series", {}) | metrics["series"]} if metrics else {}
         notes, num_lines = shown[-1].notes if shown else [], best.num_lines if best else 0
         ranks = {"ranks": [log.rank for log in last], "num_lines": num_lines}
         return {**fields, "notes": notes, "written": None, **metrics, **ranks}
@@ -356,13 +361,14 @@ class ScriptCurves:
         return curves
 
     def _read_files(self, starts: Sequence[float]) -> dict[str, Any]:
-        """Returns the fields that the files of metrics show, all attempts joined; empty where they have no step."""
-        if self._key != (key := (*starts, time.monotonic() // FIND_EVERY_S)):
-            self._key, self._paths = key, written_metrics(self.run, starts)
-        files = [self._files.setdefault(path, MetricFileCurves(path)) for path in self._paths]
-        for file in files:
-            file.read()
-        files = [file for file in files if file.step is not None]
+        """Returns the fields that the longest file of metrics of each attempt shows, joined; empty where none names its steps."""
+        files = []
+        for paths in self._finder.find(starts):
+            of_attempt = [self._files.setdefault(path, MetricFileCurves(path)) for path in paths]
+            for file in of_attempt:
+                file.read()
+            if ends := [("loss" in file.curves, file.step or 0, file) for file in of_attempt if file.names_steps]:
+                files.append(ends[longest([end[:2] for end in ends])][2])
         if not files:
             return {}
         fields = {name: value for name, value in files[-1].fields().items() if value is not None}

@@ -17,14 +17,15 @@ from threading import Lock
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError
-from paceline.explain.series import LOSS, natural_order, read_series
+from paceline.explain.series import natural_order
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_queued, is_run, read_end, read_json_lines, read_text, to_utc
 from paceline.typed_fields import damaged_files, hints_of, well_typed
-from paceline.units import format_list, unix_time
+from paceline.units import format_list
 from paceline.watch.about import check_links, config_in, csv_lines, link_out_of, measured_on, read_about, read_notes
 from paceline.watch.events import end_state, is_complete, last_event_time, live_state, run_notes
-from paceline.watch.growing_file import LARGE_BYTES, parse_lines, read_part, search, written_metrics
+from paceline.watch.growing_file import file_stamp, parse_lines, read_part, search
+from paceline.watch.log_lines import ScriptValues
 from paceline.watch.measures import format_bpb, format_figure, format_step, format_time
 from paceline.watch.snapshot import LIVE, Snapshot, State
 from paceline.watch.summary import attempt_outcome, goodput_line, goodput_table, host_place
@@ -82,14 +83,14 @@ class RunStatus:
     notes: list[str] = field(default_factory=list)  # what could not be read or saved, one line each
 
 
-def run_status(run: RunDir) -> RunStatus:
+def run_status(run: RunDir, script: ScriptValues | None = None) -> RunStatus:
     """Reads only the end of metrics.jsonl, or of a script's log, so that a hundred long runs are listed at once."""
     events = list(filter(is_complete, read_json_lines(run.events)))
     command = next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None)
     attempts = sum(event.get("event") == "attempt" for event in events)
     names = ("step", "loss", "val_bpb", "tok_per_sec")
     log = run.rank_log(attempts, 0)
-    read = script_values(run, events, names) if command else last_values(run.metrics, (*names, "time"))
+    read = (script or ScriptValues(run)).read(events, names) if command else last_values(run.metrics, (*names, "time"))
     start: dict[str, Any] = {"step": None if command else 0, **measured_on(config_in(run))}
     values = {**dict.fromkeys(names), **start, **read}
     state = run_state(run, events, values)
@@ -143,45 +144,27 @@ def end_speed(run: RunDir, events: Sequence[dict[str, Any]]) -> dict[str, float]
     )
 
 
-def script_values(run: RunDir, events: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Returns the values at the end of the last log of rank 0 that shows any; without a step there, those of a file of metrics."""
-    from paceline.watch.log_lines import printed_values
-
-    starts = [unix_time(event["time"]) for event in events if event.get("event") == "attempt"]
-    values: dict[str, Any] = {}
-    for number in range(len(starts), 0, -1):
-        to_end = number < len(starts) or not is_locked(run)
-        if values := printed_values(run.rank_log(number, 0), names, to_end=to_end):
-            break
-    for path in written_metrics(run, starts)[-1:] if "step" not in values else ():
-        with suppress(OSError, PacelineError):
-            series = read_series([path])[0] if path.stat().st_size <= LARGE_BYTES else []
-            losses = [item.values[-1] for item in series if item.kind == LOSS][:1]
-            values |= dict(zip(("step", "loss"), [max(item.steps[-1] for item in series), *losses], strict=False))
-    return values
-
-
 class RunList:
     """The runs of a folder; each `read` opens only those whose files have changed."""
 
     def __init__(self, runs_dir: Path):
         self.runs_dir = runs_dir
-        self._cached: dict[Path, tuple[Any, RunStatus]] = {}
+        self._cached: dict[Path, tuple[Any, ScriptValues, RunStatus]] = {}
 
     def read(self) -> list[RunStatus]:
         """Returns the runs, the latest first, and those of the same time by their names."""
-        current: dict[Path, tuple[Any, RunStatus]] = {}
+        current = {}
         for path in sorted(run_folders(self.runs_dir), key=natural_order):
             with suppress(OSError):  # it has vanished, or belongs to another user
                 run = RunDir(path)
-                cached = self._cached.get(path)
                 files, is_live = [run.events, run.metrics, run.plan_json, run.notes, run.progress(0)], is_locked(run)
-                key, is_script = (is_live, *map(file_stamp, files)), cached and cached[1].command
-                # the steps of a script are in its log or in files of its own
-                is_same = cached and cached[0] == key and not (is_live and is_script)
-                current[path] = cached if cached and is_same else (key, run_status(run))
+                key = (is_live, *map(file_stamp, files))
+                cached_key, script, status = self._cached.get(path, (None, ScriptValues(run), None))
+                if status is None or cached_key != key or not script.is_current(is_live=is_live):
+                    status = run_status(run, script)
+                current[path] = (key, script, status)
         self._cached = current
-        return sorted((status for _, status in current.values()), key=lambda status: status.time or "", reverse=True)
+        return sorted((status for *_, status in current.values()), key=lambda status: status.time or "", reverse=True)
 
 
 def lost_runs(runs_dir: Path) -> list[Path]:
@@ -209,14 +192,6 @@ def run_folders(runs_dir: Path) -> list[Path]:
             if is_run(RunDir(path)):
                 folders.append(path)
     return folders
-
-
-def file_stamp(path: Path) -> tuple[int, int] | None:
-    """What changes whenever a file changes; None where the file does not exist."""
-    with suppress(FileNotFoundError):
-        stat = path.stat()
-        return stat.st_mtime_ns, stat.st_size
-    return None
 
 
 def format_steps(status: RunStatus | Snapshot) -> str:

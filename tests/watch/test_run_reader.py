@@ -14,8 +14,11 @@ from snapshots import NOW
 
 from paceline.errors import PacelineError
 from paceline.rundir import append_json_line, append_sample, utc_now
+from paceline.watch import growing_file
+from paceline.watch import status as status_module
+from paceline.watch.growing_file import MetricFinder
 from paceline.watch.panels import run_row
-from paceline.watch.status import format_run, format_steps, open_reader, run_status
+from paceline.watch.status import RunList, format_run, format_steps, open_reader, run_status
 from paceline.watch.summary import Summary, summarize
 
 
@@ -258,7 +261,9 @@ def test_a_script_without_a_step_on_its_lines_has_none_anywhere(script):
     assert (status.step, format_steps(status), run_row(asdict(status))["steps"]) == (None, "n/a", "n/a")
 
 
-def test_a_script_without_a_step_on_its_lines_has_those_of_the_metrics_that_it_wrote_into_its_run_folder(script):
+def test_a_script_without_a_step_and_a_loss_on_its_lines_has_those_of_the_metrics_that_it_wrote_into_its_run_folder(
+    script,
+):
     def write(path, steps, *, ago):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("step,train_loss,val_loss\n" + "".join(f"{step},{5 - step / 10},\n" for step in steps))
@@ -279,6 +284,127 @@ def test_a_script_without_a_step_on_its_lines_has_those_of_the_metrics_that_it_w
     script.print("step 7/9 loss: 2.0\n", attempt=2)
     snapshot, status = open_reader(folder).update(), run_status(script.run)
     assert (snapshot.step, snapshot.series["loss"].steps, snapshot.notes, status.step) == (7, [7], [], 7)
+
+
+@pytest.fixture
+def shown(script):
+    """Returns step, loss and curves of a script whose lines show no step, after a check that the list has the same."""
+
+    def look():
+        snapshot, status = open_reader(script.run.path).update(), run_status(script.run)
+        assert (snapshot.step, snapshot.loss) == (status.step, status.loss)
+        return snapshot.step, snapshot.loss, set(snapshot.series)
+
+    script.begin_script(ago=30)
+    script.print("loading\n")
+    return look
+
+
+NOTHING = (None, None, set())
+METRICS = "step,train_loss\n1,2.0\n9,1.0\n"
+
+
+def test_files_of_metrics_without_points_or_steps_show_nothing(script, shown, tmp_path):
+    event = b"\x18" + 7 * b"\0" + b"\xa3\x7f\x4b\x22" + 28 * b"\0"
+    for name, content in [
+        ("metrics.csv", b""),
+        ("metrics.csv", b"step,loss\n"),
+        ("metrics.csv", b"step,note\n1,a\n"),
+        ("metrics.csv", b"accuracy,f1\n0.9,0.8\n"),  # a table of results
+        ("run-a.wandb", b""),
+        ("run-b.wandb", b"damaged"),
+        ("events.out.tfevents.1", event),
+        ("events.out.tfevents.1", b"\xff" * 100_000),
+        ("events.out.tfevents.1", b"\0" * (9 << 20)),
+        ("metrics.csv", b"accuracy,f1\n" + b"0.9,0.8\n" * 50_000),
+    ]:
+        (script.run.path / name).write_bytes(content)
+        assert shown() == NOTHING and len(RunList(script.run.path.parent).read()) == 1, (name, content[:20])
+        (script.run.path / name).unlink()
+
+
+def test_a_link_to_metrics_outside_the_run_folder_is_not_followed(script, shown, tmp_path):
+    (tmp_path / "elsewhere.csv").write_text(METRICS)
+    (script.run.path / "metrics.csv").symlink_to(tmp_path / "elsewhere.csv")
+    assert shown() == NOTHING
+    (script.run.path / "metrics.csv").unlink()
+    (script.run.path / "metrics.csv").write_text(METRICS)
+    assert shown() == (9, 1.0, {"loss"})
+
+
+def test_the_longest_file_of_an_attempt_that_has_a_loss_of_training_is_shown(script, shown):
+    def write(folder, header, *, steps, loss, ago=0.0):
+        path = script.run.path / folder / "metrics.csv"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"step,{header}\n" + "".join(f"{step},{loss}\n" for step in range(steps)))
+        os.utime(path, (time.time() - ago,) * 2)
+
+    write("b/rank0", "train_loss", steps=99, loss=2.0)
+    write("b/rank1", "train_loss", steps=100, loss=9.0)  # ahead by a step
+    assert shown() == (98, 2.0, {"loss"})
+    write("a/validation", "val_loss", steps=120, loss=3.0)
+    write("c/test", "test_loss", steps=1, loss=1.5)
+    assert shown() == (98, 2.0, {"loss"})
+    write("d", "train_loss", steps=200, loss=1.0, ago=60)  # the file server's clock is behind
+    assert shown() == (199, 1.0, {"loss"})
+    (script.run.path / "a/validation/metrics.csv").write_text("step,val_loss\n-1,3.0\n")
+    write("e", "train_loss", steps=300, loss=0.5, ago=500)  # older than the run
+    assert shown() == (199, 1.0, {"loss"})
+
+
+def test_curves_of_a_script_s_lines_are_not_replaced_by_those_of_its_files(script, shown):
+    (script.run.path / "metrics.csv").write_text("step,loss\n-1,2.0\n")
+    assert shown() == (-1, 2.0, {"loss"})
+    (script.run.path / "metrics.csv").write_text(METRICS)
+    script.print("tok/s: 500\n")
+    assert shown() == (9, 1.0, {"loss", "tok_per_sec"})
+    script.print("loss 2.5\n")
+    assert shown() == (None, 2.5, {"loss", "tok_per_sec"})
+
+
+def test_the_list_reads_the_end_of_long_files_of_metrics(script, shown, tmp_path):
+    rows = "".join(f"{step},{5 - step / 10_000:.4f}\n" for step in range(20_001))
+    (script.run.path / "metrics.csv").write_text(f"step,loss\n{rows}")
+    assert shown() == (20_000, 3.0, {"loss"})
+    (script.run.path / "metrics.csv").unlink()
+    writer_of = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard").SummaryWriter
+    writer = writer_of(script.run.path / "tb")
+    assert shown() == NOTHING
+    for step in range(1001):
+        writer.add_scalar("loss", 3.5, step)
+    writer.close()
+    assert shown() == (1000, 3.5, {"loss"})
+
+
+def test_a_list_reads_a_script_again_when_its_log_or_its_metrics_have_changed(script, monkeypatch):
+    """Also where the run cannot be locked; and searches its folder for new files only now and then."""
+    runs, searches, statuses = RunList(script.run.path.parent), [], []
+    written, read = growing_file.written_metrics, status_module.run_status
+    monkeypatch.setattr(growing_file, "written_metrics", lambda *args: (searches.append(args), written(*args))[1])
+    monkeypatch.setattr(status_module, "run_status", lambda *args: (statuses.append(args), read(*args))[1])
+    monkeypatch.setattr(growing_file, "FIND_EVERY_S", 3600.0)
+
+    def steps(text=""):
+        with (script.run.path / "metrics.csv").open("a") as file:
+            file.write(text)
+        return runs.read()[0].step, runs.read()[0].step, len(statuses), len(searches)
+
+    (script.run.path / "metrics.csv").write_text("step,loss\n")
+    script.begin_script(ago=30)
+    script.print("loading\n")
+    assert steps() == (None, None, 1, 1)
+    assert steps("1,2.0\n") == (1, 1, 2, 1)
+    assert steps("2,2.0\n") == (2, 2, 3, 1)
+    monkeypatch.setattr(MetricFinder, "is_due", True)
+    assert steps() == (2, 2, 5, 3)  # while the run is locked, for new files
+    for step in (20, 30):
+        script.print(f"step {step}/90 loss: 2.5\n")
+        assert steps()[:2] == (step, step)
+    assert steps()[2:] == (7, 3)
+    monkeypatch.setattr(status_module, "is_locked", lambda run: False)
+    assert steps() == (30, 30, 8, 3)
+    script.print("step 40/90 loss: 2.5\n")
+    assert steps() == (40, 40, 9, 3)
 
 
 def test_a_script_has_the_step_of_its_last_attempt_until_the_next_one_shows_one(script):

@@ -437,12 +437,16 @@ def test_the_list_of_runs_has_the_loss_of_a_script_whose_lines_all_name_one_part
     assert printed_values(tmp_path / "0.log", names, to_end=True) == {"step": 2, "loss": 3.0}
 
 
-def test_the_bar_of_an_evaluation_at_the_end_does_not_hide_how_far_the_training_came(tmp_path):
+def test_the_bar_of_an_evaluation_at_the_end_does_not_hide_how_far_the_training_came(tmp_path, monkeypatch):
     training = "".join(f"\r{at:3}%|##| {at}/134 [00:{at % 60:02}<00:09, 9.00it/s]" for at in (100, 134))
     evaluation = "".join(f"\r{25 * at:3}%|##| {at}/4 [00:01<00:00, 3.00it/s]" for at in range(1, 5))
     (tmp_path / "0.log").write_text(f"{training}\n{{'loss': 2.9, 'epoch': 2.0}}\n{evaluation}\n{{'eval_loss': 2.8}}\n")
     values = printed_values(tmp_path / "0.log", ("step", "loss"), to_end=True)
     assert values == {"step": 134, "num_steps": 134, "loss": 2.9}
+    (tmp_path / "1.log").write_text(training)  # which is read from its end alone
+    with monkeypatch.context() as patched:
+        patched.setattr(log_lines, "LogLines", None)
+        assert printed_values(tmp_path / "1.log", ("step",), to_end=True) == {"step": 134, "num_steps": 134}
     *_, (step, _, row) = LogRows(tmp_path / "0.log").read(last=True)
     assert (step, row["loss"]) == (134, 2.9)
 
@@ -463,6 +467,12 @@ def test_a_shorter_bar_with_losses_behind_it_is_of_another_training(tmp_path):
         rows = [(step, row["loss"]) for step, _, row in LogRows(path).read(last=True) if "loss" in row]
         assert rows[-4:] == [(step, 4.0) for step in (100, 200, 300, 400)]
         assert sorted({loss for _, loss in rows}, reverse=True) == values
+    path.write_text(bars(5000, loss=5.0))
+    reader = LogRows(path)
+    assert len(list(reader.read(last=False))) == 3
+    path.unlink()
+    path.write_text(bars(500, loss=None))  # the script opens its log again
+    assert [step for step, _, _ in reader.read(last=True)][-4:] == [100, 200, 300, 400]
 
 
 def test_progress_in_one_line_is_read_to_its_last_state_once_the_script_has_ended(tmp_path):

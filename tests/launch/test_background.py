@@ -40,29 +40,27 @@ def wait_for(condition):
 
 
 def test_a_run_on_the_same_cores_is_reported_and_no_other(tmp_path, monkeypatch):
-    held = {}
-    for name, device in {
-        "new": "cpu",
-        "b": "cpu",
-        "a": "cpu",
-        "ended": "cpu",
-        "on-gpu": "cuda",
-        "far": "cpu",
-        "half": "{",
-    }.items():
+    held, devices = {}, {"on-gpu": "cuda", "half": "{"}
+    for name in ("new", "b", "a", "ended", "on-gpu", "far", "half"):
+        device = devices.get(name, "cpu")
         run = RunDir(tmp_path / name)
         run.path.mkdir()
         run.config_toml.write_text("depth = 2\n")
         run.plan_json.write_text(device if device == "{" else json.dumps({"device": device}))
+        if name == "b":  # a script's run has no plan
+            run.plan_json.unlink()
+            run.config_toml.write_text(f'command = ["x.py"]\ndevice = "{device}"\n')
         if name != "ended":
             held[name] = lock_run(run, host="elsewhere" if name == "far" else None)
+    for name in ("new", "a"):
+        (tmp_path / f"latest-{name}").symlink_to(name)
     on_cpu, on_gpu = SimpleNamespace(device="cpu"), SimpleNamespace(device="cuda")
     new = RunDir(tmp_path / "new")
-    note = "note    a and b train on this host's cores too: all of them are slower than planned"
-    assert neighbour_notes(new, on_cpu) == [note]
+    note = "note    a and b run on this host's cores too: all of them are slower than planned"
+    assert neighbour_notes(new, on_cpu) == neighbour_notes(RunDir(tmp_path / "latest-new"), on_cpu) == [note]
     assert neighbour_notes(new, on_gpu) == []
     os.close(held["a"])
-    assert neighbour_notes(new, on_cpu) == [note.replace("a and b train", "b trains")]
+    assert neighbour_notes(new, on_cpu) == [note.replace("a and b run", "b runs")]
     os.close(held["b"])
     assert neighbour_notes(new, on_cpu) == []
     for name in ("new", "on-gpu", "far", "half"):

@@ -224,15 +224,13 @@ def evaluate(args: run_options.EvalOptions) -> None:
     if args.text_field and args.data is None:
         raise UsageError("--text-field is of the text of --data", fix="add --data SOURCE, or leave --text-field out")
     folders = [open_model(run, runs_dir=args.runs_dir) for run in args.runs]
-    from paceline.launch.run_text import absolute_texts, data_of_runs
+    from paceline.launch.run_text import data_of_runs
     from paceline.train.evaluate import evaluate_run, format_evaluation
 
-    for run, dataset in data_of_runs(folders, other=args.data, text_field=args.text_field):
-        result = evaluate_run(run, args, dataset=dataset)
+    for folder, dataset in data_of_runs(folders, other=args.data, text_field=args.text_field):
+        result = evaluate_run(folder, args, dataset=dataset)
         print(json.dumps(result) if args.json else format_evaluation(result), flush=True)
-        import_module("paceline.watch.about").record_evaluation(
-            run, result, args, **absolute_texts({"data": args.data})
-        )
+        import_module("paceline.watch.about").record_evaluation(folder, result, args)
 
 
 def sample(args: run_options.SampleOptions) -> None:

@@ -19,7 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, expand_home
+from paceline.hub import is_local
 from paceline.options import LabelOptions, check_tags
 from paceline.run_options import EvalOptions, RunsNoteOptions, RunsTagOptions
 from paceline.rundir import (
@@ -254,12 +255,11 @@ def write_notes(run: RunDir, *, tags: list[str], note: str) -> None:
         raise unwritable_run(run, error) from error
 
 
-def record_evaluation(run: RunDir, result: Mapping[str, Any], options: EvalOptions, *, data: str | None) -> None:
-    """Adds a result of `paceline eval` to those in the run's folder; where that cannot be written, prints a line about it.
-
-    data: that of the options, a path as an absolute one, since another command is in another folder.
-    """
-    text = data or measured_on(config_in(run))["eval_text"]
+def record_evaluation(run: RunDir, result: Mapping[str, Any], options: EvalOptions) -> None:
+    """Adds a result of `paceline eval` to those in the run's folder; where that cannot be written, prints a line about it."""
+    text = options.data or measured_on(config_in(run))["eval_text"]
+    if options.data and is_local(options.data):  # another command is in another folder
+        text = str(expand_home(options.data).absolute())
     record = {"time": utc_now(), "step": result["step"], "val_bpb": result["val_bpb"], "eval_tokens": result["tokens"]}
     record |= {"eval_text": text, "text_field": options.text_field, "max_tokens": options.tokens}
     if not append_sample(run.evaluations, record):

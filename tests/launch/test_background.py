@@ -14,6 +14,7 @@ import pytest
 
 from paceline.errors import PacelineError
 from paceline.launch.background import format_stop, neighbour_notes, stop_run
+from paceline.model.manifest import Manifest, encode_manifest
 from paceline.rundir import RunDir, RunInUse, append_event, holder_of, lock_run, read_json_lines
 
 DEADLINE_S = 120.0
@@ -80,12 +81,15 @@ def test_a_detached_run_goes_on_without_its_terminal_until_it_is_stopped(tmp_pat
     assert os.getsid(pid) == pid and Path(f"/proc/{pid}/fd/1").readlink() == log
     if command is SCRIPT:
         wait_for(lambda: run.rank_log(1, 0).exists() and run.rank_log(1, 0).read_text() == "ready\n")
+        manifest = Manifest(7, 1, "2026-11-23T00:00:00.000Z", "0", "0", None, {}, {}, {})
+        (folder := run.checkpoints / "step_000007").mkdir(parents=True)
+        (folder / "manifest.json").write_text(encode_manifest(manifest))
     else:
         wait_for(lambda: run.metrics.exists() and len(list(read_json_lines(run.metrics))) > 3)
     answer, _, said = paceline(tmp_path, "stop", "far", "--json").rpartition("stopping: ")
     assert said.endswith("; paceline stop runs/far --now ends it at once\n")
     result = json.loads(answer)
-    last = max((line["step"] for line in read_json_lines(run.metrics)), default=None)
+    last = max((line["step"] for line in read_json_lines(run.metrics)), default=7)
     assert result == {"run": "runs/far", "pid": pid, "state": "stopped", "checkpoint_step": last}
     assert "interrupted after" in log.read_text() and holder_of(run) is None
     assert log.read_text().rstrip().endswith("next    paceline resume runs/far")

@@ -25,6 +25,11 @@ DEADLINE_S = 3.0
 MIRROR = "https://hf-mirror.com"  # where the hub itself is blocked
 
 
+def is_local(source: str) -> bool:
+    """Returns whether the source of a text is a path."""
+    return source != "builtin" and not source.startswith(PREFIX)
+
+
 def missing_packages() -> list[str]:
     """Returns the packages that reading a dataset needs and that are not installed."""
     return [name for name in PACKAGES if find_spec(name) is None]

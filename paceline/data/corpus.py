@@ -72,11 +72,6 @@ def list_files(
     return [file if file.format == "text" else replace(file, text_field=text_field) for file in files]
 
 
-def is_local(source: str) -> bool:
-    """Returns whether a source is a path."""
-    return source != "builtin" and not source.startswith(PREFIX)
-
-
 def _with_val_files(files: list[SourceFile], val_source: str, *, source: str, print_note: bool) -> list[SourceFile]:
     """Returns the files of val_source and behind them those of the source that are no files of it."""
     try:

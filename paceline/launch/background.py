@@ -32,6 +32,7 @@ from paceline.rundir import (
     holder_of,
     is_queued,
     is_script_run,
+    read_config,
     read_json_lines,
     resume_command,
     write_holder,
@@ -106,17 +107,23 @@ def create_folder(run: RunDir, *, is_named: bool) -> RunDir:
 
 
 def neighbour_notes(run: RunDir, plan: Plan) -> list[str]:
-    """Returns a line where other runs of the same folder train on this host's cores; of a GPU the checks show who uses it."""
+    """Returns a line where other runs of the same folder use this host's cores; of a GPU the checks show who uses it."""
     if plan.device != "cpu":
         return []
     names = list[str]()
-    for other in map(RunDir, sorted(run_folders(run.path.parent))):
-        if other != run and (holder_of(other) or "").endswith(f" {socket.gethostname()}"):
+    folders = set(map(os.path.realpath, run_folders(run.path.parent)))  # a link to a run is no run of its own
+    for other in (RunDir(Path(path)) for path in sorted(folders - {os.path.realpath(run.path)})):
+        if (holder_of(other) or "").endswith(f" {socket.gethostname()}"):
             with suppress(PacelineError):  # it is damaged, or has no plan yet
-                device = read_run_file(other.plan_json, lambda text: json.loads(text)["device"])
+                device = read_config(other).get("device") if is_script_run(other) else planned_device(other)
                 names += [other.name] if device == "cpu" else []
-    are = f"{format_list(names, limit=3)} {'trains' if len(names) == 1 else 'train'}"
+    are = f"{format_list(names, limit=3)} {'runs' if len(names) == 1 else 'run'}"
     return [f"note    {are} on this host's cores too: all of them are slower than planned"] if names else []
+
+
+def planned_device(run: RunDir) -> str:
+    """Returns the device of a training run; raises PacelineError where its plan is missing or damaged."""
+    return read_run_file(run.plan_json, lambda text: str(json.loads(text)["device"]))
 
 
 def answer_stop(options: StopOptions) -> str:

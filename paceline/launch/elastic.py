@@ -41,9 +41,8 @@ class Postponed(ModuleType):
 
 
 gc.disable()  # while torch is imported: collections would add a sixth to its time
-if (
-    __name__ == "__main__"
-):  # a third of its time is for tensors without values and for exports: this process has neither
+# a third of the import's time is for tensors without values and for exports: this process has neither
+if __name__ == "__main__":
     for name in ("torch._meta_registrations", "torch.export"):
         sys.modules[name] = Postponed(name)
 

@@ -18,9 +18,9 @@ import paceline
 from paceline.check.ready import training_intent
 from paceline.config import Config, cache_dir
 from paceline.config_file import find_config, format_toml_value, load_config, resolve_config
-from paceline.data.corpus import is_local
 from paceline.data.prepare import known_sizes
 from paceline.errors import PacelineError, UsageError, check_new_file, expand_home
+from paceline.hub import is_local
 from paceline.launch.job import stop_grace_s
 from paceline.plan.forecast import forecast
 from paceline.plan.machine import Machine, machine_of, num_hosts

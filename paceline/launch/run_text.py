@@ -20,7 +20,7 @@ from typing import Any
 
 from paceline.config import LENGTH_KEYS, Config, cache_dir, parse_time
 from paceline.config_file import format_toml_value, load_config, source_of
-from paceline.data.corpus import META, Progress, is_local, list_files
+from paceline.data.corpus import META, Progress, list_files
 from paceline.data.prepare import (
     TokenDataset,
     data_info,
@@ -35,7 +35,7 @@ from paceline.data.prepare import (
 from paceline.data.readers import TEXT_FIELD, ReadNotes
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file, train_tokenizer_on
 from paceline.errors import PacelineError, expand_home
-from paceline.hub import PREFIX
+from paceline.hub import PREFIX, is_local
 from paceline.model.manifest import (
     better_checkpoint,
     check_shapes,

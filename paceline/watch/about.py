@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, expand_home
+from paceline.hub import is_local
 from paceline.options import LabelOptions, check_tags
 from paceline.run_options import EvalOptions, RunsNoteOptions, RunsTagOptions
 from paceline.rundir import (
@@ -256,10 +257,9 @@ def write_notes(run: RunDir, *, tags: list[str], note: str) -> None:
 
 def record_evaluation(run: RunDir, result: Mapping[str, Any], options: EvalOptions) -> None:
     """Adds a result of `paceline eval` to those in the run's folder; where that cannot be written, prints a line about it."""
-    text = measured_on(config_in(run))["eval_text"]
-    if options.data is not None:  # a path as it is from any folder
-        path = expand_home(options.data)
-        text = str(path.absolute()) if path.exists() else options.data
+    text = options.data or measured_on(config_in(run))["eval_text"]
+    if options.data and is_local(options.data):  # another command is in another folder
+        text = str(expand_home(options.data).absolute())
     record = {"time": utc_now(), "step": result["step"], "val_bpb": result["val_bpb"], "eval_tokens": result["tokens"]}
     record |= {"eval_text": text, "text_field": options.text_field, "max_tokens": options.tokens}
     if not append_sample(run.evaluations, record):
@@ -272,7 +272,7 @@ def read_evaluations(run: RunDir) -> list[Evaluation]:
     with suppress(OSError):
         for record in read_json_lines(run.evaluations):
             values: dict[str, Any] = {name: record.get(name) for name in Evaluation.__dataclass_fields__}
-            if type(values["val_bpb"]) is float:
+            if type(values["val_bpb"]) is float and type(values["time"]) is str:
                 result = well_typed(Evaluation(**values), Evaluation)
                 latest[result.title, result.step] = result
     return [latest[key] for key in sorted(latest)]

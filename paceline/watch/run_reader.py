@@ -198,7 +198,7 @@ class RunReader:
             series={name: curve.series() for name, curve in self.metrics.curves.items()},
             rank_series=[curve.series() for curve in self.metrics.rank_curves],
             plan=expected(self.plan),
-            evaluations=read_evaluations(self.run),
+            evaluations=self._evaluations(),
             **measures,
             **fields,
         )
@@ -359,6 +359,14 @@ class RunReader:
 
         explanation: dict[str, Any] | None = self._cached("explanation", (attempt, size, len(explained)), compute)
         return {**explanation, "fix": None} if explanation and state == "recovering" else explanation
+
+    def _evaluations(self) -> list[Any]:
+        """Returns the results of `paceline eval`; reads them only when their file has changed."""
+        with suppress(OSError):
+            stat = self.run.evaluations.stat()
+            key = (stat.st_mtime_ns, stat.st_size)
+            return list(self._cached("evaluations", key, lambda: read_evaluations(self.run)))
+        return []
 
     def _content(self, path: Path, parse: Callable[[str], Any], absent: Any) -> Any:
         """Returns what a small file holds; reads it only when it has changed. absent: for a missing or damaged file."""

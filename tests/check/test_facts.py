@@ -92,10 +92,10 @@ def test_without_torch_psutil_and_pynvml_the_other_facts_are_gathered(tmp_path):
 
 
 def test_a_cached_answer_about_torch_needs_no_import(facts, cached_torch):
-    second = gather_facts(cached_torch=cached_torch, probes=["torch"])
-    assert second["probes"] == {"torch": {"ok": True, "seconds": 0.0, "error": None, "cached": True}}
-    assert second["torch"] == facts["torch"]
-    check_schema({**facts, "probes": facts["probes"] | second["probes"]})
+    second = gather_facts(cached_torch=cached_torch, probes=["torch", "host"])
+    assert second["probes"]["torch"] == {"ok": True, "seconds": 0.0, "error": None, "cached": True}
+    assert second["torch"] == facts["torch"] and second["probes"]["host"]["ok"]
+    check_schema({**facts, **second, "probes": facts["probes"] | second["probes"]})
 
 
 def test_nothing_secret_is_in_the_facts(facts):
@@ -169,13 +169,13 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_probe_that_still_computes_at_its_deadline_gets_more_time():
-    code = 'import time; end = time.process_time() + 0.5\nwhile time.process_time() < end: pass\nprint(\'{"host": {"a": 1}}\')'
-    facts = ask_one(sys.executable, "-c", code, deadline_s=0.3)
+    code = 'for ((i = 0; i < 400000; i++)); do :; done; echo \'{"host": {"a": 1}}\''
+    facts = ask_one("bash", "-c", code, deadline_s=0.3)  # a shell reads little from a disk that may be slow
     assert facts["host"] == {"a": 1} or facts["probes"]["host"]["error"].startswith("still computing after")
 
 
 def test_a_probe_that_computes_forever_is_ended_and_says_so():
-    facts = ask_one(sys.executable, "-c", "while True: pass", deadline_s=0.2)
+    facts = ask_one("bash", "-c", "while :; do :; done", deadline_s=0.3)
     assert re.fullmatch(r"still computing after [\d.]+ s", facts["probes"]["host"]["error"])
 
 
@@ -186,14 +186,14 @@ def test_a_probe_that_hangs_is_killed_at_its_deadline_with_its_children(tmp_path
     assert is_gone(int((tmp_path / "pid").read_text()))
 
 
-def test_a_torch_that_hangs_does_not_affect_the_other_facts(facts, tmp_path):
+def test_a_torch_that_hangs_does_not_affect_the_other_facts(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text(f"open({str(tmp_path / 'pipe')!r})")
     (tmp_path / "torch/version.py").write_text("__version__ = '9.9.9'")
     os.mkfifo(tmp_path / "pipe")
-    probes = [replace(probe, deadline_s=2.0 if probe.name == "torch" else 120.0) for probe in PROBES[:3]]
+    probes = [replace(probe, deadline_s=2.0 if probe.name == "torch" else 120.0) for probe in PROBES]
     answers = ask_probes(probes, {**DEFAULTS, "torch_path": str(tmp_path), "measure_disk": False})
-    check_schema({**facts, **answers, "probes": facts["probes"] | answers["probes"]})
+    check_schema(answers)
     # by the probe, or its process late
     assert re.fullmatch(r"no answer in [\d.]+ s", answers["probes"]["torch"]["error"])
     assert {name for name, probe in answers["probes"].items() if not probe["ok"]} == {"torch"}

@@ -14,6 +14,7 @@ import pytest
 
 from paceline.errors import PacelineError
 from paceline.launch.background import format_stop, neighbour_notes, stop_run
+from paceline.model.manifest import Manifest, encode_manifest
 from paceline.rundir import RunDir, RunInUse, append_event, holder_of, lock_run, read_json_lines
 
 DEADLINE_S = 120.0
@@ -40,29 +41,27 @@ def wait_for(condition):
 
 
 def test_a_run_on_the_same_cores_is_reported_and_no_other(tmp_path, monkeypatch):
-    held = {}
-    for name, device in {
-        "new": "cpu",
-        "b": "cpu",
-        "a": "cpu",
-        "ended": "cpu",
-        "on-gpu": "cuda",
-        "far": "cpu",
-        "half": "{",
-    }.items():
+    held, devices = {}, {"on-gpu": "cuda", "half": "{"}
+    for name in ("new", "b", "a", "ended", "on-gpu", "far", "half"):
+        device = devices.get(name, "cpu")
         run = RunDir(tmp_path / name)
         run.path.mkdir()
         run.config_toml.write_text("depth = 2\n")
         run.plan_json.write_text(device if device == "{" else json.dumps({"device": device}))
+        if name == "b":  # a script's run has no plan
+            run.plan_json.unlink()
+            run.config_toml.write_text(f'command = ["x.py"]\ndevice = "{device}"\n')
         if name != "ended":
             held[name] = lock_run(run, host="elsewhere" if name == "far" else None)
+    for name in ("new", "a"):
+        (tmp_path / f"latest-{name}").symlink_to(name)
     on_cpu, on_gpu = SimpleNamespace(device="cpu"), SimpleNamespace(device="cuda")
     new = RunDir(tmp_path / "new")
-    note = "note    a and b train on this host's cores too: all of them are slower than planned"
-    assert neighbour_notes(new, on_cpu) == [note]
+    note = "note    a and b run on this host's cores too: all of them are slower than planned"
+    assert neighbour_notes(new, on_cpu) == neighbour_notes(RunDir(tmp_path / "latest-new"), on_cpu) == [note]
     assert neighbour_notes(new, on_gpu) == []
     os.close(held["a"])
-    assert neighbour_notes(new, on_cpu) == [note.replace("a and b train", "b trains")]
+    assert neighbour_notes(new, on_cpu) == [note.replace("a and b run", "b runs")]
     os.close(held["b"])
     assert neighbour_notes(new, on_cpu) == []
     for name in ("new", "on-gpu", "far", "half"):
@@ -82,12 +81,15 @@ def test_a_detached_run_goes_on_without_its_terminal_until_it_is_stopped(tmp_pat
     assert os.getsid(pid) == pid and Path(f"/proc/{pid}/fd/1").readlink() == log
     if command is SCRIPT:
         wait_for(lambda: run.rank_log(1, 0).exists() and run.rank_log(1, 0).read_text() == "ready\n")
+        manifest = Manifest(7, 1, "2026-11-23T00:00:00.000Z", "0", "0", None, {}, {}, {})
+        (folder := run.checkpoints / "step_000007").mkdir(parents=True)
+        (folder / "manifest.json").write_text(encode_manifest(manifest))
     else:
         wait_for(lambda: run.metrics.exists() and len(list(read_json_lines(run.metrics))) > 3)
     answer, _, said = paceline(tmp_path, "stop", "far", "--json").rpartition("stopping: ")
     assert said.endswith("; paceline stop runs/far --now ends it at once\n")
     result = json.loads(answer)
-    last = max((line["step"] for line in read_json_lines(run.metrics)), default=None)
+    last = max((line["step"] for line in read_json_lines(run.metrics)), default=7)
     assert result == {"run": "runs/far", "pid": pid, "state": "stopped", "checkpoint_step": last}
     assert "interrupted after" in log.read_text() and holder_of(run) is None
     assert log.read_text().rstrip().endswith("next    paceline resume runs/far")

@@ -271,7 +271,7 @@ def test_a_run_that_is_renamed_while_its_ranks_start_has_their_logs_and_files_in
 
 
 @pytest.mark.soak
-def test_a_script_that_saves_into_its_renamed_run_folder_is_started_again_in_the_new_one(bench):
+def test_a_script_that_saves_into_its_renamed_run_folder_is_started_again_in_the_new_one_and_fails_there(bench):
     bench.script("""
         import os
         from pathlib import Path
@@ -280,15 +280,18 @@ def test_a_script_that_saves_into_its_renamed_run_folder_is_started_again_in_the
         if run.name == "r":
             run.rename(run.with_name("r-lr3"))
         (run / "last.pt").write_text("weights")
+        print("after")
+        raise SystemExit(7)
     """)
     done = bench.run("--nproc", 1, "train.py")
-    assert (done.returncode, done.out.count("before\n")) == (0, 2)
+    assert (done.returncode, done.out.count("before\n"), done.out.splitlines()[-1]) == (7, 2, "after")
     assert "\nthe run folder was renamed: it is runs/r-lr3 now\n" in done.err
     assert "attempt 2 now: continuing in the renamed folder\n" in done.err
+    assert "\nlog: runs/r-lr3/logs/2/0.log\n" in done.err
     assert not bench.run_dir.path.exists()
     bench.run_dir = RunDir(bench.folder / "runs" / "r-lr3")
     assert (bench.run_dir.path / "last.pt").exists()
-    assert bench.events()[-1] == "finished" and run_status(bench.run_dir).state == "finished"
+    assert bench.events()[-1] == "failed" and run_status(bench.run_dir).state == "failed"
 
 
 @pytest.mark.soak

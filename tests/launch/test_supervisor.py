@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -253,15 +254,15 @@ def test_an_error_written_by_torch_record_is_read(launch):
 
 def test_the_warning_of_a_batch_system_lets_ranks_save_and_one_that_does_not_stop_is_killed_after_its_grace(launch):
     one_saves = SAVES_ON_SIGTERM.replace(", save)", ", save if os.environ['RANK'] == '0' else signal.SIG_IGN)")
-    running = launch(one_saves, stop_grace_s=10.0).wait_until_running()
+    running = launch(one_saves, stop_grace_s=4.0).wait_until_running()
     running.signal(signal.SIGUSR1)
     ended = running.end()
     assert (ended.exit_code, ended.outcome["state"]) == (130, "interrupted")
     assert [failure["rank"] for failure in ended.outcome["failures"]] == [1]
     assert (ended.log(0), ended.log(1)) == ("ready\nsaved\n", "ready\n")
-    assert "stopping on SIGUSR1; Ctrl-C again to end now\n" in ended.output
+    assert "stopping on SIGUSR1, sending SIGTERM; Ctrl-C again to end now\n" in ended.output
     assert ended.events() == ["attempt", "stopping", "attempt_ended"]
-    text = "killed rank 1, which did not end in 10 s: what was being saved is incomplete"
+    text = "killed rank 1, which did not end in 4 s: what was being saved is incomplete"
     assert ended.event("attempt_ended")["message"] == text
     explanation = explain_run(ended.run)
     assert explanation.summary.endswith(f"; {text}") and "nothing is broken" not in explanation.fix
@@ -316,6 +317,15 @@ def test_ctrl_c_twice_ends_at_once(launch):
     text = "killed ranks 0 and 1 at once, as requested: what was being saved is incomplete"
     assert ended.event("attempt_ended")["message"] == text
     assert running.left(0) == []
+
+
+def test_a_second_ctrl_c_cuts_off_the_ranks_that_had_not_ended():
+    ranks = [{"rank": rank, "killed": False, "exit_code": code} for rank, code in enumerate((None, 0))]
+    record = SimpleNamespace(is_overdue=False, is_cut_short=True, stop_s=5.0, ranks=ranks)
+    text = "killed rank 0 at once, as requested: what was being saved is incomplete"
+    assert AttemptRecord.cut_off(record) == text
+    record.is_cut_short = False  # of a training's ranks: their checkpoints are complete or absent
+    assert AttemptRecord.cut_off(record) is None
 
 
 def test_one_ctrl_c_that_arrives_twice_is_one(monkeypatch):

@@ -15,7 +15,7 @@ from wandb_server import WandbServer
 from paceline.cli import run_command
 from paceline.explain.series import read_series
 from paceline.rundir import RunDir, append_json_line, is_locked, read_json_lines, write_atomic
-from paceline.track.follower import RunRows, track, track_now
+from paceline.track.follower import RunRows, read_position, track, track_now
 from paceline.track.trackers import Position
 
 START = 1_795_000_000.0
@@ -245,6 +245,7 @@ def test_wandb_never_asks_for_a_key_and_continues_offline_and_its_server_later_g
         assert server.steps == [10, 20, 30, 40]
         assert (server.lines[0]["health/one/gpus/0/use"], server.lines[1]["_timestamp"]) == (1.0, START + 20)
         assert first_lines.with_name(first_lines.name + ".synced").exists()
+        assert rows_of(run, read_position(run, "wandb")) == []  # a third command has nothing to send
 
 
 @pytest.mark.soak

@@ -232,7 +232,7 @@ def first_phase(rank: int, world_size: int) -> dict[str, object]:
         found["narrow"] = narrow_gradients(rank, world_size)
     if world_size == 2:
         compiled = make_optimizer(rank, world_size)
-        if rank == 0:  # beside an eager peer: both send the same
+        if rank == 1:  # it owns the last shard; its eager peer sends the same
             compiled.module.compile(backend="aot_eager")
         train(compiled, rank, world_size, steps=range(3))
         found["compiled"] = rows(compiled)

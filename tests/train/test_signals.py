@@ -149,6 +149,8 @@ def test_ctrl_c_twice_ends_a_run_now_and_it_resumes_from_its_last_checkpoint(sho
     running.end()
     assert running.process.returncode == 130
     assert running.left(timeout_s=2) == []
+    [ended] = events(running.run, "attempt_ended")
+    assert "message" not in ended  # a checkpoint is complete or absent, so nothing is damaged
     shop.resume(running.run)
     assert final_bits(running.run) == final_bits(unbroken)
 

@@ -597,7 +597,8 @@ def test_results_of_eval_are_shown_with_the_run_and_compared_by_their_text(tmp_p
         line = {"time": f"{utc(bpb * -60 + step)}", "step": step, "val_bpb": bpb, "eval_tokens": 640, "eval_text": text}
         append_json_line(runs[name].evaluations, {**line, "max_tokens": 700 if text == "/u" else None})
     with runs["a"].evaluations.open("a") as file:
-        file.write('7\n{"step": 3}\n{"step": "x", "val_bpb": true}\n{"step": 100, "val_bpb": 0.1, "ev')
+        file.write('7\n{"step": 3}\n{"time": null, "val_bpb": 1.0}\n')
+        file.write('{"step": "x", "val_bpb": true}\n{"step": 100, "val_bpb": 0.1, "ev')
     assert run_command(["runs", "show", "a"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("eval")]
     assert [line.partition(", ")[2] for line in lines] == [

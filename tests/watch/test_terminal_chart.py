@@ -43,10 +43,12 @@ def test_a_falling_line_goes_from_the_upper_left_to_the_lower_right():
     ]
 
 
-@pytest.mark.parametrize("last", [6_000, 12_345, 1_000_000])
-def test_the_steps_below_a_narrow_chart_end_with_it(last):
+@pytest.mark.parametrize(
+    ("last", "text"), [(6_000, " step  6,000"), (12_345, " step 12,345"), (1_000_000, "   1,000,000")]
+)
+def test_the_steps_below_a_narrow_chart_end_with_it_and_a_long_one_takes_the_room_of_the_name(last, text):
     lines = chart((Series([0, 500, last], [3.0, 2.0, 1.0], [0.0, 1.0, 2.0]), "blue"), width=12, height=4)
-    assert plain(lines[-1]).replace("step", " " * 4) == f"{last:,}".rjust(12)
+    assert plain(lines[-1]) == text
 
 
 def test_a_spike_of_one_step_in_ten_thousand_is_visible():

@@ -357,9 +357,8 @@ def continues(error: Unfinished, line: LogLine) -> bool:
         return False
     if not text.strip() and BEFORE_BLANK.search(error.message[-1]):
         return True
-    if (
-        text.startswith("*" * 8) and error.message[-1].strip() == "LookupError:"
-    ):  # the message of NLTK stands in a frame
+    # the message of NLTK stands in a frame
+    if text.startswith("*" * 8) and error.message[-1].strip() == "LookupError:":
         return True
     if not text.strip() or "%|" in text or len(error.message) >= MAX_MESSAGE_LINES or NOT_MESSAGE.match(text):
         return False

@@ -170,7 +170,7 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
     except PermissionError as error:
         raise PacelineError(f"process {pid} is another user's", fix=f"sudo paceline stop {run.quoted}") from error
     if not now:
-        work = "SIGTERM sent, the script has 60 s to end" if is_script_run(run) else "saving a checkpoint"
+        work = "SIGTERM sent, waiting for the script to end" if is_script_run(run) else "saving a checkpoint"
         print(f"stopping: {work}; paceline stop {run.quoted} --now ends it at once", file=sys.stderr, flush=True)
     while holder_of(run) == holder:
         time.sleep(POLL_S)

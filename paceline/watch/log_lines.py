@@ -233,9 +233,8 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
             values = {**shown.values, **values}
     values.setdefault("loss", values.get("part_loss"))  # no other line has one
     totals = TOTAL.findall("\n".join(lines)) if last.by_bar and last.epochs is None and last.num_steps else []
-    if any(
-        (parse_count(total) or 0) > (last.num_steps or 0) for total in set(totals)
-    ):  # the bar may be of an evaluation
+    if max((parse_count(total) or 0 for total in set(totals)), default=0) > (last.num_steps or 0):
+        # the last bar may be of an evaluation
         steps = [shown for shown in map(LogLines().read, lines) if shown is not None and shown.step is not None]
         last = steps[-1]._replace(epochs=None) if steps else last
     if last.epochs is not None:

@@ -214,7 +214,7 @@ def format_run(snapshot: Snapshot) -> str:
     lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}"]
     results = [
         f"{format_time(result.time)} UTC, step {result.step:,}: val_bpb"
-        f" {format_bpb(result.val_bpb, result.eval_tokens)} of {result.eval_text}"
+        f" {format_bpb(result.val_bpb, result.eval_tokens)} of {result.title}"
         for result in snapshot.evaluations
     ]
     own = {"eval": results, "tags": [" ".join(snapshot.tags)], "note": [snapshot.note, *snapshot.notes]}

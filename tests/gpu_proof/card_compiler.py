@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from gpu_proof.fake_card import CARDS
-from torch._dynamo.utils import counters
 from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -37,10 +36,13 @@ class GraphKeeper:
     def __init__(self, *, compiles: bool = True) -> None:
         self.names: list[str] = []
         self.compiles = compiles
+        self.counters: dict[str, Any] = {}  # of dynamo, whose import takes a second
         if not compiles:
             return
         import torch._inductor.compile_fx
+        from torch._dynamo.utils import counters
 
+        self.counters = counters
         self.compile_fx = torch._inductor.compile_fx.compile_fx
         torch._inductor.compile_fx.compile_fx = self.compile  # type: ignore[assignment]
 
@@ -55,13 +57,17 @@ class GraphKeeper:
         """Drops all graphs, as a new process would."""
         if self.compiles:
             torch._dynamo.reset()
-        counters.clear()
+            self.counters.clear()
         self.names.clear()
 
     @property
     def breaks(self) -> list[str]:
         """The reason of each graph break, its first line."""
-        return [reason.splitlines()[0] for reason, times in counters["graph_break"].items() for _ in range(times)]
+        return [
+            reason.splitlines()[0]
+            for reason, times in self.counters.get("graph_break", {}).items()
+            for _ in range(times)
+        ]
 
 
 class KernelKeeper(GraphKeeper):

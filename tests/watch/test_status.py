@@ -596,6 +596,8 @@ def test_results_of_eval_are_shown_with_the_run_and_compared_by_their_text(tmp_p
     ):  # fmt: skip
         line = {"time": f"{utc(bpb * -60 + step)}", "step": step, "val_bpb": bpb, "eval_tokens": 640, "eval_text": text}
         append_json_line(runs[name].evaluations, {**line, "max_tokens": 700 if text == "/u" else None})
+    field = {"time": utc(900), "step": 100, "val_bpb": 1.2, "eval_tokens": 99, "eval_text": "/t", "text_field": "body"}
+    append_json_line(runs["b"].evaluations, {**field, "max_tokens": 100})
     with runs["a"].evaluations.open("a") as file:
         file.write('7\n{"step": 3}\n{"time": null, "val_bpb": 1.0}\n')
         file.write('{"step": "x", "val_bpb": true}\n{"step": 100, "val_bpb": 0.1, "ev')
@@ -604,16 +606,19 @@ def test_results_of_eval_are_shown_with_the_run_and_compared_by_their_text(tmp_p
     assert [line.partition(", ")[2] for line in lines] == [
         "step 50: val_bpb 1.7000 on 640 tokens of /t", "step 100: val_bpb 1.2500 on 640 tokens of /t"
     ]  # fmt: skip
+    assert run_command(["runs", "show", "b"]) == 0
+    assert "val_bpb 1.2000 on 99 tokens of /t, field body, at most 100 tokens\n" in capsys.readouterr().out
     assert run_command(["runs", "show", "a", "b"]) == 0
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert [" ".join(line.split()) for line in table] == [
         "eval of a b",
         "/t 1.2500 at step 100 1.3000 at step 100",
+        "/t, field body, at most 100 tokens n/a 1.2000 at step 100",
         "/u, at most 700 tokens n/a 1.1000 at step 80",
     ]
     assert run_command(["runs", "show", "a", "b", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["evaluations"]
-    assert [[result["step"] for result in of_run] for of_run in results] == [[50, 100], [100, 80]]
+    assert [[result["step"] for result in of_run] for of_run in results] == [[50, 100], [100, 100, 80]]
     figures = {row["name"]: row for row in compared_figures(open_reader(runs["a"].path).update())}
     assert figures["eval of /t"] == {
         "name": "eval of /t", "text": "1.2500 at step 100", "value": 1.25, "better": "less"

@@ -20,9 +20,9 @@ quick: $(VENV)/dev
 compiled: $(VENV)/compiled $(VENV)/dev
 	$(BIN)/python -m pytest --collect-only > /dev/null
 
-# of four processes one or two wait for a deadline, a process or a browser, so that two cores are busy
+# of five processes two or three wait for a deadline, a process or a browser, so that two cores are busy
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 10
+	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder --durations 10
 
 # the long tests, among them the kernels of GPUs that are not there, then a hundred faults and as root those of several hosts;
 # ARGS='--seed 2 --faults 24 --only sigkill,disk' and HOSTS='--only mtu' take others

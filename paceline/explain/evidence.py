@@ -50,6 +50,7 @@ KERNEL_LOG_BYTES = 1 << 20  # from the end of a file
 XID_TEXTS = {79: ", GPU has fallen off the bus"}  # what the kernel's line says too, and a fix depends on
 NEARLY_ALL = 0.95  # of memory, or of a disk
 KMSG = Path("/dev/kmsg")
+MAX_RECORD_BYTES, MAX_OVERWRITTEN = 1 << 16, 100  # of a record; reads in a row that fail because theirs was overwritten
 KERNEL_LOGS = (Path("/var/log/kern.log"), Path("/var/log/messages"), Path("/var/log/syslog"))
 KILL_DELAY_S = 10.0  # by which the kernel may log a kill later than the process ends, and its clock differ
 
@@ -288,18 +289,26 @@ def has_oom_kill(start: float, end: float, *, kmsg: Path = KMSG) -> bool | None:
 def read_kmsg(path: Path) -> list[tuple[float, str]]:
     """Unix time and text of each record of /dev/kmsg.
 
-    One read returns one record, `level,number,microseconds,flags;text`, and none after the last one.
+    One read returns one record, `level,number,microseconds,flags;text`, and none after the last one. Where the next one was
+    overwritten meanwhile, a read fails once and the one after it returns the oldest that is left.
     """
     booted = time.time() - time.monotonic()  # the kernel's clock stops during a suspend, as the monotonic one does
     lines: list[tuple[float, str]] = []
-    # an error ends the reading: there is no such file, or a record was overwritten during the read
     with suppress(OSError), io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
-        while record := file.read(1 << 16):
+        while record := read_record(file):
             head, _, text = record.decode(errors="replace").partition("\n")[0].partition(";")
             parts = head.split(",")
             if len(parts) > 2 and parts[2].isdecimal():
                 lines.append((booted + int(parts[2]) / 1e6, text))
     return lines
+
+
+def read_record(file: io.RawIOBase) -> bytes | None:
+    """Returns the next record that is left; empty or None behind the last one."""
+    for _ in range(MAX_OVERWRITTEN):
+        with suppress(BrokenPipeError):
+            return file.read(MAX_RECORD_BYTES)
+    return None
 
 
 def read_kernel_file(path: Path, *, near: float) -> Iterator[tuple[float, str]]:

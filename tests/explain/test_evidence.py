@@ -1,5 +1,6 @@
 """Evidence outside of logs: flight recorder dumps, samples of the hosts' health, and the kernel log."""
 
+import io
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import pytest
 
 from paceline.explain import evidence
 from paceline.explain.collectives import flight_recorder_logs
-from paceline.explain.evidence import KMSG, has_oom_kill, read_kernel_errors, read_kmsg
+from paceline.explain.evidence import KMSG, has_oom_kill, read_kernel_errors, read_kmsg, read_record
 from paceline.explain.run_folder import explain, explain_run
 from paceline.rundir import RECORDER_DUMP, RunDir, append_event, append_sample, utc_now
 from paceline.units import unix_time
@@ -409,3 +410,15 @@ def test_a_rank_killed_with_enough_memory_was_killed_from_outside(tmp_path):
     explanation = explain_run(run)
     assert (explanation.cause, explanation.also, explanation.rank) == ("killed-from-outside", (), 1)
     assert explanation.fix.endswith(f"`paceline resume {run.path}`")
+
+
+def test_a_record_of_the_kernel_that_is_overwritten_while_it_is_read_does_not_end_the_reading():
+    results = [BrokenPipeError(), BrokenPipeError(), b"6,1,2,-;text", b""]
+
+    class Kmsg(io.RawIOBase):
+        def read(self, size=-1):
+            if isinstance(result := results.pop(0), OSError):
+                raise result
+            return result
+
+    assert [read_record(Kmsg()), read_record(Kmsg())] == [b"6,1,2,-;text", b""]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.plan.states import BLOCK, block_size
@@ -43,9 +43,12 @@ def test_decoded_squares_have_the_same_codes_in_any_step(seed, octaves, exponent
 
 
 @settings(max_examples=60)
+@example(28, 40.0, 59, (7, 256), 1)
 @given(*wide)
 def test_signs_and_zeros_stay_and_no_number_is_off_by_more_than_its_step(seed, octaves, exponent, shape, step):
-    x = (numbers(SIGNED, seed=seed, octaves=octaves, shape=shape) * 2.0**exponent).nan_to_num()
+    """Up to half of the largest float: what is rounded up from the other half can be infinite."""
+    x = numbers(SIGNED, seed=seed, octaves=octaves, shape=shape) * 2.0**exponent
+    x = x.nan_to_num().clamp(-(2.0**127), 2.0**127)
     x[..., ::5] = 0
     values = again(x, SIGNED, step=step)
     assert ((values == 0) | (values.sign() == x.sign())).all() and values[..., ::5].eq(0).all()

@@ -50,8 +50,10 @@ def log(tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     """A run of two ranks: one was killed, the other lost its connection."""
+    # tests beside this one make real kills
+    monkeypatch.setattr("paceline.explain.run_folder.has_oom_kill", lambda start, end: False)
     run = RunDir(tmp_path / "runs" / "books")
     run.logs(1).mkdir(parents=True)
     write_atomic(run.config_toml, 'name = "books"\ndevice_batch_size = 16\n')
@@ -206,10 +208,7 @@ def test_a_run_is_explained_by_its_folder_and_by_its_name(run, capsys, monkeypat
     monkeypatch.chdir(run.path.parents[1])
     fields = json.loads(explained(capsys, "books", "--json"))
     assert (fields["rank"], fields["step"], fields["victims"]) == (1, 40, [0])
-    assert fields["cause"] in (
-        "host-oom-killed",
-        "killed-from-outside",
-    )  # depends on whether the kernel log is readable
+    assert fields["cause"] == "killed-from-outside"
     assert json.loads(explained(capsys, "runs/books", "--json")) == fields
 
 

@@ -14,12 +14,12 @@ COLUMN_GAP = re.compile(r"\s*[|│┃]\s*|\t+|\s{2,}")
 TABLE_EDGES = " \t|│┃#"
 LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR_NAME})(?:_tra?i?n| [A-Z0-9]+)?$")
 # of XGBoost and LightGBM: [5] train-rmse:0.25 eval-rmse:0.68, and [5] training's l2: 0.25 valid's l2: 0.68
-BOOSTED = re.compile(r"\[(?P<step>\d{1,9})\](?=\s{1,8}[\w ]{1,40}?(?:-|'s )[\w@.]{1,40}: ?[-\d.ni])")
-BOOSTED_VALUE = re.compile(
+BOOSTING = re.compile(r"\[(?P<step>\d{1,9})\](?=\s{1,8}[\w ]{1,40}?(?:-|'s )[\w@.]{1,40}: ?[-\d.ni])")
+BOOSTING_VALUE = re.compile(
     r"(?P<part>[\w ]{1,40}?)(?:-|'s )(?P<name>[\w@.]{1,40}): ?(?P<value>[-+]?(?:\d\S{,30}|nan|inf))(?=\s|$)"
 )
 # measures that are losses; a rate of errors is none: it may stay the same, or 0, while the model learns
-BOOSTED_LOSS = re.compile(
+BOOSTING_LOSS = re.compile(
     r"(?:\w*logloss|l[12]|rmse|rmsle|mae|mape|mphe|cross_entropy|\w*nloglik|huber|quantile|poisson|tweedie)$"
 )
 COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost, MLPerf, mmcv's bar, a step and a value
@@ -97,11 +97,11 @@ def read_counter(text: str) -> StepLoss | None:
 
 def read_boosting(text: str) -> StepLoss | None:
     """The iteration of a line of XGBoost or LightGBM, with the error on what is trained on and on the last other set."""
-    if (match := BOOSTED.match(text)) is None:
+    if (match := BOOSTING.match(text)) is None:
         return None
-    values = [item for item in BOOSTED_VALUE.finditer(text, match.end()) if NUMBER_CELL.fullmatch(item["value"])]
+    values = [item for item in BOOSTING_VALUE.finditer(text, match.end()) if NUMBER_CELL.fullmatch(item["value"])]
     named = sorted(
-        (item for item in values if BOOSTED_LOSS.match(item["name"])),
+        (item for item in values if BOOSTING_LOSS.match(item["name"])),
         key=lambda item: math.isfinite(float(item["value"])),
     )
     name = named[0]["name"] if named else None  # of one that is not finite, or the first one

@@ -37,8 +37,8 @@ INPUT = re.compile(
 AGENT_REPORT = re.compile(r"E (?P<pid>\d+) torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(")
 AGENT_END = re.compile(r"ChildFailedError|SignalException")
 WILL_RESTART = re.compile(r"\d+/\d+ attempts left; +will restart worker group")
-LEFT_OVER = {RACE, "port-in-use"}
-LEFT_BEHIND = re.compile(  # of a file, a folder, a lock or a port
+LEFT_OVER_CAUSES = {RACE, "port-in-use"}
+LEFT_OVER_TEXT = re.compile(  # of a file, a folder, a lock or a port
     r"(?i)^(?:\w+\.)*(?:OSError|FileExistsError|BlockingIOError|Timeout)\b.*(?:\bexists\b|\bnot empty\b|\block|\bin use\b)"
     r"|\bdatabase is locked\b|\block(?:file)? exists\b"
 )
@@ -165,7 +165,9 @@ def agent_reports(log: Log) -> list[tuple[int, str]]:
 
 def is_left_over(event: Event) -> bool:
     """Whether an error can be about what an earlier attempt left behind: a lock, a folder, a port."""
-    return event.record.kind != "banner" and bool(event.cause.id in LEFT_OVER or LEFT_BEHIND.search(event.record.text))
+    return event.record.kind != "banner" and bool(
+        event.cause.id in LEFT_OVER_CAUSES or LEFT_OVER_TEXT.search(event.record.text)
+    )
 
 
 def without_consequences(roots: Sequence[Event], logs: Sequence[Log]) -> list[Event]:

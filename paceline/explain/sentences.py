@@ -2,7 +2,7 @@
 The sentences of an explanation: the catalogue's templates with the values of a log.
 
 The values come from the pattern's groups, from the record, and from the caller. A failure that is not in the catalogue has a fix
-that says what to look for.
+that says what to look for; notes tell what was survived, and what is odd in a healthy log.
 """
 
 import math

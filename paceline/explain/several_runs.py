@@ -18,7 +18,7 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import HEALTHY, UNKNOWN, Explanation
 from paceline.explain.log import Log
 from paceline.explain.matches import MIN_STEPS
-from paceline.explain.roots import JOB_ENDS, LEFT_BEHIND, LEFT_OVER, agent_reports
+from paceline.explain.roots import JOB_ENDS, LEFT_OVER_CAUSES, LEFT_OVER_TEXT, agent_reports
 from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.signs_of_trouble import ends_well
 from paceline.explain.survival import NOT_FOUND
@@ -195,7 +195,9 @@ def is_consequence(run: Run, before: Run) -> bool:
     """Whether a run failed because the run before it did, or is what was left of it."""
     cause, evidence = run.explanation.cause, run.explanation.evidence
     agents, agents_before = ({pid for _, pid in agent_reports(one.log)} for one in (run, before))
-    if agents & agents_before and (cause in LEFT_OVER or any(LEFT_BEHIND.search(item.text) for item in evidence[:1])):
+    if agents & agents_before and (
+        cause in LEFT_OVER_CAUSES or any(LEFT_OVER_TEXT.search(item.text) for item in evidence[:1])
+    ):
         return True  # torchrun's agent restarted the workers, which met what those before them had left
     if run.state != "failed" or run.log.is_later or cause == before.explanation.cause:
         return False

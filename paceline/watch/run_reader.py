@@ -39,7 +39,7 @@ from paceline.watch.events import (
     unstarted_notes,
 )
 from paceline.watch.goodput import LINE_FIELDS, goodput, last_writes, step_lines
-from paceline.watch.growing_file import GrowingFile, JsonRecord, parse_lines
+from paceline.watch.growing_file import GrowingFile, JsonRecord, file_stamp, parse_lines
 from paceline.watch.log_reader import ScriptCurves
 from paceline.watch.snapshot import BROKEN, LIVE, EventView, Goodput, HostView, LogView, RankView, Snapshot, State
 from paceline.watch.trend import mean_speed
@@ -362,11 +362,9 @@ class RunReader:
 
     def _evaluations(self) -> list[Any]:
         """Returns the results of `paceline eval`; reads them only when their file has changed."""
-        with suppress(OSError):
-            stat = self.run.evaluations.stat()
-            key = (stat.st_mtime_ns, stat.st_size)
-            return list(self._cached("evaluations", key, lambda: read_evaluations(self.run)))
-        return []
+        if (stamp := file_stamp(self.run.evaluations)) is None:
+            return []
+        return list(self._cached("evaluations", stamp, lambda: read_evaluations(self.run)))
 
     def _content(self, path: Path, parse: Callable[[str], Any], absent: Any) -> Any:
         """Returns what a small file holds; reads it only when it has changed. absent: for a missing or damaged file."""

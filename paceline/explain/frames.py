@@ -97,6 +97,12 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         "device-side-assert-index", 0.92, r"\w+Error: (?P<detail>index -?\d+ is out of bounds for dimension -?\d+ with size \d+)$",
         r"[/\\]torch_geometric[/\\]utils[/\\]_?scatter\.py\", line \d+, in \w+\Z",
     ),
+    (  # a saved model that this version of Keras cannot read
+        "version-mismatch", 0.7, r"(?:Attribute|Type|Key)Error: ",
+        r"(?s)\bkeras[/\\][^\n]*\", line \d+, in load_model\b.*\n[^\n]*packages[/\\][^\n]*\Z",
+    ),
+    # a byte that is no command of pickle's format
+    ("version-mismatch", 0.7, r"KeyError: \d{1,3}$", r"\bpickle\.py\", line \d+, in load\Z"),
     ("shm-too-small", 0.96, r"OSError: \[Errno 28\]", r"multiprocessing[/\\](?:synchronize|shared_memory|heap)\.py\""),
     ("disk-full", 0.85, r"RuntimeError: Unknown error -1$", r"\bserialization\.py\", line \d+, in (?:_save|save|__exit__)\b"),
     (  # the folder of an output is missing

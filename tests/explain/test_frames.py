@@ -483,3 +483,15 @@ def test_the_cache_that_ultralytics_makes_when_it_is_not_there_is_not_what_is_mi
     chained = f"{first}\nDuring handling of the above exception, another exception occurred:\n\n{second}"
     assert verdict(chained).cause == "dataset-empty"
     assert verdict(traceback(cache, ("train.py", "main"))).cause == "dataset-missing"
+
+
+def test_a_saved_model_that_keras_or_pickle_cannot_read_is_of_another_version():
+    error = "AttributeError: 'str' object has no attribute 'as_list'"
+    keras = (
+        (f"{PACKAGE}/keras/saving/saving_api.py", "load_model"),
+        (f"{PACKAGE}/keras/engine/functional.py", "process_node"),
+    )
+    assert "Keras that saved it" in verdict(traceback(error, *keras)).fix
+    assert verdict(traceback(error, ("train.py", "load_model"), ("train.py", "parse"))).cause == "user-code-exception"
+    assert verdict(traceback("KeyError: 118", ("/usr/lib/python3.11/pickle.py", "load"))).cause == "version-mismatch"
+    assert verdict(traceback("KeyError: 118", ("train.py", "load"))).cause == "user-code-exception"

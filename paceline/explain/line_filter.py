@@ -35,7 +35,7 @@ ERROR_WORD = re.compile(
     rb"|cannot|can't|unable|not found|no such|denied|refused|timed? ?out|exceed|exhaust|out of|overflow|corrupt|invalid"
     rb"|unexpected|mismatch|panic|crash|undefined symbol|nccl warn|xid|file \"|broken|unreachable|\bexit|exited|preempt"
     rb"|\.py[:(]\d|in <module>|\bnan\b|\binf\b|rank +:|host +:|time +:|return ?code|status[=: ]+\(?-?\d|could ?n[o']t"
-    rb"|early.?stop|skipping (?:batch|step|iter|update)"
+    rb"|early.?stop|rank of current process|skipping (?:batch|step|iter|update)"
 )
 NUMBER = re.compile(r"-?\d+")
 

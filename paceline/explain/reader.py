@@ -101,6 +101,9 @@ RANK_IN_TEXT = re.compile(
     r"|^\W*(?:[Gg]lobal[ _])?(?:[Rr]ank|RANK)[ _=:]?(?P<j>\d{1,6})(?::| ?\(local[ _]rank)|\bglobal_rank[=: ]+(?P<k>\d{1,6})\b"
     r"|\b(?:on|at|from|by) (?:global )?rank[ =:]?(?P<l>\d{1,6})\b|\.py:\d+\] \((?P<m>\d{1,6})/\d{1,6}\) "
 )
+FILE_RANK = re.compile(
+    r"\bRank of current process: (?P<rank>\d{1,6})\. World size: (?!1$)\d"
+)  # detectron2: a file for each
 SNIPPET_RANK = re.compile(r"^\[Rank (?P<rank>\d{1,6}) Error Snippet\]:$")  # Ray Train's, above a traceback
 LINTED = re.compile(  # by mypy, flake8 or ruff
     r"\S+\.pyi?:\d+(?::\d+)?: (?:(?:error|note): .* +\[[a-z-]+\]$|[A-Z]{1,3}\d{3,4}\b)"
@@ -293,6 +296,8 @@ class LogParser:
             self._snippet_rank = int(match["rank"])
         elif rank is not None:
             line = replace(line, rank=rank)
+        if match := FILE_RANK.search(line.text):
+            self._rank = int(match["rank"])
         if line.rank is None and self._rank is not None:
             line = replace(line, rank=self._rank)
         start = self._starts.get(number)

@@ -1407,6 +1407,15 @@ def test_a_cell_of_a_notebook_that_is_interrupted_is_not_done():
     assert "loop.py:359 in run" in verdict(STEPS + raised_in_cell).summary
 
 
+@pytest.mark.parametrize("world_size, rank", [(4, 2), (1, None)])
+def test_a_file_for_each_rank_says_at_its_top_whose_it_is(world_size, rank):
+    top = f"[07/25 21:43:23] detectron2 INFO: Rank of current process: 2. World size: {world_size}\n"
+    assert (
+        verdict(top + STEPS + f'Traceback (most recent call last):\n  File "train.py", line 16, in step\n{BUG}\n').rank
+        == rank
+    )
+
+
 def test_a_traceback_of_ray_train_has_the_rank_above_it():
     trace = 'Traceback (most recent call last):\n  File "train.py", line 16, in loop\n    x = net(y)\n' + BUG + "\n"
     explanation = verdict(STEPS + "[Rank 1 Error Snippet]:\n" + trace)

@@ -49,6 +49,7 @@ MAX_EVALUATIONS = 4000  # of more, some
 KERNEL_LOG_BYTES = 1 << 20  # from the end of a file
 XID_TEXTS = {79: ", GPU has fallen off the bus"}  # what the kernel's line says too, and a fix depends on
 NEARLY_ALL = 0.95  # of memory, or of a disk
+MUCH_OF_MEMORY = 0.2  # of a host's: other programs than the run take and free memory too
 KMSG = Path("/dev/kmsg")
 MAX_RECORD_BYTES, MAX_OVERWRITTEN = 1 << 16, 100  # of a record; reads in a row that fail because theirs was overwritten
 KERNEL_LOGS = (Path("/var/log/kern.log"), Path("/var/log/messages"), Path("/var/log/syslog"))
@@ -201,13 +202,15 @@ def read_run_series(run: RunDir, *, since: float = math.nan, until: float = math
     for path in sorted(run.health_dir.glob("*.jsonl")):
         table = SeriesTable(f"health/{path.name}", prefix=f"{path.stem} ")
         last: dict[int, tuple[float, dict[str, Any]]] = {}  # by step
+        limits: dict[str, Any] = {}
         for sample in json_records(lines_of(path)):
+            limits |= {used: sample[limit] for used, limit, _ in MEMORY_FIELDS if limit in sample}
             time = unix_time(sample.get("time"))
             if not (time < since or time >= until):
                 last[steps[bisect_right(times, time) - 1]] = time, memory_of(sample)
         for step, (time, memory) in last.items():
             table.add_record(memory, number=step, time=time, step=step)
-        series += table.take_series()
+        series += [item for item in table.take_series() if grows_by_much(item, limits)]
     return series
 
 
@@ -241,6 +244,13 @@ def lines_of(path: Path) -> list[bytes]:
             lines.append(file.readline(MAX_LINE_BYTES))
         return lines
     return []
+
+
+def grows_by_much(memory: MetricSeries, limits: Mapping[str, Any]) -> bool:
+    """Whether memory that others use too, a host's or a control group's, grows by much of its limit."""
+    limit = limits.get(memory.name.split()[-1])
+    values = [value for value in memory.values if math.isfinite(value)]
+    return not isinstance(limit, int) or not values or max(values) - min(values) > MUCH_OF_MEMORY * limit
 
 
 def memory_of(sample: Mapping[str, Any]) -> dict[str, Any]:

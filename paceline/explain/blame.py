@@ -10,12 +10,13 @@ import re
 from collections.abc import Sequence, Set
 from itertools import pairwise
 
-from paceline.explain.collectives import STATUS, CollectiveHang
+from paceline.explain.collectives import DESYNC, STATUS, CollectiveHang
 from paceline.explain.explanation import RECORDED, Record
 from paceline.explain.log import Log
 from paceline.explain.matches import PROGRAM_ENDED, WAITING, Event
 from paceline.explain.reader import BANNER_RANK
 from paceline.explain.run_bounds import shape_of
+from paceline.explain.sentences import places_of
 from paceline.explain.survival import LOST_PEER
 
 MAX_RANK = 10**6
@@ -23,6 +24,7 @@ EXTERNAL = {"keyboard-interrupt", "terminal-hangup"}  # sent to all ranks, no ra
 ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)")
 FAILED_RANK = re.compile(
     r"failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)|\brank (?P<mpi>\d+) exited with code [1-9]"
+    r"|MPI_ABORT was invoked on rank (?P<abort>\d+)"
 )
 SPAWNED = re.compile(r"[Pp]rocess (?P<pid>\d+) spawned with command: .*--local[_-]rank[=', ]+(?P<rank>\d+)")
 PID_FAILED = re.compile(
@@ -55,8 +57,11 @@ def culprit_rank(
     if world_size(logs) == 1:
         return 0
     same_cause = [other for other in candidates if other.cause.id == event.cause.id]
+    if failed_alike(event, [other.record for other in same_cause], logs):
+        return None
     if event.cause.id in WAITING and event.cause.follows is True:  # one that compared what ranks called waits for none
-        return late_rank(same_cause, logs, hang=hang)
+        apart = event.cause.id == DESYNC and hang is None and wait_apart(candidates, logs)
+        return None if apart else late_rank(same_cause, logs, hang=hang)
     named = {rank_in_text(other) for other in same_cause} - {None}
     if len(named) == 1:
         return named.pop()
@@ -73,6 +78,14 @@ def culprit_rank(
     }
     if ranks and (blamed is None or blamed in waiting - {*ranks} or len({*ranks}) == 1):
         return ranks[0]  # else the launcher knows which of them ended first
+    waited = {
+        other.record.rank
+        for other in candidates
+        if other.cause.id in WAITING and other.record.rank not in (None, rank_in_text(other))
+    }
+    if blamed in waited:  # for the rank whose error this is
+        others = ranks_of_job(logs) - waited
+        return others.pop() if len(others) == 1 else None
     if blamed is not None:
         return blamed
     if event.record.kind not in ("exit", "signal"):
@@ -82,6 +95,19 @@ def culprit_rank(
         return next((rank for rank in ranks_found if rank is not None), None)
     # a killed rank prints nothing; the ranks that lost it do
     return only_silent_rank({other.record.rank for other in candidates if other.cause.follows is True}, logs)
+
+
+def failed_alike(event: Event, same_cause: Sequence[Record], logs: Sequence[Log]) -> bool:
+    """Whether an error that has no rank itself is there once for each rank of the job."""
+    shape = shape_of(event.record.text)
+    lines = {record.line for record in same_cause if record.rank is None and shape_of(record.text) == shape}
+    return event.record.rank is None and len(lines) >= max(2, len(ranks_of_job(logs)))
+
+
+def wait_apart(candidates: Sequence[Event], logs: Sequence[Log]) -> bool:
+    """Whether all ranks of the job wait, and not all in the same line of the user's code: in different collectives."""
+    places = places_of(other.record for other in candidates if other.cause.id in WAITING)
+    return len({*places.values()}) > 1 and ranks_of_job(logs) <= places.keys()
 
 
 def rank_of_device(record: Record, logs: Sequence[Log]) -> int | None:

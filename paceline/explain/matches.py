@@ -44,6 +44,8 @@ WAITING = {DESYNC, FIRST_TRANSFER, PEER_DIED}  # reported by ranks that wait for
 
 STOPPED = re.compile(r"(?:Sending process|Unable to shutdown process) (?P<pid>\d+)\b")
 PID = re.compile(r"\b(?:pid:|PID) (?P<pid>\d+)\b")
+TERMINATED = re.compile(r"failed \(exitcode: -15\)")  # a worker, before torchrun's agent stopped others
+TERMINATED_WEIGHT = 0.7
 STOP_SIGNAL = re.compile(r"-(?:2|9|15)\b|SIG(?:INT|KILL|TERM)\b")
 # a way back through NCCL's functions, also when its sockets are closed at the end
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
@@ -93,7 +95,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     events = []
     stopped = {match["pid"] for record in log.records for match in STOPPED.finditer(record.text)}
     ended = min((record.line for record in log.records if PROGRAM_ENDED.search(record.text)), default=None)
-    continuation = continuation_of(log)
+    continuation, causes = continuation_of(log), load_catalogue().causes
     survived: Counter[str] = Counter()  # by the start of the text
     is_shut_down = any(CLOSED.search(record.text) for record in log.records)
     is_left = any("Horovod has been shut down" in record.text for record in log.records)
@@ -123,11 +125,13 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         was_cancelled = record.line > continuation.cancelled and bool(TASK_KILLED.search(record.text))
         is_banner = record.kind == "banner" or bool(STOPPED.search(record.text))
         from_launcher = is_banner or was_stopped or was_cancelled
+        if stopped and pid is not None and not was_stopped and TERMINATED.search(record.text):
+            matches = [(replace(causes["preempted-sigterm"], follows=False), TERMINATED_WEIGHT / factor, {})]
         for cause, weight, values in matches:
             was_harmless = continued and not cause.silent
             score = weight * factor * (CONTINUED if was_harmless else 1.0)
             events.append(Event(record, cause, values, score, was_harmless, (number, record.line), from_launcher))
-    own = load_catalogue().causes[FALLBACK]
+    own = causes[FALLBACK]
     if len({event.values.get("path") for event in events if event.cause.id == RACE}) >= MANY_FILES:
         events = [replace(event, cause=own) if event.cause.id == RACE else event for event in events]
     return events if len(events) <= 2 * MAX_EVENTS else [*events[:MAX_EVENTS], *events[-MAX_EVENTS:]]

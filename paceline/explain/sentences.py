@@ -8,7 +8,7 @@ that says what to look for; notes tell what was survived, and what is odd in a h
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 
 from paceline.explain.catalogue import Cause, load_catalogue
@@ -110,18 +110,18 @@ def times_too_large(values: Mapping[str, str]) -> int | None:
 
 
 def describe_ranks(
-    culprit: Event, same_cause: Sequence[Record], *, rank: int | None, log: Log, left: Sequence[Record]
+    culprit: Event, related: Sequence[Record], *, rank: int | None, log: Log, left: Sequence[Record]
 ) -> dict[str, str]:
     """What other ranks did: `observed` and `job` where a rank waited for them, `lone_rank` if they did not fail so.
 
-    `done_line` reports the end of the work, before the culprit's record and behind the last step. left: reports_of_leaving.
+    related: the records of ranks that waited too, or of the same cause. `done_line` reports the end of the work, before the culprit's record and behind the last step. left: reports_of_leaving.
     """
     record, done_line = culprit.record, log.progress.done_line or 0
     values = {"done_line": str(done_line)} if 0 < log.last_progress_line < done_line < record.line else {}
     if culprit.cause.id in WAITING:
-        return {**values, **describe_places([record, *same_cause], left), **describe_work([record, *same_cause], log)}
+        return {**values, **describe_places([record, *related], left), **describe_work([record, *related], log)}
     others = {other.rank for other in log.records} - {None, rank}
-    is_lone = bool(rank) and record.kind == "exception" and {other.rank for other in same_cause} <= {None, rank}
+    is_lone = bool(rank) and record.kind == "exception" and {other.rank for other in related} <= {None, rank}
     return {**values, "lone_rank": str(rank)} if is_lone and others else values
 
 
@@ -139,11 +139,7 @@ def describe_work(waiting: Sequence[Record], log: Log) -> dict[str, str]:
 
 def describe_places(records: Sequence[Record], left: Sequence[Record]) -> dict[str, str]:
     """`observed`: where in the user's code ranks waited for one another, and the report of one that stopped or skipped alone."""
-    places: dict[int, str] = {}
-    for record in records:
-        is_own = any((match := FRAME.search(frame)) and not INSTALLED.search(match["file"]) for frame in record.frames)
-        if record.rank is not None and is_own and (where := frame_values(record).get("where")):
-            places.setdefault(record.rank, where)
+    places = places_of(records)
     reports = [f"only rank {record.rank} reports: {RANK_PREFIX.sub('', record.text)}" for record in left]
     if not places:
         return {"observed": reports[0]} if reports else {}
@@ -153,6 +149,16 @@ def describe_places(records: Sequence[Record], left: Sequence[Record]) -> dict[s
     parts = [f"{format_ranks(numbers, limit=MAX_PLACES)} at {where}" for where, numbers in ranks.items()]
     first = parts[0].replace(" at ", " waited at ", 1)
     return {"observed": "; ".join([*reports, format_list([first, *parts[1:]], limit=MAX_PLACES)])}
+
+
+def places_of(records: Iterable[Record]) -> dict[int, str]:
+    """Where in the user's code each rank waited, by its first traceback."""
+    places: dict[int, str] = {}
+    for record in records:
+        is_own = any((match := FRAME.search(frame)) and not INSTALLED.search(match["file"]) for frame in record.frames)
+        if record.rank is not None and is_own and (where := frame_values(record).get("where")):
+            places.setdefault(record.rank, where)
+    return places
 
 
 def describe_survived(events: Sequence[Event], *, num_logs: int) -> tuple[str, ...]:

@@ -9,7 +9,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from paceline.explain.blame import culprit_rank, rank_blamed_by_launcher, rank_in_text, reports_of_leaving
+from paceline.explain.blame import (
+    culprit_rank,
+    failed_alike,
+    rank_blamed_by_launcher,
+    rank_in_text,
+    reports_of_leaving,
+)
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl, is_closed
 from paceline.explain.explanation import (
@@ -45,7 +51,7 @@ from paceline.explain.roots import (
     silent_exit,
     without_consequences,
 )
-from paceline.explain.run_bounds import BUFFERED_LINES, ended_program
+from paceline.explain.run_bounds import BUFFERED_LINES, ended_program, shape_of
 from paceline.explain.sentences import (
     ONE_LOG,
     ONE_LOG_PER_RANK,
@@ -184,7 +190,9 @@ def explain_event(
     step = progress.nan_step if diverged else step_of(rank, record, logs, progress)
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
     left = reports_of_leaving(logs) if cause.id in WAITING else []
-    ranks = describe_ranks(culprit, same_cause, rank=rank, log=logs[culprit.place[0]], left=left)
+    waiting = [event.record for event in candidates if event.cause.id in WAITING]
+    related = waiting if cause.id in WAITING else same_cause
+    ranks = describe_ranks(culprit, related, rank=rank, log=logs[culprit.place[0]], left=left)
     values = {**ranks, **template_values(culprit, rank=rank, step=step, progress=progress), **values}
     of_rank = [other for other in same_cause if None in (record.rank, other.rank) or record.rank == other.rank]
     evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
@@ -192,7 +200,9 @@ def explain_event(
     evidence = (*make_evidence(before, 1), *evidence)[:MAX_EVIDENCE]
     shown = {(item.source, item.line) for item in evidence}
     texts = {(item.rank, item.text) for item in evidence}  # of which the second traceback of a chain may repeat one
+    alike = failed_alike(culprit, same_cause, logs)
     others = [event.record for event in candidates if (event.record.source, event.record.line) not in shown]
+    others = [other for other in others if not alike or shape_of(other.text) != shape_of(record.text)]
     consequences = [other for other in others if (other.rank, shorten(other.text)) not in texts]
     rivals = sorted((event for event in roots if event.cause.id != cause.id), key=lambda event: -event.score)
     also = dict.fromkeys(rival.cause.id for rival in rivals if rival.score >= culprit.score - ALSO_NEAR)
@@ -214,7 +224,7 @@ def explain_event(
         evidence=evidence,
         consequences=make_evidence(consequences, MAX_CONSEQUENCES),
         progress=progress,
-        victims=() if rank is None and cause.id in WAITING else ranks_of_victims(victims, rank),
+        victims=() if alike or (rank is None and cause.id in WAITING) else ranks_of_victims(victims, rank),
     )
 
 

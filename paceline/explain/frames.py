@@ -103,6 +103,10 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ),
     # a byte that is no command of pickle's format
     ("version-mismatch", 0.7, r"KeyError: \d{1,3}$", r"\bpickle\.py\", line \d+, in load\Z"),
+    (  # RANK, WORLD_SIZE or MASTER_PORT
+        "config-error", 0.9, r"ValueError: (?P<message>invalid literal for int\(\).*)",
+        r"torch[/\\]distributed[/\\]rendezvous\.py\", line \d+, in _env_rendezvous_handler\Z",
+    ),
     ("shm-too-small", 0.96, r"OSError: \[Errno 28\]", r"multiprocessing[/\\](?:synchronize|shared_memory|heap)\.py\""),
     ("disk-full", 0.85, r"RuntimeError: Unknown error -1$", r"\bserialization\.py\", line \d+, in (?:_save|save|__exit__)\b"),
     (  # the folder of an output is missing

@@ -30,6 +30,7 @@ PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!(?:torch|numpy)[/\\])(?P<na
 IN_PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?P<path>.+)")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
 EXIT_CODE = re.compile(r"(?:exit ?code|return code|status)\s*[:=]?\s*(?P<code>-?\d{1,5})", re.IGNORECASE)
+MAX_OWN_CODE = 123  # a shell's and a launcher's begin above it
 SIGNAL = re.compile(r"\bSIG[A-Z]{2,5}\d?\b")
 BYTES = re.compile(r"(\d{1,15})(?: bytes)?")
 MAX_DIGITS = 15  # of a duration
@@ -114,7 +115,8 @@ def describe_ranks(
 ) -> dict[str, str]:
     """What other ranks did: `observed` and `job` where a rank waited for them, `lone_rank` if they did not fail so.
 
-    related: the records of ranks that waited too, or of the same cause. `done_line` reports the end of the work, before the culprit's record and behind the last step. left: reports_of_leaving.
+    related: the records of ranks that waited too, or of the same cause.
+    `done_line` reports the end of the work, before the culprit's record and behind the last step. left: reports_of_leaving.
     """
     record, done_line = culprit.record, log.progress.done_line or 0
     values = {"done_line": str(done_line)} if 0 < log.last_progress_line < done_line < record.line else {}
@@ -217,6 +219,12 @@ def unknown_fix(record: Record, logs: Sequence[Log]) -> str:
         return (
             "read the frames above that line; if they do not show the cause, run again with CUDA_LAUNCH_BLOCKING=1"
             " and TORCH_SHOW_CPP_STACKTRACES=1"
+        )
+    code = EXIT_CODE.search(record.text) if record.kind == "exit" else None
+    if code and 1 < int(code["code"]) <= MAX_OWN_CODE:
+        return (
+            f"look where the process ends by itself with this code and without a traceback: sys.exit({code['code']}),"
+            f" os._exit({code['code']}) or the exit of a library; what it printed before may say why"
         )
     if is_one_process(logs):
         return f"run again with PYTHONFAULTHANDLER=1: {ONE_LOG}; also check dmesg on its host"

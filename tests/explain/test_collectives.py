@@ -226,3 +226,50 @@ def test_a_rank_that_is_behind_is_the_late_one_although_its_own_wait_timed_out()
     )
     assert explain([(steps + raised(1, WAIT) + raised(0, WAIT)).encode()]).rank == 1
     assert explain([(steps + raised(2, WAIT) + raised(0, WAIT)).encode()]).rank == 1
+
+
+def torchrun_report(rank, code):
+    """What torchrun's agent prints when one of two workers, pids 40 and 41, has ended with this code, and it stops the other."""
+    torch, pid, other = "torch/distributed/elastic/multiprocessing/api.py", 40 + rank, 41 - rank
+    return (
+        f"W1130 18:21:10.279000 19 {torch}:1028] Sending process {other} closing signal SIGTERM\n"
+        f"E1130 18:21:10.457000 19 {torch}:1002] failed (exitcode: {code}) local_rank: {rank} (pid: {pid}) of binary: python\n"
+        f"Failures:\n[1]:\n  rank      : {1 - rank} (local_rank: {1 - rank})\n  exitcode  : -15 (pid: {other})  (SIGTERM)\n"
+        "Root Cause (first observed failure):\n"
+        f"[0]:\n  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: {pid})\n"
+    )
+
+
+RESET = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:29071: Connection reset by peer."
+
+
+def test_a_worker_that_got_sigterm_before_torchrun_stopped_others_was_ended_from_outside():
+    outside = explain([(STEPS + raised(0, RESET) + torchrun_report(1, -15)).encode()])
+    assert (outside.cause, outside.rank) == ("preempted-sigterm", 1)
+    own = explain([(STEPS + raised(0, RESET) + torchrun_report(1, 3)).encode()])
+    assert (own.cause, own.rank) == ("unknown", 1) and "sys.exit" in own.fix
+
+
+def test_an_error_without_a_rank_is_of_the_rank_that_the_others_wait_for():
+    thread = 'Exception in thread feed:\nTraceback (most recent call last):\n  File "train.py", line 42, in feed\n'
+    log = STEPS + thread + "KeyError: 'caption'\n" + raised(0, WAIT) + torchrun_report(0, 1)
+    explanation = explain([log.encode()])
+    assert (explanation.cause, explanation.rank, explanation.victims) == ("user-code-exception", 1, (0,))
+
+
+def test_an_error_that_each_rank_has_is_of_none():
+    usage = "train.py: error: unrecognized arguments: --local-rank={}\n"
+    log = usage.format(1) + usage.format(0) + torchrun_report(1, 2)
+    explanation = explain([log.encode()])
+    assert (explanation.cause, explanation.rank, explanation.victims) == ("config-error", None, ())
+    assert not any("unrecognized" in item.text for item in explanation.consequences)
+    alone = explain([(usage.format(1) + torchrun_report(1, 2)).encode()])
+    assert alone.rank == 1
+
+
+def test_the_rank_that_calls_mpi_abort_is_the_one_that_raised():
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 11, in <module>\n    comm.Recv(buf)\n'
+    log = STEPS + trace + "mpi4py.MPI.Exception: MPI_ERR_TRUNCATE: message truncated\n"
+    log += "MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD\nwith errorcode 1.\n"
+    explanation = explain([log.encode()])
+    assert (explanation.rank, explanation.victims) == (0, ())

@@ -1916,9 +1916,12 @@ def test_ranks_that_wait_for_one_another_are_named_with_their_places():
         return "".join(f"[rank{rank}]: {line}\n" for line in lines)
 
     places = "rank 0 waited at train.py:9 in save and rank 1 at train.py:17 in main"
-    assert verdict(waiting(0, 9, "save") + waiting(1, 17, "main")).summary == (
-        f"ranks are out of sync, stuck or missing: recv did not complete in 12s; {places}"
-    )
+    apart = verdict(waiting(0, 9, "save") + waiting(1, 17, "main"))
+    assert apart.summary == f"ranks are out of sync, stuck or missing: recv did not complete in 12s; {places}"
+    assert (apart.rank, apart.victims) == (None, ())
+    assert f"in the same order: {places}; look" in apart.fix
+    # of three ranks one is not there
+    assert verdict(waiting(0, 9, "save") + waiting(1, 17, "main") + "[rank2]: step 3 loss 2.1\n").rank == 2
     summary = verdict(waiting(0, 9, "save") + waiting(1, 9, "save")).summary
     assert summary.endswith("; ranks 0 and 1 waited at train.py:9 in save")
 

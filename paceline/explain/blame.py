@@ -7,7 +7,7 @@ than none.
 """
 
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from itertools import pairwise
 
 from paceline.explain.collectives import DESYNC, STATUS, CollectiveHang
@@ -108,6 +108,10 @@ def wait_apart(candidates: Sequence[Event], logs: Sequence[Log]) -> bool:
     """Whether all ranks of the job wait, and not all in the same line of the user's code: in different collectives."""
     places = places_of(other.record for other in candidates if other.cause.id in WAITING)
     return len({*places.values()}) > 1 and ranks_of_job(logs) <= places.keys()
+
+
+def ranks_of_victims(records: Iterable[Record], culprit: int | None) -> tuple[int, ...]:
+    return tuple(sorted({record.rank for record in records if record.rank is not None} - {culprit}))
 
 
 def rank_of_device(record: Record, logs: Sequence[Log]) -> int | None:

@@ -19,6 +19,7 @@ from paceline.explain.log import Log
 from paceline.explain.matches import PEER_DIED, RACE, WAITING, Event, as_fatal
 from paceline.explain.run_bounds import ended_program
 from paceline.explain.survival import STEPS_AFTER
+from paceline.explain.tracebacks import IGNORED_INTERRUPT
 
 TIMEOUTS = {DESYNC, FIRST_TRANSFER}
 ABORT = "native-abort"
@@ -43,6 +44,14 @@ LEFT_OVER_TEXT = re.compile(  # of a file, a folder, a lock or a port
     r"|\bdatabase is locked\b|\block(?:file)? exists\b"
 )
 DDP_CHECK = re.compile(r"DDP expects same model across all ranks|_verify_param_shape_across_processes")
+
+
+def without_ignored_interrupts(logs: Sequence[Log]) -> Sequence[Log]:
+    """The logs without a Ctrl-C that Python ignored, unless nothing else tells how one log ended."""
+    has_other_end = any(log.progress.nan_line or (log.progress.done_line or 0) > log.last_progress_line for log in logs)
+    if len(logs) == 1 and not has_other_end:
+        return logs
+    return [replace(log, records=tuple(r for r in log.records if r.text != IGNORED_INTERRUPT)) for log in logs]
 
 
 def find_hang(candidates: Sequence[Event], logs: Sequence[Log], *, has_steps: bool) -> CollectiveHang | None:

@@ -6,7 +6,7 @@ remain the one with the highest score wins, and among nearly equal ones the firs
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from paceline.explain.blame import (
@@ -14,6 +14,7 @@ from paceline.explain.blame import (
     failed_alike,
     rank_blamed_by_launcher,
     rank_in_text,
+    ranks_of_victims,
     reports_of_leaving,
 )
 from paceline.explain.catalogue import Cause, load_catalogue
@@ -50,6 +51,7 @@ from paceline.explain.roots import (
     of_last_program,
     silent_exit,
     without_consequences,
+    without_ignored_interrupts,
 )
 from paceline.explain.run_bounds import BUFFERED_LINES, ended_program, shape_of
 from paceline.explain.sentences import (
@@ -82,7 +84,7 @@ from paceline.explain.signs_of_trouble import (
     trouble_anywhere,
     trouble_at_end,
 )
-from paceline.explain.tracebacks import CUT_OFF, IGNORED_INTERRUPT
+from paceline.explain.tracebacks import CUT_OFF
 from paceline.units import format_number_of
 
 NAN, EMPTY = "loss-nan", "dataset-empty"
@@ -154,14 +156,6 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         return explain_divergence(culprit.cause, progress.nan_line, progress, values)
     explanation = explain_event(culprit, roots, candidates, logs, progress, values, hang=hang)
     return explanation if unexplained else note_steps_behind(explanation, culprit, logs)
-
-
-def without_ignored_interrupts(logs: Sequence[Log]) -> Sequence[Log]:
-    """The logs without a Ctrl-C that Python ignored, unless nothing else tells how one log ended."""
-    has_other_end = any(log.progress.nan_line or (log.progress.done_line or 0) > log.last_progress_line for log in logs)
-    if len(logs) == 1 and not has_other_end:
-        return logs
-    return [replace(log, records=tuple(r for r in log.records if r.text != IGNORED_INTERRUPT)) for log in logs]
 
 
 def progress_of(logs: Sequence[Log]) -> LogProgress:
@@ -245,10 +239,6 @@ def confidence(score: float, rival: float) -> float:
     lead = min(max(score - rival, 0.0), ALSO_NEAR) / ALSO_NEAR
     accuracy = next(accuracy for limit, accuracy in CALIBRATION if score < limit)
     return round(accuracy * (0.75 + 0.25 * lead), 2)
-
-
-def ranks_of_victims(records: Iterable[Record], culprit: int | None) -> tuple[int, ...]:
-    return tuple(sorted({record.rank for record in records if record.rank is not None} - {culprit}))
 
 
 def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:

@@ -1,9 +1,11 @@
 """
-What a file system offers: where it is mounted (proc_pid_mountinfo(5)), how much space is free, and locks on open files.
+What a file system offers: where it is mounted (proc_pid_mountinfo(5)), how much space is free, space for later, and locks on
+open files.
 
 Locks hold for every host that sees the file, where its file system passes them on as NFS does.
 """
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -22,6 +24,7 @@ from paceline.units import format_bytes
 ESCAPED = re.compile(r"\\(\d{3})")  # a space, tab, newline or backslash, in octal
 LOCK_WAIT_S = 60.0  # for a run: workers that lost their supervisor save and end, or are killed, within this
 ATTEMPTS, RETRY_S = 3, 0.02  # rundir.is_locked holds a lock for some microseconds
+FALLOC_FL_KEEP_SIZE = 1  # linux/falloc.h
 NONE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # NFS 3 without its lock service, Lustre without -o flock
 OF_ONE_HOST = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}  # mount options of NFS and of Lustre
 
@@ -114,3 +117,10 @@ def cannot_write(path: Path, error: OSError) -> PacelineError:
         f"cannot write prepared text into {path.parent}: {error.strerror or error}",
         fix=f"--cache-dir DIR in another place, or make {path.parent} a folder you may write to",
     )
+
+
+def reserve_space(path: Path, num_bytes: int) -> None:
+    """Reserves room behind the end of a file, so that its next lines fit on a full disk too, where the file system can do so."""
+    with suppress(OSError, AttributeError), path.open("ab") as file:
+        arguments = (ctypes.c_int64(file.tell()), ctypes.c_int64(num_bytes))
+        ctypes.CDLL(None).fallocate(file.fileno(), FALLOC_FL_KEEP_SIZE, *arguments)

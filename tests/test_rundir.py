@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from paceline.errors import PacelineError
+from paceline.file_systems import reserve_space
 from paceline.rundir import (
     RunDir,
     append_event,
@@ -100,3 +101,18 @@ def test_a_file_in_a_closed_folder_is_reported_as_that_folder(tmp_path, monkeypa
     path.symlink_to("/proc/self/mem")
     with pytest.raises(PacelineError, match=f"{path} cannot be read: Input/output error"):
         read_run_file(path, str)
+
+
+def test_the_last_events_of_a_run_fit_on_a_full_disk(tiny_disk):
+    run = RunDir(tiny_disk)
+    append_event(run, "attempt", attempt=1)
+    reserve_space(run.events, 64 << 10)
+    fd = os.open(tiny_disk / "fill", os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError, match="No space left"):
+        while True:
+            os.write(fd, b"x" * 4096)
+    os.close(fd)
+    for step in range(20):
+        append_event(run, "note", text=f"step {step}: {'x' * 500}")
+    events = list(read_json_lines(run.events))
+    assert [event["event"] for event in events] == ["attempt", *["note"] * 20]

@@ -19,6 +19,7 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import UNKNOWN, Explanation, format_explanation, format_summary
 from paceline.explain.recorded_end import HANG, SUPERVISOR_LOST, earlier_failures, lost_supervisor_texts, next_command
 from paceline.explain.run_folder import explain_run
+from paceline.file_systems import reserve_space
 from paceline.launch.failure import REJOINS, explain_end
 from paceline.launch.log_tail import read_log_tail
 from paceline.launch.notify import run_services
@@ -37,6 +38,7 @@ from paceline.watch.run_reader import RunReader
 from paceline.watch.summary import goodput_line
 
 POLL_S = 0.05
+EVENT_BYTES = 64 << 10  # reserved, so that the events of an end fit on a full disk
 JOB_OVER = "job-over"
 TRACEBACK_LINES = 40
 LOG_LINES = 10  # shown of a rank that left no traceback
@@ -129,6 +131,7 @@ def run_job(job: Job, services: Services) -> int:
     It releases the run's lock when the last attempt has ended. Call it from the main thread, as it handles signals.
     """
     signals = StopSignals()
+    reserve_space(job.run.events, EVENT_BYTES)
     with job_watch(signals) if job.is_training else nullcontext():
         exit_code, reason = finish_job(job, services, signals)
         if reason:

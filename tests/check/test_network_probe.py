@@ -110,11 +110,8 @@ def test_a_port_that_just_closed_is_free():
     assert probe_port(port) == {"port": port, "free": True, "error": None, "holder": None}
 
 
-def test_a_number_that_is_not_a_port_is_an_error():
+def test_a_number_that_is_not_a_port_is_an_error_and_without_a_port_none_is_probed():
     assert probe_port(70_000)["free"] is False
-
-
-def test_without_a_port_no_port_is_probed():
     network = probe_network({"port": None})["network"]
     assert (network["ports"], network["free_port"]) == ([], None)
 

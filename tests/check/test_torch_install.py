@@ -63,13 +63,14 @@ def test_what_pip_installed_is_a_wheel(tmp_path):
     }
 
 
-def test_what_conda_installed_is_conda(tmp_path):
-    assert describe_build(site_packages(tmp_path, INSTALLER="conda\n"), version="2.13.0")["build"] == "conda"
-
-
-def test_a_wheel_made_of_a_checkout_is_a_source_build(tmp_path):
-    path = site_packages(tmp_path, INSTALLER="pip\n")
-    assert describe_build(path, version="2.14.0a0+gitcf30153")["build"] == "source"
+@pytest.mark.parametrize(
+    ("installer", "version", "build"), [("conda", "2.13.0", "conda"), ("pip", "2.14.0a0+gitcf30153", "source")]
+)
+def test_what_conda_installed_is_conda_and_a_wheel_made_of_a_checkout_a_source_build(
+    tmp_path, installer, version, build
+):
+    path = site_packages(tmp_path, INSTALLER=f"{installer}\n")
+    assert describe_build(path, version=version)["build"] == build
 
 
 def test_pip_install_of_a_folder_is_a_source_build_and_names_the_folder(tmp_path):

@@ -232,18 +232,3 @@ def test_a_list_of_hosts_gets_a_file_each_with_the_address_of_the_first(tmp_path
     )
     assert [values[host]["machine_rank"] for host in ("localhost", "bob")] == [0, 1]
     assert values["bob"]["num_processes"] == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"hosts": "localhost"}, "--hosts names localhost alone"),
-        ({"hosts": "localhost,bob", "nnodes": 2}, "--hosts counts the hosts itself"),
-        ({"hosts": "198.51.100.7,198.51.100.8"}, "this host is not among --hosts"),
-        ({"hosts": "no-such-host.invalid,localhost"}, "no-such-host.invalid has no address here"),
-    ],
-)
-def test_a_list_of_hosts_that_gives_no_config_is_refused(options, message):
-    with pytest.raises(UsageError, match=message) as error:
-        accelerate_config(AccelerateOptions(**options), TWO)
-    assert error.value.fix

@@ -81,16 +81,8 @@ def test_infiniband_devices_have_a_state_a_rate_and_an_interface(tmp_path):
     (tmp_path / "mlx5_0/ports/1").mkdir(parents=True)
     for name, text in {"state": "4: ACTIVE", "rate": "100 Gb/sec (4X EDR)", "link_layer": "InfiniBand"}.items():
         (tmp_path / "mlx5_0/ports/1" / name).write_text(text + "\n")
-    assert probe_ib_devices(tmp_path) == [
-        {
-            "name": "mlx5_0",
-            "port": 1,
-            "state": "ACTIVE",
-            "rate_gbps": 100.0,
-            "link_layer": "InfiniBand",
-            "interface": "ib0",
-        }
-    ]
+    port = {"port": 1, "state": "ACTIVE", "rate_gbps": 100.0, "link_layer": "InfiniBand", "interface": "ib0"}
+    assert probe_ib_devices(tmp_path) == [{"name": "mlx5_0", **port}]
 
 
 def test_a_taken_port_names_its_holder_and_the_next_free_one():

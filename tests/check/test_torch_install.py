@@ -27,15 +27,8 @@ def site_packages(root: Path, *, version: str = "2.13.0", **record: str) -> Path
 def source_tree(root: Path) -> Path:
     header = "#define UV_VERSION_MAJOR 1\n#define UV_VERSION_MINOR 48\n#define UV_VERSION_PATCH 0\n"
     uv = "third_party/tensorpipe/third_party/libuv/include/uv/version.h"
-    files = {
-        "CMakeLists.txt": "",
-        "aten/x": "",
-        "c10/x": "",
-        "torch/__init__.py": "",
-        "torch/lib/libc10.so": "old",
-        uv: header,
-    }
-    return write_files(root, files)
+    empty = dict.fromkeys(("CMakeLists.txt", "aten/x", "c10/x", "torch/__init__.py"), "")
+    return write_files(root, {**empty, "torch/lib/libc10.so": "old", uv: header})
 
 
 def test_the_installed_torch_and_its_version_are_read_without_an_import():

@@ -139,17 +139,8 @@ def test_a_build_uses_a_cuda_that_the_driver_runs():
 
 SELECT = "share/cmake/Caffe2/Modules_CUDA_fix/upstream/FindCUDA/select_compute_arch.cmake"
 ACCEPTED = [
-    "7.0;12.0+PTX",
-    "8.6 9.0",
-    "9.0a",
-    "12.0a",
-    "10.0f",
-    "8.9+PTX",
-    "10.0f+PTX",
-    "8.9(8.6)",
-    *NAMED,
-    "Ampere+PTX;Hopper",
-]
+    "7.0;12.0+PTX", "8.6 9.0", "9.0a", "12.0a", "10.0f", "8.9+PTX", "10.0f+PTX", "8.9(8.6)", "Ampere+PTX;Hopper", *NAMED,
+]  # fmt: skip
 REFUSED = ["sm_120", "12", "9.0b", "8.10", "hopper", "Zen", "9.0+ptx", "All;8.9", "Auto 8.9"]
 
 

@@ -238,13 +238,8 @@ def test_an_end_without_output_on_a_full_disk_is_blamed_on_the_disk(tmp_path, mo
 
 
 def test_a_hang_is_told_once_and_an_exception_that_ended_its_program_is_its_cause(tmp_path):
-    where = {
-        "rank": 1,
-        "silent_s": 61.0,
-        "step": None,
-        "text": "rank 1 is stopped (state T)",
-        "places": ["rank 1: f at x.py:1"],
-    }
+    what = {"text": "rank 1 is stopped (state T)", "places": ["rank 1: f at x.py:1"]}
+    where = {"rank": 1, "silent_s": 61.0, "step": None, **what}
     append_event(RunDir(tmp_path), "hang", attempt=1, **where)
     root = replace(failure(1, signal="SIGKILL", message="rank 1 is stopped (state T)"), cause="hang")
     job = FakeJob(tmp_path, root)

@@ -346,7 +346,6 @@ ON_HOSTS = [
 # more of them, which take longer or are of the kind of one above
 LONGER = [
     ("a name that is not ASCII", as_it_is, f"{PLAN} --hosts müller", 1, "müller: no host of this name", "~/.ssh/config"),
-    ("no ssh server", as_it_is, f"{PLAN} --hosts closed", 1, "no ssh server answers", "apt install openssh-server"),
     ("no such interpreter", as_it_is, f"{PLAN} --hosts h2 --python /no/python", 1, "no /no/python there", "--python PATH"),
     ("an interpreter that is none", as_it_is, f"{PLAN} --hosts h2 --python /bin/ls", 1, "/bin/ls cannot be run there",
      "--python PATH"),

@@ -327,15 +327,8 @@ def test_a_run_is_resumed_with_the_source_of_its_weights_and_no_other(job_on, tm
 )  # fmt: skip
 def test_an_edit_of_config_toml_that_makes_another_run_is_refused(job_on, key, value, fix):
     run = job_on(lambda: TWO).run
-    rows = {
-        "data": "builtin",
-        "text_field": "body",
-        "packing": "stream",
-        "seed": 42,
-        "val_data": None,
-        "tokenizer": None,
-    }
-    run.dataset_json.write_text(json.dumps({"keys": rows}))
+    rows = {"data": "builtin", "text_field": "body", "packing": "stream", "seed": 42}
+    run.dataset_json.write_text(json.dumps({"keys": {**rows, "val_data": None, "tokenizer": None}}))
     config = replace(CONFIG, text_field="body")
     run.config_toml.write_text(format_toml(config))
     changed_run(run, {}, otherwise="x")

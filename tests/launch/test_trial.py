@@ -167,14 +167,9 @@ def test_the_slowest_rank_and_the_faster_of_eager_and_compiled_decide(tmp_path):
     memory = {"time": utc_now(), "compile_tried": True, "torch": "2.13.0", "copies_bytes": 0, "driver_bytes": 3 << 30}
     memory |= {"allocated_bytes": None, "reserved_bytes": None}
     for rank, steps in enumerate([(0.5, 0.3), (0.6, 0.4)]):
+        memory["ready_time"] = 110.0 + rank
         stages = [
-            {
-                **memory,
-                "compiled": bool(i),
-                "ready_time": 110.0 + rank,
-                "step_s": step_s,
-                "eval_s_per_token": step_s / 100,
-            }
+            {**memory, "compiled": bool(i), "step_s": step_s, "eval_s_per_token": step_s / 100}
             for i, step_s in enumerate(steps)
         ]
         (tmp_path / "probe" / f"{rank}.json").write_text(json.dumps(stages))

@@ -187,11 +187,8 @@ class Recipe:
     toolkit: str | None = None  # the CUDA version that a build needs
 
     def to_json(self) -> dict[str, Any]:
-        wheels = [
-            {**asdict(wheel), "driver": wheel.driver, "why_not": self.why_not(wheel)}
-            for wheel in WHEELS
-            if self.capabilities
-        ]
+        offered = WHEELS if self.capabilities else ()
+        wheels = [{**asdict(wheel), "driver": wheel.driver, "why_not": self.why_not(wheel)} for wheel in offered]
         return {**asdict(self), "wheels": wheels, "source": SOURCE}
 
     def why_not(self, wheel: Wheel) -> str | None:

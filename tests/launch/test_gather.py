@@ -256,10 +256,8 @@ def test_a_supervisor_cannot_write_elsewhere_on_a_host(tmp_path, name):
 
 
 def test_a_part_that_a_host_has_no_room_for_arrives_with_the_name_of_the_host(tmp_path):
-    arrivals, name = (
-        Arrivals(run_folder(tmp_path), on_no_space=pytest.fail),
-        "checkpoints/.step_000010.1-1.tmp/shard_00001_of_00002",
-    )
+    arrivals = Arrivals(run_folder(tmp_path), on_no_space=pytest.fail)
+    name = "checkpoints/.step_000010.1-1.tmp/shard_00001_of_00002"
     arrivals.take({"file": f"{name}.full", "last": True}, b"", host="bob")
     assert (tmp_path / f"{name}.full").read_text() == "bob"
 

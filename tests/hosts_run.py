@@ -14,6 +14,7 @@ from typing import Literal
 import psutil
 from namespaces import PORT, Hosts
 
+from paceline.model.manifest import newest_good, read_manifest
 from paceline.rundir import RunDir, read_json_lines
 
 DEADLINE_S = 120.0
@@ -101,6 +102,12 @@ class HostsRun:
         self.process.kill()
         self.process.wait()
         self.log.close()
+
+
+def last_files(run: RunDir) -> dict[str, str]:
+    """Returns the hash of every file of the newest checkpoint."""
+    path, _ = newest_good(run.checkpoints, set_aside=False)
+    return {name: entry.sha256 for name, entry in read_manifest(path).files.items()}
 
 
 def all_processes(hosts: Hosts, host: str) -> list[psutil.Process]:

@@ -89,29 +89,13 @@ def load_verdicts() -> tuple[Verdict, ...]:
     )
 
 
-@dataclass(frozen=True)
-class FactsProcess:
-    """The process that gathers this host's facts."""
-
-    process: subprocess.Popen[bytes]
-
-    def facts(self) -> Facts:
-        """Waits for the facts; raises PacelineError when they do not come."""
-        with suppress(subprocess.TimeoutExpired, ValueError):
-            answer, stderr = self.process.communicate(timeout=DEADLINE_S)
-            if self.process.returncode == 0:
-                facts: Facts = json.loads(answer[:MAX_ANSWER_BYTES])
-                return facts
-            last = stderr.decode(errors="replace").strip().splitlines()
-            raise PacelineError(
-                f"the facts of this host could not be gathered: {last[-1] if last else 'no answer'}", fix="--no-check"
-            )
-        raise PacelineError(f"the facts of this host were not gathered in {DEADLINE_S:.0f} s", fix="--no-check")
-
-
 @contextmanager
-def start_gathering(**request: Any) -> Iterator[FactsProcess]:
-    """Starts to gather facts, with the arguments of facts.gather_facts; the process ends with the block in any case."""
+def start_gathering(**request: Any) -> Iterator[Callable[[], Facts]]:
+    """
+    Starts to gather facts, with the arguments of facts.gather_facts; the process ends with the block in any case.
+
+    Yields a function that waits for the facts.
+    """
     command = [sys.executable, "-P", "-m", "paceline.check.probes.facts"]
     pipe = subprocess.PIPE
     # a session of its own: Ctrl-C reaches this process, which ends that one
@@ -121,13 +105,27 @@ def start_gathering(**request: Any) -> Iterator[FactsProcess]:
             with suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(json.dumps(request, default=str).encode())
             process.stdin = None  # otherwise communicate() would write to it
-            yield FactsProcess(process)
+            yield partial(read_facts, process)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)  # it ends its probes first
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(2.0)
                 process.kill()
+
+
+def read_facts(process: subprocess.Popen[bytes]) -> Facts:
+    """Waits for the facts that a process gathers; raises PacelineError when they do not come."""
+    with suppress(subprocess.TimeoutExpired, ValueError):
+        answer, stderr = process.communicate(timeout=DEADLINE_S)
+        if process.returncode == 0:
+            facts: Facts = json.loads(answer[:MAX_ANSWER_BYTES])
+            return facts
+        last = stderr.decode(errors="replace").strip().splitlines()
+        raise PacelineError(
+            f"the facts of this host could not be gathered: {last[-1] if last else 'no answer'}", fix="--no-check"
+        )
+    raise PacelineError(f"the facts of this host were not gathered in {DEADLINE_S:.0f} s", fix="--no-check")
 
 
 def training_intent(config: Config, plan: Plan, *, command: str, set_keys: frozenset[str], run_path: Path) -> Intent:
@@ -180,10 +178,6 @@ class CheckResult:
         }
 
 
-def judge_facts(hosts: Sequence[Facts], intent: Intent, driver: Facts | None = None) -> CheckResult:
-    return CheckResult(hosts, find_findings(hosts, intent, driver))
-
-
 def check_config(
     config: Config,
     machine: Machine,
@@ -231,7 +225,7 @@ def check_config(
             refused=None if error is machine.driver_error else (error.message, error.fix),
         )
     intent = replace(intent_of_each(intent, num_hosts=len(hosts)), port=port)
-    return judge_facts(hosts, intent, driver)
+    return CheckResult(hosts, find_findings(hosts, intent, driver))
 
 
 def intent_of_each(intent: Intent, *, num_hosts: int) -> Intent:

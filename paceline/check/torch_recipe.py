@@ -187,11 +187,8 @@ class Recipe:
     toolkit: str | None = None  # the CUDA version that a build needs
 
     def to_json(self) -> dict[str, Any]:
-        wheels = [
-            {**asdict(wheel), "driver": wheel.driver, "why_not": self.why_not(wheel)}
-            for wheel in WHEELS
-            if self.capabilities
-        ]
+        offered = WHEELS if self.capabilities else ()
+        wheels = [{**asdict(wheel), "driver": wheel.driver, "why_not": self.why_not(wheel)} for wheel in offered]
         return {**asdict(self), "wheels": wheels, "source": SOURCE}
 
     def why_not(self, wheel: Wheel) -> str | None:
@@ -220,14 +217,7 @@ def make_recipe(
         return Recipe("build", SCRIPT, REQUESTED, notes=(SOURCE_NOTE,), options=build_options([], tools), **common)
     wheel = first_wheel(cards, driver, machine)
     if wheel and not build:
-        why = f"CUDA {wheel.cuda} has kernels for {join(cards)} and runs on driver {wheel.driver} and later"
-        notes: tuple[str, ...] = ()
-        if newer_cards := wheel.lacking(cards, machine, ptx=False):
-            why = f"CUDA {wheel.cuda} has PTX, from which the driver compiles kernels for {join(newer_cards)} at the first start"
-        if wheel.last is not None:
-            newer = next(other for other in WHEELS if other.last is None and other.driver > wheel.driver)
-            fits = f"with driver {newer.driver} or later {newer.tag} fits, up to torch {NEWEST_TORCH}"
-            notes = (f"torch {wheel.last} is the last with CUDA {wheel.cuda}; {fits}",)
+        why, notes = why_wheel(wheel, cards, machine)
         return Recipe("wheel", install(wheel.tag), why, notes=notes, **common)
     if not wheel and not build and (newer_wheel := first_wheel(cards, None, machine)):
         why = f"the wheels with kernels for {join(cards)} need it"
@@ -253,6 +243,18 @@ def make_recipe(
         toolkit=toolkit,
         **common,
     )
+
+
+def why_wheel(wheel: Wheel, cards: Sequence[Capability], machine: str) -> tuple[str, tuple[str, ...]]:
+    """Returns why a wheel fits these cards, and what to note about it."""
+    why = f"CUDA {wheel.cuda} has kernels for {join(cards)} and runs on driver {wheel.driver} and later"
+    if newer_cards := wheel.lacking(cards, machine, ptx=False):
+        why = f"CUDA {wheel.cuda} has PTX, from which the driver compiles kernels for {join(newer_cards)} at the first start"
+    if wheel.last is None:
+        return why, ()
+    newer = next(other for other in WHEELS if other.last is None and other.driver > wheel.driver)
+    fits = f"with driver {newer.driver} or later {newer.tag} fits, up to torch {NEWEST_TORCH}"
+    return why, (f"torch {wheel.last} is the last with CUDA {wheel.cuda}; {fits}",)
 
 
 def first_wheel(cards: Sequence[Capability], driver: str | None, machine: str) -> Wheel | None:

@@ -20,8 +20,8 @@ from paceline.check.probes.facts import AUTO, FOLDER_PROBES, OnProbe, gather_fac
 from paceline.check.probes.network_probe import route_to
 from paceline.check.ready import (
     CheckResult,
+    find_findings,
     intent_of_each,
-    judge_facts,
     machine_of_hosts,
     report_and_refuse,
     start_gathering,
@@ -189,11 +189,11 @@ def start_asking(entries: Sequence[HostEntry], config: Config, **request: Any) -
     """
     is_listed = not entries or any(map(is_this_host, entries))
     probes = None if is_listed else FOLDER_PROBES
-    with ThreadPoolExecutor(1) as pool, start_gathering(**request, measure_disk=False, probes=probes) as gathered:
+    with ThreadPoolExecutor(1) as pool, start_gathering(**request, measure_disk=False, probes=probes) as own_facts:
 
         def wait_for_all() -> HostFacts:
-            hosts = hosts_asker(entries, config)(gathered.facts) if entries else [gathered.facts()]
-            return hosts, None if is_listed else gathered.facts()
+            hosts = hosts_asker(entries, config)(own_facts) if entries else [own_facts()]
+            return hosts, None if is_listed else own_facts()
 
         yield pool.submit(wait_for_all)
 
@@ -237,7 +237,7 @@ class StartCheck:
 
     def _judge(self, intent: Intent) -> CheckResult:
         hosts, driver = self.facts.result() if self.facts else ((), None)
-        checked = judge_facts(hosts, intent, driver)
+        checked = CheckResult(hosts, find_findings(hosts, intent, driver))
         report_and_refuse(checked.findings, stopped="this run", several=bool(self.entries), stream=self.stream)
         return checked
 
@@ -272,7 +272,7 @@ def facts_of_ranks(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
     # the ranks of a measurement compile nothing and read no text: here only torch and the GPUs can stop them
     values = asdict(config) if entries else {}
     intent = Intent(device=device, nproc=config.nproc, num_hosts=len(facts), config=values)
-    stops = [finding for finding in judge_facts(facts, intent).findings if finding.severity == "stop"]
+    stops = [finding for finding in find_findings(facts, intent) if finding.severity == "stop"]
     report_and_refuse(stops, stopped="this measurement", several=bool(entries), has_no_check=False)
     return facts
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
 from paceline.check.probes.network_probe import interface_to
-from paceline.check.ready import judge_facts
+from paceline.check.ready import find_findings
 from paceline.check.verdicts.rules import Intent
 from paceline.errors import Finding, PacelineError
 from paceline.launch.cluster import Cluster
@@ -129,7 +129,7 @@ def link_finding(cluster: Cluster, first: Member, second: Member, link: dict[str
         {"connection": {"destination": first.name}, "links": [{**unknown, **link, "to": second.name}]},
         {"connection": {"destination": second.name}},
     ]
-    findings = judge_facts(facts, Intent(num_hosts=2, config=ports)).findings
+    findings = find_findings(facts, Intent(num_hosts=2, config=ports))
     return next((finding for finding in findings if finding.id in BLOCKED and link["error"] != "probe"), None)
 
 

@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from paceline.check.ready import CheckResult, judge_facts, report_and_refuse, save_check
+from paceline.check.ready import CheckResult, find_findings, report_and_refuse, save_check
 from paceline.check.verdicts.rules import Intent
 from paceline.config import Config, cache_dir, check_config, check_utf8
 from paceline.config_file import checked_value, format_toml_value
@@ -309,7 +309,7 @@ def check_script(
     keys = {key: getattr(config, key) for key in ("device", *HOST_KEYS)}
     intent = Intent(command="run", device=script.device, nproc=script.nproc, run_dir=str(run.path), config=keys)
     intent = replace(intent, num_hosts=len(facts[0]), trackers=trackers, resumes=resumes)
-    return judge_facts(facts[0], intent, facts[1])
+    return CheckResult(facts[0], find_findings(facts[0], intent, facts[1]))
 
 
 def read_request(command: Sequence[str], keys: Mapping[str, Any]) -> Request:

@@ -15,6 +15,7 @@ import pynvml
 import pytest
 from fake_driver import LIBRARY_MISMATCH, FakeDriver, build_driver
 from probing import ask
+from rows import with_rows
 
 from paceline.check.probes import gpu_probe
 from paceline.check.probes.facts import PROBES, ask_probes
@@ -156,20 +157,15 @@ def test_a_card_that_fell_off_the_bus_is_reported():
     )
 
 
-def test_no_driver_without_a_card_is_not_an_error():
-    nvml = ListedNvml([], init=ListedNvml.NVMLError_LibraryNotFound)
-    assert describe_gpus(nvml, visible=None, num_cards=0) == {"driver": None, "nvml_error": None, "gpus": []}
-
-
-def test_a_card_without_a_driver_is_an_error():
-    nvml = ListedNvml([], init=ListedNvml.NVMLError_LibraryNotFound)
-    assert describe_gpus(nvml, visible=None, num_cards=1)["nvml_error"] is not None
-
-
-def test_a_driver_that_was_updated_without_a_reboot_is_reported_as_nvidia_smi_does():
-    nvml = ListedNvml([], init=ListedNvml.NVMLError_LibRmVersionMismatch)
-    facts = describe_gpus(nvml, visible=None, num_cards=1)
-    assert facts == {"driver": None, "nvml_error": "Driver/library version mismatch", "gpus": None}
+@with_rows(("init", "num_cards", "error", "gpus"), [
+    (ListedNvml.NVMLError_LibraryNotFound, 0, None, []),
+    (ListedNvml.NVMLError_LibraryNotFound, 1, "RM has detected an NVML/RM version mismatch.", []),
+    # a driver that was updated without a reboot, in the words of nvidia-smi
+    (ListedNvml.NVMLError_LibRmVersionMismatch, 1, "Driver/library version mismatch", None),
+])  # fmt: skip
+def test_no_driver_is_an_error_only_where_there_is_a_card(init, num_cards, error, gpus):
+    facts = describe_gpus(ListedNvml([], init=init), visible=None, num_cards=num_cards)
+    assert facts == {"driver": None, "nvml_error": error, "gpus": gpus}
 
 
 def test_every_nvml_function_that_is_called_is_one_of_the_binding():

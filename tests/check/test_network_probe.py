@@ -81,16 +81,8 @@ def test_infiniband_devices_have_a_state_a_rate_and_an_interface(tmp_path):
     (tmp_path / "mlx5_0/ports/1").mkdir(parents=True)
     for name, text in {"state": "4: ACTIVE", "rate": "100 Gb/sec (4X EDR)", "link_layer": "InfiniBand"}.items():
         (tmp_path / "mlx5_0/ports/1" / name).write_text(text + "\n")
-    assert probe_ib_devices(tmp_path) == [
-        {
-            "name": "mlx5_0",
-            "port": 1,
-            "state": "ACTIVE",
-            "rate_gbps": 100.0,
-            "link_layer": "InfiniBand",
-            "interface": "ib0",
-        }
-    ]
+    port = {"port": 1, "state": "ACTIVE", "rate_gbps": 100.0, "link_layer": "InfiniBand", "interface": "ib0"}
+    assert probe_ib_devices(tmp_path) == [{"name": "mlx5_0", **port}]
 
 
 def test_a_taken_port_names_its_holder_and_the_next_free_one():
@@ -110,11 +102,8 @@ def test_a_port_that_just_closed_is_free():
     assert probe_port(port) == {"port": port, "free": True, "error": None, "holder": None}
 
 
-def test_a_number_that_is_not_a_port_is_an_error():
+def test_a_number_that_is_not_a_port_is_an_error_and_without_a_port_none_is_probed():
     assert probe_port(70_000)["free"] is False
-
-
-def test_without_a_port_no_port_is_probed():
     network = probe_network({"port": None})["network"]
     assert (network["ports"], network["free_port"]) == ([], None)
 

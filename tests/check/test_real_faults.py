@@ -166,19 +166,9 @@ def test_memory_that_another_process_uses_is_reported(cgroup, tmp_path):
 
 
 def test_a_stop_ends_train_before_any_worker_unless_no_check_is_given(tmp_path):
-    train = [sys.executable, "-m", "paceline.cli", "train", "--runs-dir", str(tmp_path / "runs"), "--cache-dir"]
-    train += [
-        str(tmp_path / "cache"),
-        "--num-steps",
-        "2",
-        "--total-batch-size",
-        "512",
-        "--n-embd",
-        "64",
-        "--depth",
-        "2",
-    ]
-    train += ["--device", "cpu", "--eval-tokens", "4096"]
+    folders = [f"--runs-dir={tmp_path / 'runs'}", f"--cache-dir={tmp_path / 'cache'}"]
+    sizes = ["--num-steps=2", "--total-batch-size=512", "--n-embd=64", "--depth=2", "--eval-tokens=4096"]
+    train = [sys.executable, "-m", "paceline.cli", "train", "--device=cpu", *folders, *sizes]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth9"}
     done = subprocess.run([*train, "--name", "a"], capture_output=True, text=True, env=env, timeout=DEADLINE_S)
     assert done.returncode == 1

@@ -55,29 +55,20 @@ def test_sizes_agree_with_df(tmp_path):
     assert (place["total_bytes"], place["filesystem"]) == (int(size), {"ext2/ext3": "ext4"}.get(kind, kind))
 
 
-def test_a_missing_folder_is_judged_by_its_nearest_parent_and_not_created(tmp_path):
-    place = probe_place(tmp_path / "a" / "b", write=True)
-    assert (place["exists"], place["writable"], place["free_bytes"] > 0) == (False, True, True)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_in_place_of_a_folder_is_reported(tmp_path):
+@pytest.mark.parametrize(("name", "write", "exists", "error"), [
+    ("a/b", True, False, None),  # judged by its nearest parent, and not created
+    ("file", True, True, "Not a directory"),
+    ("file/below", True, False, "Not a directory"),
+    ("file", False, True, None),  # data may be a text file
+    ("link", True, True, "a link to /nowhere/at/all, which does not exist"),
+])  # fmt: skip
+def test_a_place_is_missing_in_the_way_or_a_broken_link(tmp_path, name, write, exists, error):
     (tmp_path / "file").write_text("x")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        place = probe_place(path, write=True)
-        assert (place["writable"], place["error"]) == (False, "Not a directory")
-
-
-def test_data_may_be_a_text_file(tmp_path):
-    (tmp_path / "text.txt").write_text("x")
-    place = probe_place(tmp_path / "text.txt", write=False)
-    assert (place["exists"], place["error"]) == (True, None)
-
-
-def test_a_broken_link_is_reported_with_its_target(tmp_path):
-    (tmp_path / "runs").symlink_to("/nowhere/at/all")
-    place = probe_place(tmp_path / "runs", write=True)
-    assert (place["writable"], place["error"]) == (False, "a link to /nowhere/at/all, which does not exist")
+    (tmp_path / "link").symlink_to("/nowhere/at/all")
+    place = probe_place(tmp_path / name, write=write)
+    assert (place["exists"], place["writable"], place["error"]) == (exists, error is None, error)
+    assert place["free_bytes"] > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
 
 
 def test_the_speed_is_measured_and_nothing_is_left(tmp_path):

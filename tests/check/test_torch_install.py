@@ -27,15 +27,8 @@ def site_packages(root: Path, *, version: str = "2.13.0", **record: str) -> Path
 def source_tree(root: Path) -> Path:
     header = "#define UV_VERSION_MAJOR 1\n#define UV_VERSION_MINOR 48\n#define UV_VERSION_PATCH 0\n"
     uv = "third_party/tensorpipe/third_party/libuv/include/uv/version.h"
-    files = {
-        "CMakeLists.txt": "",
-        "aten/x": "",
-        "c10/x": "",
-        "torch/__init__.py": "",
-        "torch/lib/libc10.so": "old",
-        uv: header,
-    }
-    return write_files(root, files)
+    empty = dict.fromkeys(("CMakeLists.txt", "aten/x", "c10/x", "torch/__init__.py"), "")
+    return write_files(root, {**empty, "torch/lib/libc10.so": "old", uv: header})
 
 
 def test_the_installed_torch_and_its_version_are_read_without_an_import():
@@ -63,13 +56,14 @@ def test_what_pip_installed_is_a_wheel(tmp_path):
     }
 
 
-def test_what_conda_installed_is_conda(tmp_path):
-    assert describe_build(site_packages(tmp_path, INSTALLER="conda\n"), version="2.13.0")["build"] == "conda"
-
-
-def test_a_wheel_made_of_a_checkout_is_a_source_build(tmp_path):
-    path = site_packages(tmp_path, INSTALLER="pip\n")
-    assert describe_build(path, version="2.14.0a0+gitcf30153")["build"] == "source"
+@pytest.mark.parametrize(
+    ("installer", "version", "build"), [("conda", "2.13.0", "conda"), ("pip", "2.14.0a0+gitcf30153", "source")]
+)
+def test_what_conda_installed_is_conda_and_a_wheel_made_of_a_checkout_a_source_build(
+    tmp_path, installer, version, build
+):
+    path = site_packages(tmp_path, INSTALLER=f"{installer}\n")
+    assert describe_build(path, version=version)["build"] == build
 
 
 def test_pip_install_of_a_folder_is_a_source_build_and_names_the_folder(tmp_path):

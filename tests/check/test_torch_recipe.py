@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from rows import with_rows
 
 from paceline.check.torch_recipe import (
     NAMED,
@@ -28,9 +29,12 @@ def recipe(*capabilities, driver=None, machine="x86_64", tools=Tools(), build=Fa
     return make_recipe(capabilities, driver=driver, machine=machine, tools=tools, build=build)
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "driver", "tag"),
-    [
+SCRIPT, DRIVER = "paceline torch recipe --script build.sh", "a driver {} or later: https://www.nvidia.com/drivers"
+
+
+@with_rows(("cards", "options", "kind", "command"), [
+    # the wheel has kernels for all cards and runs on the driver
+    *((cards, {"driver": driver}, "wheel", f"pip install --force-reinstall torch -i {INDEX}/{tag}") for cards, driver, tag in [
         ([(12, 0), (12, 0)], "580.95.05", "cu130"),  # two RTX 5090
         ([(12, 0)], "570.133.07", "cu128"),
         ([(8, 9)], "550.54", "cu126"),  # RTX 4090: sm_86 runs on it
@@ -39,11 +43,22 @@ def recipe(*capabilities, driver=None, machine="x86_64", tools=Tools(), build=Fa
         ([(5, 2)], None, "cu126"),
         ([(7, 5)], None, "cu130"),
         ([(8, 9), (12, 0)], "570.1", "cu128"),
-    ],
-)
-def test_the_wheel_has_kernels_for_all_cards_and_runs_on_the_driver(capabilities, driver, tag):
-    made = recipe(*capabilities, driver=driver)
-    assert (made.kind, made.command) == ("wheel", f"pip install --force-reinstall torch -i {INDEX}/{tag}")
+        ([], None, "cpu"),
+    ]),
+    # a driver too old for every wheel, or for the CUDA of a build
+    ([(12, 0)], {"driver": "470.82"}, "driver", DRIVER.format(580)),
+    ([(7, 0), (12, 0)], {"driver": "470.1"}, "driver", DRIVER.format(525)),
+    # a machine without wheels for its card, and one with them
+    ([(7, 5)], {"driver": "580.1", "machine": "aarch64"}, "build", f"{SCRIPT} --arch '7.5'"),
+    ([(9, 0)], {"driver": "580.1", "machine": "aarch64"}, "wheel", f"pip install --force-reinstall torch -i {INDEX}/cu130"),
+    # a build that is requested where a wheel fits
+    ([(8, 9)], {"driver": "580.1", "build": True}, "build", f"{SCRIPT} --arch '8.9'"),
+    ([], {"build": True}, "build", SCRIPT),
+])  # fmt: skip
+def test_cards_driver_and_machine_decide_what_to_install_or_build(cards, options, kind, command):
+    made = recipe(*cards, **options)
+    assert (made.kind, made.command) == (kind, command)
+    assert (made.why == "a build was requested") == ("build" in options)
 
 
 def test_a_card_newer_than_every_kernel_runs_on_ptx():
@@ -53,19 +68,10 @@ def test_a_card_newer_than_every_kernel_runs_on_ptx():
     assert "PTX" not in recipe((12, 1)).why
 
 
-def test_without_a_card_the_cpu_wheel_is_right():
-    assert recipe().command == f"pip install --force-reinstall torch -i {INDEX}/cpu"
-
-
 def test_the_last_torch_of_a_cuda_version_is_noted():
     assert recipe((12, 0), driver="570.1").notes == (
         "torch 2.11 is the last with CUDA 12.8; with driver 580 or later cu130 fits, up to torch 2.14",
     )
-
-
-def test_a_driver_too_old_for_every_wheel_is_reported_with_the_needed_one():
-    made = recipe((12, 0), driver="470.82")
-    assert (made.kind, made.command) == ("driver", "a driver 580 or later: https://www.nvidia.com/drivers")
 
 
 def test_cards_that_no_wheel_supports_together_need_a_build():
@@ -82,26 +88,10 @@ def test_a_build_keeps_the_architectures_as_the_user_wrote_them():
     assert [option.value for option in made.options if option.name == "TORCH_CUDA_ARCH_LIST"] == ["9.0a;9.0+PTX"]
 
 
-def test_a_build_whose_cuda_the_driver_cannot_run_needs_a_driver():
-    made = recipe((7, 0), (12, 0), driver="470.1")
-    assert (made.kind, made.command) == ("driver", "a driver 525 or later: https://www.nvidia.com/drivers")
-
-
-def test_a_machine_without_wheels_for_its_card_needs_a_build():
-    assert recipe((7, 5), driver="580.1", machine="aarch64").kind == "build"
-    assert recipe((9, 0), driver="580.1", machine="aarch64").kind == "wheel"
-
-
 def test_a_card_that_no_current_cuda_compiles_for_is_refused():
     with pytest.raises(PacelineError) as error:
         recipe((3, 5), driver="470.1")
     assert error.value.message == "neither CUDA 12 nor 13 compiles for 3.5, and PyTorch 2.11 and later need one of them"
-
-
-def test_a_build_can_be_requested_where_a_wheel_fits():
-    made = recipe((8, 9), driver="580.1", build=True)
-    assert (made.kind, made.why) == ("build", "a build was requested")
-    assert recipe(build=True).command == "paceline torch recipe --script build.sh"
 
 
 def test_verdicts_and_recipe_recommend_the_same_wheel():
@@ -149,17 +139,8 @@ def test_a_build_uses_a_cuda_that_the_driver_runs():
 
 SELECT = "share/cmake/Caffe2/Modules_CUDA_fix/upstream/FindCUDA/select_compute_arch.cmake"
 ACCEPTED = [
-    "7.0;12.0+PTX",
-    "8.6 9.0",
-    "9.0a",
-    "12.0a",
-    "10.0f",
-    "8.9+PTX",
-    "10.0f+PTX",
-    "8.9(8.6)",
-    *NAMED,
-    "Ampere+PTX;Hopper",
-]
+    "7.0;12.0+PTX", "8.6 9.0", "9.0a", "12.0a", "10.0f", "8.9+PTX", "10.0f+PTX", "8.9(8.6)", "Ampere+PTX;Hopper", *NAMED,
+]  # fmt: skip
 REFUSED = ["sm_120", "12", "9.0b", "8.10", "hopper", "Zen", "9.0+ptx", "All;8.9", "Auto 8.9"]
 
 
@@ -197,42 +178,32 @@ def test_what_the_cmake_of_pytorch_refuses_is_refused(cmake_capabilities, text):
         parse_archs(text)
 
 
-def test_a_list_may_have_semicolons_commas_and_spaces():
-    assert parse_archs("8.6, 9.0a;12.0+PTX  8.6") == ((8, 6), (9, 0), (12, 0))
+@with_rows(("text", "capabilities"), [
+    ("8.6, 9.0a;12.0+PTX  8.6", ((8, 6), (9, 0), (12, 0))),
+    *((name, ()) for name in ("Auto", "Common", "All")),
+    ("10.3 12.1;13.0", ((10, 3), (12, 1), (13, 0))),  # a card of the next generation
+])  # fmt: skip
+def test_a_list_may_have_semicolons_commas_and_spaces_and_a_set_has_no_capabilities(text, capabilities):
+    assert parse_archs(text) == capabilities
 
 
-@pytest.mark.parametrize("text", ["Auto", "Common", "All"])
-def test_a_set_has_no_capabilities(text):
-    assert parse_archs(text) == ()
-
-
-@pytest.mark.parametrize(
-    ("text", "fix"),
-    [
-        ("sm_120", "--arch 12.0"),
-        ("90a", "--arch 9.0a"),
-        ("compute_89+ptx", "--arch 8.9+PTX"),
-        ("hopper", "--arch Hopper"),
-        ("8.6;sm_90;Ada", "--arch '8.6;9.0;Ada'"),
-        ("fast", "--arch 12.0"),
-        ("12", "--arch 12.0"),
-    ],
-)
-def test_the_fix_is_the_architecture_that_was_probably_meant(text, fix):
+@with_rows(("text", "wrong", "fix"), [
+    ("sm_120", "sm_120", "--arch 12.0"),
+    ("90a", "90a", "--arch 9.0a"),
+    ("compute_89+ptx", "compute_89+ptx", "--arch 8.9+PTX"),
+    ("hopper", "hopper", "--arch Hopper"),
+    ("8.6;sm_90;Ada", "sm_90", "--arch '8.6;9.0;Ada'"),
+    ("fast", "fast", "--arch 12.0"),
+    ("12", "12", "--arch 12.0"),
+])  # fmt: skip
+def test_the_fix_is_the_architecture_that_was_probably_meant(text, wrong, fix):
     with pytest.raises(UsageError) as error:
         parse_archs(text)
-    assert error.value.fix == fix
+    assert str(error.value) == f"error: --arch {text}: {wrong} is not an architecture\n  fix: {fix}"
 
 
-@pytest.mark.parametrize("text", ["9.9", "8.6;8.1", "9.9a+PTX"])
+@with_rows("text", ["9.9", "8.6;8.1", "9.9a+PTX"])
 def test_an_architecture_that_no_gpu_has_is_refused_with_those_that_exist(text):
     with pytest.raises(UsageError, match=r"no GPU has compute capability (9\.9|8\.1)\n") as error:
         parse_archs(text)
     assert error.value.fix.endswith("8.6, 8.7, 8.8, 8.9, 9.0, 10.0, 10.1, 10.3, 11.0, 12.0, 12.1")
-    assert parse_archs("10.3 12.1;13.0") == ((10, 3), (12, 1), (13, 0))  # a card of the next generation
-
-
-def test_the_error_names_the_flag():
-    with pytest.raises(UsageError) as error:
-        parse_archs("sm_120")
-    assert str(error.value) == "error: --arch sm_120: sm_120 is not an architecture\n  fix: --arch 12.0"

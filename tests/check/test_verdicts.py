@@ -20,7 +20,6 @@ from paceline.check.ready import (
     find_findings,
     format_host,
     format_passed,
-    judge_facts,
     load_verdicts,
     machine_of,
     machine_of_hosts,
@@ -225,32 +224,15 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
 
 # id, what is changed on the second host
 LINK = {
-    "to": "node1",
-    "address": "10.0.0.11",
-    "local": "10.0.0.2",
-    "port": 40001,
-    "rtt_us": 90.0,
-    "bits_per_s": 9e10,
-    "back_bits_per_s": 9e10,
-    "mtu": 1500,
-    "tried": [],
-    "error": None,
-}
+    "to": "node1", "address": "10.0.0.11", "local": "10.0.0.2", "port": 40001, "rtt_us": 90.0, "bits_per_s": 9e10,
+    "back_bits_per_s": 9e10, "mtu": 1500, "tried": [], "error": None,
+}  # fmt: skip
+FAST_ETH0 = {f"{ETH0}.speed_mbps": 10_000, f"{ETH0}.addresses": ["10.0.0.2"]}
 PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("hosts-unconnected", {"links": [{**LINK, "bits_per_s": None, "error": "connect", "reason": "timed out"}]}),
     ("hosts-path-mtu", {"links": [{**LINK, "bits_per_s": None, "error": "large"}]}),
-    (
-        "hosts-link-slow",
-        {"links": [{**LINK, "bits_per_s": 9e8}], f"{ETH0}.speed_mbps": 10_000, f"{ETH0}.addresses": ["10.0.0.2"]},
-    ),
-    (
-        "hosts-link-slow",
-        {
-            "links": [{**LINK, "bits_per_s": 9.4e9, "back_bits_per_s": 1e9}],
-            f"{ETH0}.speed_mbps": 10_000,
-            f"{ETH0}.addresses": ["10.0.0.2"],
-        },
-    ),
+    ("hosts-link-slow", {"links": [{**LINK, "bits_per_s": 9e8}], **FAST_ETH0}),
+    ("hosts-link-slow", {"links": [{**LINK, "bits_per_s": 9.4e9, "back_bits_per_s": 1e9}], **FAST_ETH0}),
     ("hosts-link-slow", {"links": [{**LINK, "bits_per_s": 1.04e10, "back_bits_per_s": 1e7}]}),
     ("hosts-link-slow", {"links": [{**LINK, "bits_per_s": 9.4e7, "back_bits_per_s": 9.4e7}]}),
     ("hosts-link-indirect", {"links": [LINK], f"{ETH0}.kind": "wifi", f"{ETH0}.addresses": ["10.0.0.2"]}),
@@ -287,6 +269,11 @@ def changed(facts: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
+def two_servers(changes: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Two equal servers, but for these changes of the second."""
+    return [HOSTS["server"], changed(HOSTS["server"], {"host.name": "node2", **(changes or {})})]
+
+
 def findings_of(id: str, hosts: list[dict[str, Any]], intent: dict[str, Any]) -> list[Finding]:
     return [finding for finding in find_findings(hosts, Intent(**intent)) if finding.id == id]
 
@@ -305,12 +292,10 @@ def test_a_verdict_fires_on_its_fault_and_is_silent_without_it(case):
 @with_rows("case", PAIRS)
 def test_a_difference_between_hosts_is_reported_with_both(case):
     id, changes = case
-    first = HOSTS["server"]
-    second = changed(first, {"host.name": "node2", **changes})
-    [finding] = findings_of(id, [first, second], TWO_HOSTS)
+    [finding] = findings_of(id, two_servers(changes), TWO_HOSTS)
     assert finding.host is None
     assert "node1" in finding.what or "node2" in finding.what
-    assert findings_of(id, [first, changed(first, {"host.name": "node2"})], TWO_HOSTS) == []
+    assert findings_of(id, two_servers(), TWO_HOSTS) == []
 
 
 def test_clocks_that_nothing_keeps_are_one_finding_and_none_where_they_were_compared():
@@ -324,25 +309,16 @@ def test_clocks_that_nothing_keeps_are_one_finding_and_none_where_they_were_comp
     assert findings_of("clock-free", hosts, TWO_HOSTS) == []
 
 
-@pytest.mark.parametrize(
-    "number, free, text, severity, needs",
-    [
-        (3, 0, {}, "stop", ", its part of a checkpoint needs about 1.0 GiB"),
-        (
-            3,
-            20 << 20,
-            SMALL_CACHE,
-            "stop",
-            ", the text needs about 50.0 MiB, its part of a checkpoint needs about 1.0 GiB",
-        ),
-        (3, GIB, PREPARED, "warn", ", the text needs about 2.0 GiB, its part of a checkpoint needs about 1.0 GiB"),
-        (3, GIB, {**PREPARED, "text.folder": "there"}, None, ""),
-        (3, GIB // 2, {}, "warn", ", its part of a checkpoint needs about 1.0 GiB"),
-        (3, GIB, {}, None, ""),
-        (2, 8 * GIB, {}, "warn", ", whole checkpoints need about 9.0 GiB"),
-        (2, 9 * GIB, {}, None, ""),
-    ],
-)
+@pytest.mark.parametrize("number, free, text, severity, needs", [
+    (3, 0, {}, "stop", ", its part of a checkpoint needs about 1.0 GiB"),
+    (3, 20 << 20, SMALL_CACHE, "stop", ", the text needs about 50.0 MiB, its part of a checkpoint needs about 1.0 GiB"),
+    (3, GIB, PREPARED, "warn", ", the text needs about 2.0 GiB, its part of a checkpoint needs about 1.0 GiB"),
+    (3, GIB, {**PREPARED, "text.folder": "there"}, None, ""),
+    (3, GIB // 2, {}, "warn", ", its part of a checkpoint needs about 1.0 GiB"),
+    (3, GIB, {}, None, ""),
+    (2, 8 * GIB, {}, "warn", ", whole checkpoints need about 9.0 GiB"),
+    (2, 9 * GIB, {}, None, ""),
+])  # fmt: skip
 def test_the_cache_of_another_host_has_room_for_the_text_and_its_checkpoints(number, free, text, severity, needs):
     path = "/data/my cache/paceline"
     place = {**HOSTS["server"]["storage"]["cache"], "path": path, "free_bytes": free, "writable": free > 0}
@@ -368,11 +344,8 @@ def test_the_cache_of_another_host_has_room_for_the_text_and_its_checkpoints(num
 )
 def test_a_link_that_is_slow_or_uneven_needs_no_speed_of_interfaces(there, back, what):
     link = {**LINK, "bits_per_s": there, "back_bits_per_s": back}
-    second = changed(
-        HOSTS["server"],
-        {"host.name": "node2", "links": [link], f"{ETH0}.addresses": ["10.0.0.2"], f"{ETH0}.kind": "veth"},
-    )
-    [finding] = findings_of("hosts-link-slow", [HOSTS["server"], second], TWO_HOSTS)
+    pair = two_servers({"links": [link], f"{ETH0}.addresses": ["10.0.0.2"], f"{ETH0}.kind": "veth"})
+    [finding] = findings_of("hosts-link-slow", pair, TWO_HOSTS)
     assert finding.what == what
     assert finding.fix.startswith("ethtool eth0 and tc qdisc show dev eth0, on both")
 
@@ -455,6 +428,9 @@ HEALTHY: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | 
       for name in ("NNODES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")),
     ("launcher-left", "cpu_box", {"env.NNODES": "1", "env.MASTER_ADDR": "ada"}, CPU, ("warn", "unset MASTER_ADDR")),
     ("wandb-silent", "cpu_box", {"connection": {"here": False, "error": None}}, {**CPU, "trackers": ("wandb",)}, None),
+    # Slurm starts the job again
+    ("slurm-ends-soon", "workstation",
+     {"tools.slurm": {**LOGIN, "job_id": 4711, "seconds_left": 300.0, "requeues": True}}, CUDA, None),
     ("memory-held", "cpu_box", {"host.memory.available_bytes": GIB}, CPU,
      ("stop", "ps -eo pid,rss,args --sort=-rss | head")),  # a browser holds it
 ]  # fmt: skip
@@ -486,8 +462,7 @@ def test_checkpoints_that_are_there_need_no_more_room():
     ("hosts-python", {"python.version": "3.9.1"}, "warn", "python3.11 -m venv .venv"),
 ])  # fmt: skip
 def test_the_fix_brings_hosts_to_the_newest_version(id, changes, severity, fix):
-    first = HOSTS["server"]
-    [finding] = findings_of(id, [first, changed(first, {"host.name": "node2", **changes})], TWO_HOSTS)
+    [finding] = findings_of(id, two_servers(changes), TWO_HOSTS)
     assert (finding.severity, finding.fix) == (severity, fix)
 
 
@@ -513,22 +488,15 @@ def test_the_variables_by_which_nodes_join_are_those_of_the_contracts():
 
 
 def test_hosts_with_and_without_gpus_are_refused_unless_the_cpu_is_asked_for():
-    pair = [HOSTS["server"], changed(HOSTS["server"], {"host.name": "node2", "gpus": []})]
+    pair = two_servers({"gpus": []})
     [finding] = findings_of("hosts-gpus", pair, TWO_HOSTS)
     assert finding.severity == "stop" and "no GPU on node2" in finding.what
     assert findings_of("hosts-gpus", pair, {**CPU, "num_hosts": 2, "config": {"device": "cpu"}}) == []
 
 
 def test_a_firewall_that_opens_the_range_alone_is_told_from_one_that_opens_nothing():
-    closed = {
-        **LINK,
-        "bits_per_s": None,
-        "error": "connect",
-        "reason": "timed out",
-        "store_port": 29400,
-        "store_error": None,
-    }
-    pair = [HOSTS["server"], changed(HOSTS["server"], {"host.name": "node2", "links": [closed]})]
+    closed = {**LINK, "bits_per_s": None, "error": "connect", "reason": "timed out", "store_port": 29400}
+    pair = two_servers({"links": [{**closed, "store_error": None}]})
     [finding] = findings_of("hosts-unconnected", pair, {**TWO_HOSTS, "config": {"ports": "29400-29500"}})
     assert finding.fix == "on each host: sudo sysctl -w net.ipv4.ip_local_port_range='29400 29500'"
     assert "gloo and NCCL listen on ports that the kernel chooses, from 32768 to 60999" in finding.what
@@ -536,7 +504,7 @@ def test_a_firewall_that_opens_the_range_alone_is_told_from_one_that_opens_nothi
 
 def test_a_link_over_an_interface_that_is_absent_is_not_to_be_measured_again():
     unmeasured = {**LINK, "bits_per_s": None, "error": "probe", "reason": "no interface eth9"}
-    pair = [HOSTS["server"], changed(HOSTS["server"], {"host.name": "node2", "links": [unmeasured]})]
+    pair = two_servers({"links": [unmeasured]})
     [finding] = findings_of("hosts-unconnected", pair, TWO_HOSTS)
     assert finding.fix == "repeat the check"
     absent = {**TWO_HOSTS, "config": {"interface": "eth9"}}
@@ -545,23 +513,15 @@ def test_a_link_over_an_interface_that_is_absent_is_not_to_be_measured_again():
 
 
 def test_what_the_config_of_several_hosts_lacks_is_said_once():
-    pair = [HOSTS["server"], changed(HOSTS["server"], {"host.name": "node2"})]
+    pair = two_servers()
     rare = {**TWO_HOSTS, "config": {"log_every": 500}, "set_keys": frozenset({"log_every"})}
     assert [finding.host for finding in findings_of("log-rare", pair, rare)] == [None]
     assert [finding.host for finding in findings_of("log-rare", pair[:1], rare)] == ["node1"]
 
 
-def test_a_job_that_slurm_starts_again_may_end_soon():
-    ending = {"tools.slurm": {**LOGIN, "job_id": 4711, "seconds_left": 300.0, "requeues": True}}
-    assert findings_of("slurm-ends-soon", [changed(HOSTS["workstation"], ending)], CUDA) == []
-
-
 def test_the_port_of_the_store_must_be_free_on_the_host_of_rank_0():
-    busy = {**LINK, "own_store_port": None}
-    pair = [
-        changed(HOSTS["server"], {"links": [{**busy, "to": "node2"}]}),
-        changed(HOSTS["server"], {"host.name": "node2"}),
-    ]
+    pair = two_servers()
+    pair[0] = changed(pair[0], {"links": [{**LINK, "own_store_port": None, "to": "node2"}]})
     [finding] = findings_of("hosts-store-port", pair, {**TWO_HOSTS, "config": {"ports": "29400"}})
     assert finding.what.startswith("none of the ports 29400 is free on ")
     pair[1] = changed(pair[1], {"connection": {"here": True, "destination": "node2", "error": None, "fix": None}})
@@ -648,16 +608,9 @@ def test_evidence_holds_the_facts_it_follows_from():
         ("shm-small", {"host.shm.free_bytes": 1000}, CUDA, "mount -o remount", "--shm-size 8g", "emptyDir"),
         ("shm-small", {"host.shm.writable": False}, CUDA, "mount -o remount", "--shm-size 8g", "emptyDir"),
         ("nofile-low", {"host.limits.nofile": [256, 256]}, CUDA, "limits.conf", "--ulimit nofile", "LimitNOFILE"),
-        (
-            "memlock-low",
-            {"host.limits.memlock": [65536, 65536]},
-            TWO_HOSTS,
-            "ulimit -l",
-            "--ulimit memlock",
-            "LimitMEMLOCK",
-        ),
+        ("memlock-low", {"host.limits.memlock": [65536] * 2}, TWO_HOSTS, "ulimit -l", "--ulimit memlock", "LimitMEMLOCK"),
     ],
-)
+)  # fmt: skip
 def test_a_fix_inside_of_a_container_is_one_that_can_be_done_there(id, changes, intent, outside, docker, kubernetes):
     for container, part in ((None, outside), ("docker", docker), ("podman", docker), ("kubernetes", kubernetes)):
         facts = changed(HOSTS["server"], {**changes, "host.container": container})
@@ -680,7 +633,7 @@ def test_the_line_of_a_host_has_the_versions_by_which_hosts_are_compared():
 
 def test_the_checks_that_found_nothing_are_shown_with_the_facts_that_they_looked_at():
     facts = changed(HOSTS["cpu_box"], {"host.limits.nofile": [256, 4096]})
-    lines = format_passed(judge_facts([facts], Intent(**CPU))).splitlines()
+    lines = format_passed(CheckResult([facts], find_findings([facts], Intent(**CPU)))).splitlines()
     passed = {line.split()[1]: line for line in lines}
     assert "nofile-low" not in passed and "hosts-torch" not in passed
     assert passed["torch-no-libuv"].endswith("torch.libuv true, torch.libuv_error n/a")

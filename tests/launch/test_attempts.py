@@ -96,9 +96,10 @@ def test_a_killed_rank_is_explained_and_the_next_attempt_finishes(tmp_path):
     ]
 
 
-def test_the_explanation_stands_last(tmp_path):
-    job = FakeJob(tmp_path, KILLED)
+def test_without_recovery_there_is_one_attempt_and_its_explanation_stands_last(tmp_path):
+    job = FakeJob(tmp_path, KILLED, None)
     outcome = run_attempts(job, Recovery(recover=False))
+    assert outcome.attempt == 1
     shown = format_explained(outcome, job.run)
     first = "killed-from-outside: rank 1 was killed by SIGKILL from outside the run (step 1)"
     assert f"\n\n{first}\n  fix: {outcome.explanation.fix}" in shown
@@ -133,11 +134,6 @@ def test_an_error_with_its_own_fix_is_a_mistake(tmp_path):
 def test_attempts_are_numbered_over_all_commands(tmp_path):
     append_event(RunDir(tmp_path), "attempt", attempt=4)
     assert run_attempts(FakeJob(tmp_path, None), Recovery()).attempt == 5
-
-
-def test_without_recovery_there_is_one_attempt(tmp_path):
-    job = FakeJob(tmp_path, KILLED, None)
-    assert run_attempts(job, Recovery(recover=False)).attempt == 1
 
 
 def test_a_checkpoint_of_the_attempt_is_progress_and_one_before_it_is_not(tmp_path):
@@ -242,13 +238,8 @@ def test_an_end_without_output_on_a_full_disk_is_blamed_on_the_disk(tmp_path, mo
 
 
 def test_a_hang_is_told_once_and_an_exception_that_ended_its_program_is_its_cause(tmp_path):
-    where = {
-        "rank": 1,
-        "silent_s": 61.0,
-        "step": None,
-        "text": "rank 1 is stopped (state T)",
-        "places": ["rank 1: f at x.py:1"],
-    }
+    what = {"text": "rank 1 is stopped (state T)", "places": ["rank 1: f at x.py:1"]}
+    where = {"rank": 1, "silent_s": 61.0, "step": None, **what}
     append_event(RunDir(tmp_path), "hang", attempt=1, **where)
     root = replace(failure(1, signal="SIGKILL", message="rank 1 is stopped (state T)"), cause="hang")
     job = FakeJob(tmp_path, root)

@@ -6,11 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waiting import wait_for
 
 from paceline.errors import PacelineError
 from paceline.launch.background import format_stop, neighbour_notes, stop_run
@@ -31,13 +31,6 @@ def paceline(folder, *arguments, code=0):
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout + result.stderr
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_run_on_the_same_cores_is_reported_and_no_other(tmp_path, monkeypatch):

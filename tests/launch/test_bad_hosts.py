@@ -5,8 +5,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import namespaces
@@ -33,11 +34,17 @@ TYPED = [
     ("no name before a user's sign", "", "run --hosts me@ -- x.py", 2, "'me@' is not a host", "user@ada"),
     ("no user", "", "run --hosts @ada -- x.py", 2, "'@ada' is not a host", "user@ada"),
     ("two users", "", "run --hosts me@@ada -- x.py", 2, "'me@@ada' is not a host", "user@ada"),
+    ("a port of ssh", "", "comm --hosts ada,bob:2222", 2, "2222 ranks on bob",
+     "1 to 64 ranks on a host; a port of ssh is in ~/.ssh/config: Host bob, Port 2222"),
+    ("an address of ssh", "", "comm --hosts ada,ssh://bob:2222", 2, "--hosts: 'ssh://bob:2222' is not a host",
+     "fix: --hosts ada,bob"),
     ("ranks that are no number", "", "comm --hosts ada:x", 2, "'ada:x' is not a host", "ada:2 for two ranks"),
     ("no ranks behind the colon", "", "comm --hosts ada:", 2, "'ada:' is not a host", "ada:2 for two ranks"),
     ("no rank on a host", "", "comm --hosts ada:0", 2, "0 ranks on ada", "1 to 64"),
     ("too many ranks on a host", "", "comm --hosts ada:999", 2, "999 ranks on ada", "1 to 64"),
     ("unequal ranks", "", "train --hosts ada:2,bob:1", 2, "ada has 2 ranks, bob has 1", "--nproc N for all"),
+    ("ranks of one host alone", "", "train --hosts ada:1,bob", 2, "ada has 1 rank, bob has no number of ranks",
+     "the same number on every host of the list, or none there and --nproc N for all"),
     ("ranks twice", "", "train --hosts ada:2 --nproc 1", 2, "--hosts gives 2 ranks to a host, --nproc 1", "leave one"),
     ("an IPv6 address without brackets", "", "check --hosts fe80::1", 2, "'fe80::1' is not a host", "[fe80::1]"),
     ("a range without its end", "", "check --hosts node[1-", 2, "'node[1-' is not a host", "node[1-4]"),
@@ -48,10 +55,16 @@ TYPED = [
     ("no host", "", "train --hosts ,,", 2, "--hosts names no host", "--hosts ada,bob"),
     ("nothing", "", "train --hosts ''", 2, "--hosts is empty", "leave it out"),
     ("a file that is not there", "", "train --hosts ./hosts", 2, "./hosts: no such file", "a file with a host"),
+    *((f"no file {name}", "", f"train --hosts {name}", 2, f"--hosts: no file {name} in ", "a file with a host")
+      for name in ("hosts.txt", "my.hosts", "hostfile")),
+    ("a folder", "", "train --hosts ../", 2, "../: not a regular file", "a file with a host"),
     ("a file of another encoding", b"\xff\xfea", "train --hosts hosts", 2, "hosts cannot be read", "a text file"),
     ("a file of comments", b"# none\n", "train --hosts hosts", 2, "hosts names no host", "a host on each line"),
     ("slots that are no number", b"ada\nbob slots=two\n", "train --hosts hosts", 2, "hosts:2: 'bob slots=two' is not a host",
      "HOST slots=2"),
+    ("a list in a file", b"ada,bob\n", "train --hosts hosts", 2, "hosts:1: 'ada,bob' is not a host", "fix: --hosts ada,bob"),
+    ("ranks twice in a file", b"ada:2 slots=3\n", "train --hosts hosts", 2,
+     "hosts:1: 'ada:2 slots=3' gives the number of ranks twice", "HOST:2 or HOST slots=2"),
     ("an unknown word in a file", b"ada\nbob max_slots=2\n", "train --hosts hosts", 2, "hosts:2: ", "HOST slots=2"),
     ("a host twice in a file", b"ada\nada\n", "train --hosts hosts", 2, "ada is listed twice", "ada:2"),
     ("an interpreter without hosts", "", "check --python python3.12", 2, "--python is about several hosts", "--hosts ada,bob"),
@@ -78,6 +91,8 @@ TYPED = [
     ("accelerate on one host", "", "accelerate-config --hosts ada", 2, "--hosts names ada alone", "name two hosts"),
     ("accelerate on other hosts", "", "accelerate-config --hosts ada.invalid,bob.invalid", 2, "this host is not among --hosts",
      "ssh ada.invalid paceline accelerate-config"),
+    ("accelerate on an unknown host", "", "accelerate-config --hosts no-such-host.invalid,localhost", 2,
+     "no-such-host.invalid has no address here", "--main-address"),
     ("accelerate with hosts counted twice", "", "accelerate-config --hosts ada,bob --nnodes 2", 2, "counts the hosts itself",
      "leave --nnodes and --node-rank out"),
 ]  # fmt: skip
@@ -227,28 +242,9 @@ def cache_is_a_file(hosts: Hosts) -> Iterator[None]:
         before.rename(cache)
 
 
-@contextmanager
-def cache_is_full(hosts: Hosts) -> Iterator[None]:
-    with mounted(hosts, cache_of(hosts), "-t", "tmpfs", "-o", "size=100k", "tmpfs"):
-        yield
-
-
-@contextmanager
-def cache_is_read_only(hosts: Hosts) -> Iterator[None]:
-    with mounted(hosts, cache_of(hosts), "-t", "tmpfs", "-o", "ro", "tmpfs"):
-        yield
-
-
-@contextmanager
-def no_room_for_the_text(hosts: Hosts) -> Iterator[None]:
-    with mounted(hosts, cache_of(hosts) / "paceline" / "data", "-t", "tmpfs", "-o", "size=16k", "tmpfs"):
-        yield
-
-
-@contextmanager
-def copies_are_read_only(hosts: Hosts) -> Iterator[None]:
-    with mounted(hosts, cache_of(hosts) / "paceline" / "runs", "-t", "tmpfs", "-o", "ro", "tmpfs"):
-        yield
+def cache_mount(options: str, folder: str = "") -> Callable[[Hosts], AbstractContextManager[None]]:
+    """An empty file system in place of h2's cache, or of a folder in it."""
+    return lambda hosts: mounted(hosts, cache_of(hosts) / folder, "-t", "tmpfs", "-o", options, "tmpfs")
 
 
 @contextmanager
@@ -264,29 +260,11 @@ def listening(hosts: Hosts, host: str, port: int) -> Iterator[None]:
 
 
 @contextmanager
-def no_room_for_scripts(hosts: Hosts) -> Iterator[None]:
-    with mounted(hosts, cache_of(hosts) / "paceline" / "scripts", "-t", "tmpfs", "-o", "size=8k", "tmpfs"):
-        yield
-
-
-@contextmanager
 def no_login(hosts: Hosts) -> Iterator[None]:
     text = Path("/etc/passwd").read_text()
     users = [user.rpartition(":")[0] + ":/usr/sbin/nologin" if ":0:0:" in user else user for user in text.splitlines()]
     (hosts.folder / "passwd").write_text("\n".join(users) + "\n")
     with mounted(hosts, Path("/etc/passwd"), "--bind", str(hosts.folder / "passwd")):
-        yield
-
-
-@contextmanager
-def a_server_that_hangs(hosts: Hosts) -> Iterator[None]:
-    with listening(hosts, "h2", 2299):
-        yield
-
-
-@contextmanager
-def port_in_use(hosts: Hosts) -> Iterator[None]:
-    with listening(hosts, "h1", 29400):
         yield
 
 
@@ -354,7 +332,7 @@ ON_HOSTS = [
     ("no ssh here", no_ssh_here, f"{PLAN} --hosts h2", 1, "ssh is not installed here", "apt install openssh-client"),
     ("an old interpreter", an_old_python, f"{PLAN} --hosts h2 --python {{folder}}/python3.9", 1, "Python 3.9 there, 3.11 or",
      "--python PATH"),
-    ("a read-only home", cache_is_read_only, f"{PLAN} --hosts h2", 1, "could not keep the code: Read-only file system",
+    ("a read-only home", cache_mount("ro"), f"{PLAN} --hosts h2", 1, "could not keep the code: Read-only file system",
      "export XDG_CACHE_HOME=DIR"),
     ("a login that runs nothing", no_login, f"{PLAN} --hosts h2", 1, "python3 cannot be run there", "ssh h2 python3 --version"),
     ("this host by two names", as_it_is, f"{RUN} --hosts h1,localhost -- {{folder}}/script.py", 2,
@@ -368,19 +346,19 @@ ON_HOSTS = [
 # more of them, which take longer or are of the kind of one above
 LONGER = [
     ("a name that is not ASCII", as_it_is, f"{PLAN} --hosts müller", 1, "müller: no host of this name", "~/.ssh/config"),
-    ("no ssh server", as_it_is, f"{PLAN} --hosts closed", 1, "no ssh server answers", "apt install openssh-server"),
     ("no such interpreter", as_it_is, f"{PLAN} --hosts h2 --python /no/python", 1, "no /no/python there", "--python PATH"),
     ("an interpreter that is none", as_it_is, f"{PLAN} --hosts h2 --python /bin/ls", 1, "/bin/ls cannot be run there",
      "--python PATH"),
     ("a cache that is a file", cache_is_a_file, f"{PLAN} --hosts h2", 1, "could not keep the code: Not a directory",
      "ls -ld ~ ~/.cache"),
-    ("a full cache", cache_is_full, f"{PLAN} --hosts h2", 1, "could not keep the code: No space left",
+    ("a full cache", cache_mount("size=100k"), f"{PLAN} --hosts h2", 1, "could not keep the code: No space left",
      "ssh h2 df -h {folder}/h2/cache"),
-    ("a server that hangs", a_server_that_hangs, f"{PLAN} --hosts silent", 1, "it cannot be reached", "ping 10.77.0.2"),
-    ("the only port in use", port_in_use, f"{TRAIN} --hosts h1,h2 --ports 29400", 1,
+    ("a server that hangs", partial(listening, host="h2", port=2299),
+     f"{PLAN} --hosts silent", 1, "it cannot be reached", "ping 10.77.0.2"),
+    ("the only port in use", partial(listening, host="h1", port=29400), f"{TRAIN} --hosts h1,h2 --ports 29400", 1,
      "none of the ports 29400 is free on h1", "other --ports"),
     ("a rank without a peer", as_it_is, "comm --device cpu --nproc 1 --hosts h2", 1, "one process has no peer", "--nproc 2"),
-    ("no room for the text", no_room_for_the_text, f"{TRAIN} --hosts h1,h2", 1,
+    ("no room for the text", cache_mount("size=16k", "paceline/data"), f"{TRAIN} --hosts h1,h2", 1,
      "host h2: No space left on device: {folder}/h2/cache/paceline/data/", "ssh h2 df -h {folder}/h2/cache/paceline/data/"),
     ("an unknown host of a training", as_it_is, f"{TRAIN} --hosts h1,h9", 1, "host-unreachable  h9: no host of this name",
      "~/.ssh/config"),
@@ -394,7 +372,8 @@ LONGER = [
      f"{RUN} --hosts h1,h2 --python {{folder}}/other-torch/bin/python -- {{folder}}/script.py", 1,
      "2.9.1+cpu on h2", "-m pip install torch=="),
     ("a firewall", a_firewall, f"{TRAIN} --hosts h1,h2", 1, "hosts-unconnected  h1 cannot connect to h2", "sudo ufw allow"),
-    ("a disk for copies that is read-only", copies_are_read_only, f"{TRAIN} --hosts h1,h2", 1, "host h2: Read-only file system",
+    ("a disk for copies that is read-only", cache_mount("ro", "paceline/runs"),
+     f"{TRAIN} --hosts h1,h2", 1, "host h2: Read-only file system",
      "ls -ld ~ ~/.cache"),
     ("an interface of none", as_it_is, f"{TRAIN} --hosts h1,h2 --interface eth9", 1, "h1: --interface eth9 is not up here",
      "--interface 10.77.0.0/24"),
@@ -404,7 +383,8 @@ LONGER = [
      "h2: --interface eth9 is not up here", "--interface 10.77.0.0/24"),
     ("a firewall and one port", a_firewall, f"{RUN} --hosts h1,h2 --ports 29400 -- {{folder}}/script.py", 1,
      "h1 cannot use port 29400 of h2 for the store", "sudo ufw allow 29400/tcp"),
-    ("a port in use by a run, for a measurement", port_in_use, "comm --device cpu --nproc 1 --hosts h1,h2 --ports 29400", 1,
+    ("a port in use by a run, for a measurement", partial(listening, host="h1", port=29400),
+     "comm --device cpu --nproc 1 --hosts h1,h2 --ports 29400", 1,
      "none of the ports 29400 is free on h1", "other --ports"),
     ("a batch that does not divide", as_it_is, f"{TRAIN.replace('size 512', 'size 256')} --hosts h1,h2", 1,
      "not a multiple of the 512 tokens that 2 processes take", "total_batch_size to 512"),
@@ -412,7 +392,8 @@ LONGER = [
      "ssh-copy-id nobody@h2"),
     ("no packages there, unchecked", no_torch, f"{TRAIN} --hosts h1,h2 --no-check --python {{folder}}/empty/bin/python", 1,
      "No module named 'psutil'", "paceline check --hosts h1,h2 --python"),
-    ("no room for a script", no_room_for_scripts, f"{RUN} --hosts h1,h2 --no-check -- {{private}}/desk/x.py", 1,
+    ("no room for a script", cache_mount("size=8k", "paceline/scripts"),
+     f"{RUN} --hosts h1,h2 --no-check -- {{private}}/desk/x.py", 1,
      "host h2: No space left on device: {folder}/h2/cache/paceline/scripts/", "ssh h2 df -h {folder}/h2/cache/paceline/scripts/"),
 ]  # fmt: skip
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rows import with_rows
 
 from paceline.errors import Finding
 from paceline.heartbeat import HeartbeatWriter
@@ -44,22 +45,18 @@ def digest(run, stream):
     return Digest(run, num_steps=2500, total_batch_size=524_288, stream=stream)
 
 
-def test_a_step_is_one_line_with_units():
-    assert format_step(STEP, num_steps=2500, eta_s=1457) == (
-        "step 00120/02500 | loss 4.1203 | 612 ms | 856,679 tok/s | mfu 41.2% | 38.1 GiB | eta 24m17s"
-    )
+UNKNOWN = dict.fromkeys(("step_ms", "tok_per_sec", "mfu", "peak_bytes"))
 
 
-def test_what_is_unknown_is_not_shown_as_zero():
-    unknown = {**STEP, "step_ms": None, "tok_per_sec": None, "mfu": None, "peak_bytes": None}
-    assert format_step(unknown, num_steps=2500, eta_s=None) == (
-        "step 00120/02500 | loss 4.1203 | n/a ms | n/a tok/s | mfu n/a | n/a GiB | eta n/a"
-    )
-
-
-def test_quick_steps_keep_decimals_and_long_runs_keep_their_columns():
-    line = format_step({**STEP, "step_ms": 8.44}, num_steps=1_000_000, eta_s=1)
-    assert line.startswith("step 0000120/1000000 | loss 4.1203 | 8.44 ms | ")
+@with_rows(("fields", "num_steps", "eta_s", "line"), [
+    ({}, 2500, 1457, "step 00120/02500 | loss 4.1203 | 612 ms | 856,679 tok/s | mfu 41.2% | 38.1 GiB | eta 24m17s"),
+    (UNKNOWN, 2500, None, "step 00120/02500 | loss 4.1203 | n/a ms | n/a tok/s | mfu n/a | n/a GiB | eta n/a"),
+    # quick steps keep decimals, and long runs their columns
+    ({"step_ms": 8.44}, 1_000_000, 1,
+     "step 0000120/1000000 | loss 4.1203 | 8.44 ms | 856,679 tok/s | mfu 41.2% | 38.1 GiB | eta 1s"),
+])  # fmt: skip
+def test_a_step_is_one_line_with_units(fields, num_steps, eta_s, line):
+    assert format_step({**STEP, **fields}, num_steps=num_steps, eta_s=eta_s) == line
 
 
 def test_a_pipe_gets_a_line_for_each_step_and_event_in_order(run, stream, digest):
@@ -159,31 +156,23 @@ def test_the_order_to_stop_is_shown_once_though_every_process_writes_it(run, str
     assert stream.getvalue() == "stopping on SIGINT; Ctrl-C again to end now\n"
 
 
-def test_a_stop_saves_a_checkpoint_where_a_step_was_taken(run, stream, digest):
-    append_json_line(run.metrics, {"step": 1, "loss": 2.0, "time": "2026-01-01T00:00:00.000Z"})
-    append_event(run, "stopping", signal="SIGINT")
-    digest.poll()
-    assert stream.getvalue().endswith("\nstopping on SIGINT: saving a checkpoint; Ctrl-C again to end now\n")
+BY_CTRL_C, BY_NOTICE = {"signal": "SIGINT"}, {"reason": "the notice file x", "seconds_left": 30}
+SLOW = {"step_ms": 53e3}
 
 
-@pytest.mark.parametrize(
-    "phase, work", [("forward", "finishing the step, 53s each"), ("eval", "finishing the evaluation")]
-)
-def test_a_stop_says_what_it_waits_for_and_how_long_at_most(run, stream, digest, phase, work):
-    append_json_line(run.metrics, {"step": 1, "loss": 2.0, "step_ms": 53e3, "time": "2026-01-01T00:00:00.000Z"})
+@pytest.mark.parametrize(("step", "phase", "order", "start", "end"), [
+    ({}, "train", BY_CTRL_C, "stopping on SIGINT: saving a checkpoint; ", "Ctrl-C again to end now"),
+    (SLOW, "forward", BY_CTRL_C, "stopping on SIGINT: finishing the step, 53s each, ", "then saving a checkpoint, 1m00s at most; "),
+    (SLOW, "eval", BY_CTRL_C, "stopping on SIGINT: finishing the evaluation, ", "then saving a checkpoint, 1m00s at most; "),
+    (SLOW, "forward", BY_NOTICE, "stopping on the notice file x, 30 s left: finishing the step, ", ", 30s at most; "),
+])  # fmt: skip
+def test_a_stop_says_what_it_waits_for_and_how_long_at_most(run, stream, digest, step, phase, order, start, end):
+    append_json_line(run.metrics, {"step": 1, "loss": 2.0, "time": "2026-01-01T00:00:00.000Z", **step})
     HeartbeatWriter(run, 0).beat(1, phase)
-    append_event(run, "stopping", signal="SIGINT")
+    append_event(run, "stopping", **order)
     digest.poll()
     last = stream.getvalue().splitlines()[-1]
-    assert last == f"stopping on SIGINT: {work}, then saving a checkpoint, 1m00s at most; Ctrl-C again to end now"
-
-
-def test_a_stop_takes_at_most_the_time_that_a_notice_leaves(run, stream, digest):
-    append_json_line(run.metrics, {"step": 1, "loss": 2.0, "step_ms": 53e3, "time": "2026-01-01T00:00:00.000Z"})
-    append_event(run, "stopping", reason="the notice file x", seconds_left=30)
-    digest.poll()
-    last = stream.getvalue().splitlines()[-1]
-    assert last.startswith("stopping on the notice file x, 30 s left: ") and ", 30s at most; " in last
+    assert last.startswith(start) and end in last
 
 
 def on_a_terminal(run: RunDir, env: dict[str, str]) -> str:

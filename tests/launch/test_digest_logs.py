@@ -55,9 +55,21 @@ def test_each_line_has_its_rank_before_it(screen):
     assert screen.shown() == ""
 
 
-def test_a_rank_that_is_shown_alone_has_no_prefix(lone):
-    lone.write("a\nb\n")
-    assert lone.shown() == "a\nb\n"
+@pytest.mark.parametrize("pieces", [
+    # what is written, how much later it is looked at, and what is shown then
+    pytest.param([("a\nb\n", 0, "a\nb\n")], id="a rank alone has no prefix"),
+    pytest.param([("to", 0, ""), ("ge", 0.9, ""), ("ther\n", 0.9, "together\n")], id="pieces of a line are one line"),
+    pytest.param([("\r100%", 0, "100%\n"), ("\n", 0, "")], id="the last state of a bar is not repeated"),
+    pytest.param([("\r50%", 0, "50%\n"), ("\r   \rafter\n", 60, "after\n")], id="a bar that erases itself leaves nothing"),
+    pytest.param([("a\r\nb\r", 0, "a\nb\n"), ("\n", 0, "")], id="line ends of Windows"),
+    pytest.param([(b"caf\xe9 \x00\x07ok\xff\n\xe6\xa8\xa1\n", 0, "caf\ufffd ok\ufffd\n\u6a21\n")], id="bytes that are no text"),
+    pytest.param([(b"\xe6\xa8", 0, ""), (b"\xa1\n", 0, "\u6a21\n")], id="a character cut in two"),
+])  # fmt: skip
+def test_lines_are_shown_once_they_are_whole_and_bytes_of_no_use_left_out(lone, pieces):
+    assert lone.shown() == ""  # a log that is not there yet is waited for
+    for text, after_s, shown in pieces:
+        lone.write(text)
+        assert lone.shown(after_s=after_s) == shown
 
 
 def test_prefixes_of_ten_and_more_ranks_line_up(tmp_path):
@@ -65,12 +77,6 @@ def test_prefixes_of_ten_and_more_ranks_line_up(tmp_path):
     screen.write("a\n", rank=9)
     screen.write("b\n", rank=10)
     assert screen.shown() == "[9]  a\n[10] b\n"
-
-
-def test_a_log_that_is_not_there_yet_is_waited_for(lone):
-    assert lone.shown() == ""
-    lone.write("a\n")
-    assert lone.shown() == "a\n"
 
 
 def test_half_a_line_is_shown_after_a_moment_and_its_rest_when_it_comes(screen):
@@ -81,15 +87,6 @@ def test_half_a_line_is_shown_after_a_moment_and_its_rest_when_it_comes(screen):
     assert screen.shown(after_s=9) == ""
     screen.write(" done\nnext\n")
     assert screen.shown() == "[0]  done\n[0] next\n"
-
-
-def test_a_line_that_comes_in_pieces_is_one_line(lone):
-    lone.write("to")
-    assert lone.shown() == ""
-    lone.write("ge")
-    assert lone.shown(after_s=0.9) == ""
-    lone.write("ther\n")
-    assert lone.shown(after_s=0.9) == "together\n"
 
 
 def test_half_a_line_at_the_end_is_shown(lone):
@@ -107,13 +104,6 @@ def test_of_a_progress_bar_its_first_and_last_state_are_shown_and_one_every_ten_
     assert shown == "  0%|bar| 0/100\n 40%|bar| 40/100\n 80%|bar| 80/100\n100%|bar| 100/100\n"
 
 
-def test_a_bar_whose_last_state_stands_there_already_does_not_repeat_it(lone):
-    lone.write("\r100%")
-    assert lone.shown() == "100%\n"
-    lone.write("\n")
-    assert lone.shown() == ""
-
-
 def test_a_bar_that_writes_its_return_last_is_a_bar_as_well(lone):
     shown = ""
     for percent in range(4):
@@ -121,32 +111,6 @@ def test_a_bar_that_writes_its_return_last_is_a_bar_as_well(lone):
         shown += lone.shown(after_s=1)
     lone.write("done\n")
     assert shown + lone.shown() == "0%\ndone\n"
-
-
-def test_a_bar_that_erases_itself_leaves_nothing(lone):
-    lone.write("\r50%")
-    assert lone.shown() == "50%\n"
-    lone.write("\r   \rafter\n")
-    assert lone.shown(after_s=60) == "after\n"
-
-
-def test_windows_line_ends_are_line_ends(lone):
-    lone.write("a\r\nb\r")
-    assert lone.shown() == "a\nb\n"
-    lone.write("\n")
-    assert lone.shown() == ""
-
-
-def test_bytes_that_are_no_text_are_replaced_and_control_bytes_left_out(lone):
-    lone.write(b"caf\xe9 \x00\x07ok\xff\n\xe6\xa8\xa1\n")
-    assert lone.shown() == "caf\ufffd ok\ufffd\n\u6a21\n"
-
-
-def test_a_character_cut_in_two_by_a_write_is_whole(lone):
-    lone.write(b"\xe6\xa8")
-    assert lone.shown() == ""
-    lone.write(b"\xa1\n")
-    assert lone.shown() == "\u6a21\n"
 
 
 def test_a_terminal_that_cannot_show_a_character_shows_another(tmp_path):

@@ -1,6 +1,7 @@
 """What is added to the workers' environment and why, what never is, and which of the user's values are reported."""
 
 import pytest
+from rows import with_rows
 
 from paceline.launch.env import EnvRow, Launch, env_elsewhere, format_env, harm_lines, worker_env
 
@@ -25,8 +26,24 @@ def test_cpu_processes_share_the_cores_and_meet_on_the_loopback():
     assert len(rows) == 7
 
 
-def test_more_processes_than_cores_have_one_thread_each():
-    assert worker_env({}, Launch(nproc=4, device="cpu", cpu_cores=2))[0]["OMP_NUM_THREADS"] == "1"
+@with_rows(("user", "settings", "expected"), [
+    # more processes than cores have one thread each
+    ({}, {"nproc": 4, "cpu_cores": 2}, {"OMP_NUM_THREADS": "1", "USE_LIBUV": None}),
+    ({}, {"libuv": False}, {"USE_LIBUV": "0"}),
+    # workers on GPUs number them as nvidia-smi does and meet on the loopback
+    ({}, {"device": "cuda"}, {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "NCCL_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": None,
+    }),
+    # a script on the CPU sees no GPU, and accelerate joins its processes
+    ({}, {"for_script": True}, {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}),
+    # a setting under its older name stays
+    ({"PYTORCH_CUDA_ALLOC_CONF": "5"}, {"device": "cuda"}, {"PYTORCH_ALLOC_CONF": None}),
+    ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "5"}, {"device": "cuda"}, {"TORCH_FR_BUFFER_SIZE": None}),
+])  # fmt: skip
+def test_what_is_added_depends_on_the_launch(user, settings, expected):
+    env, _ = worker_env(user, Launch(**{"nproc": 2, "device": "cpu", "cpu_cores": 8, **settings}))
+    assert {name: env.get(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("nproc, threads, policy", [
@@ -55,75 +72,37 @@ def test_a_row_for_the_users_value_shows_what_paceline_would_have_set():
     )
 
 
-def test_cuda_workers_number_their_gpus_as_nvidia_smi_does_and_meet_on_the_loopback():
-    env, _ = worker_env({}, Launch(nproc=2, device="cuda", cpu_cores=8))
-    assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert env["NCCL_SOCKET_IFNAME"] == "lo"
-    assert "CUDA_VISIBLE_DEVICES" not in env
+FOR_SCRIPT = {"device": "cuda", "for_script": True}
 
 
-def test_a_torch_without_libuv_does_not_use_it():
-    assert worker_env({}, Launch(nproc=2, device="cpu", cpu_cores=8, libuv=False))[0]["USE_LIBUV"] == "0"
-    assert "USE_LIBUV" not in worker_env({}, Launch(nproc=2, device="cpu", cpu_cores=8))[0]
-
-
-def test_a_script_on_the_cpu_sees_no_gpu_and_accelerate_joins_its_processes():
-    env, _ = worker_env({}, Launch(nproc=2, device="cpu", cpu_cores=8, for_script=True))
-    assert (env["CUDA_VISIBLE_DEVICES"], env["ACCELERATE_USE_CPU"]) == ("", "true")
-
-
-@pytest.mark.parametrize("old, new", [
-    ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"),
+@with_rows(("name", "value", "settings", "harm"), [
+    ("OMP_NUM_THREADS", "32", FOR_SCRIPT, "2 processes x 32 threads wait for each other on 8 cores"),
+    ("PYTHONUNBUFFERED", "", FOR_SCRIPT, "output is buffered, and lost when a rank is killed"),
+    ("TOKENIZERS_PARALLELISM", "true", FOR_SCRIPT, "each of 2 processes starts a thread per core"),
+    ("TORCH_FR_BUFFER_SIZE", "0", FOR_SCRIPT, "no rank remembers its collectives: a hang cannot be traced"),
+    ("CUDA_DEVICE_ORDER", "FASTEST_FIRST", FOR_SCRIPT,
+     "GPU numbers may not be those of nvidia-smi and of the plan, where cards differ"),
+    ("PYTORCH_ALLOC_CONF", "expandable_segments:False", FOR_SCRIPT, "GPU memory is lost to fragmentation"),
+    ("CUDA_LAUNCH_BLOCKING", "1", FOR_SCRIPT, "the host waits for every kernel: good for debugging, slow for training"),
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", FOR_SCRIPT,
+     "every collective is checked by another one: good for debugging, slow for training"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", FOR_SCRIPT, "a rank whose peer has failed waits forever"),
+    ("ACCELERATE_USE_CPU", "true", FOR_SCRIPT, "accelerate stays on the CPU"),
+    ("USE_LIBUV", "1", {"libuv": False}, "this torch was built without libuv and cannot create a store with it: set it to 0"),
+    ("CUDA_VISIBLE_DEVICES", "0", {"for_script": True}, "the device is cpu, and the script sees these GPUs"),
+    ("OMP_NUM_THREADS", "many", {}, "not a number of threads: each process uses every core"),
+    ("OMP_NUM_THREADS", "32,2", {}, "2 processes x 32 threads wait for each other on 8 cores"),
+    *((name, value, {"device": "cuda"}, None) for name, value in [
+        ("OMP_NUM_THREADS", "1"), ("OMP_NUM_THREADS", "4"), ("OMP_NUM_THREADS", "4,2"), ("USE_LIBUV", "0"), ("USE_LIBUV", "1"),
+        ("TORCH_DISTRIBUTED_DEBUG", "INFO"), ("CUDA_LAUNCH_BLOCKING", "0"), ("GLOO_SOCKET_IFNAME", "lo"), ("PATH", ""),
+    ]),
 ])  # fmt: skip
-def test_a_setting_under_its_older_name_stays(old, new):
-    env, _ = worker_env({old: "5"}, Launch(nproc=1, device="cuda", cpu_cores=8))
-    assert new not in env
-
-
-HARMFUL = {
-    "OMP_NUM_THREADS": ("32", "2 processes x 32 threads wait for each other on 8 cores"),
-    "PYTHONUNBUFFERED": ("", "output is buffered, and lost when a rank is killed"),
-    "TOKENIZERS_PARALLELISM": ("true", "each of 2 processes starts a thread per core"),
-    "TORCH_FR_BUFFER_SIZE": ("0", "no rank remembers its collectives: a hang cannot be traced"),
-    "CUDA_DEVICE_ORDER": ("FASTEST_FIRST", "GPU numbers may not be those of nvidia-smi and of the plan, where cards differ"),
-    "PYTORCH_ALLOC_CONF": ("expandable_segments:False", "GPU memory is lost to fragmentation"),
-    "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel: good for debugging, slow for training"),
-    "TORCH_DISTRIBUTED_DEBUG": (
-        "DETAIL", "every collective is checked by another one: good for debugging, slow for training",
-    ),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a rank whose peer has failed waits forever"),
-    "ACCELERATE_USE_CPU": ("true", "accelerate stays on the CPU"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HARMFUL)
-def test_a_value_of_the_users_that_hurts_stays_and_is_reported_in_one_line(name):
-    value, harm = HARMFUL[name]
-    env, rows = worker_env({name: value}, Launch(nproc=2, device="cuda", cpu_cores=8, for_script=True))
+def test_a_value_of_the_users_stays_and_one_that_hurts_in_this_launch_is_reported_in_one_line(
+    name, value, settings, harm
+):
+    env, rows = worker_env({name: value}, Launch(**{"nproc": 2, "device": "cpu", "cpu_cores": 8, **settings}))
     assert env[name] == value
-    assert harm_lines(rows) == [f"note    {name}={value} is yours: {harm}"]
-
-
-@pytest.mark.parametrize("name, value, device, settings, harm", [
-    ("USE_LIBUV", "1", "cpu", {"libuv": False},
-     "this torch was built without libuv and cannot create a store with it: set it to 0"),
-    ("CUDA_VISIBLE_DEVICES", "0", "cpu", {"for_script": True}, "the device is cpu, and the script sees these GPUs"),
-    ("OMP_NUM_THREADS", "many", "cpu", {}, "not a number of threads: each process uses every core"),
-    ("OMP_NUM_THREADS", "32,2", "cpu", {}, "2 processes x 32 threads wait for each other on 8 cores"),
-])  # fmt: skip
-def test_whether_a_value_hurts_depends_on_the_launch(name, value, device, settings, harm):
-    _, rows = worker_env({name: value}, Launch(nproc=2, device=device, cpu_cores=8, **settings))
-    assert harm_lines(rows) == [f"note    {name}={value} is yours: {harm}"]
-
-
-@pytest.mark.parametrize("name, value", [
-    ("OMP_NUM_THREADS", "1"), ("OMP_NUM_THREADS", "4"), ("OMP_NUM_THREADS", "4,2"), ("USE_LIBUV", "0"), ("USE_LIBUV", "1"),
-    ("TORCH_DISTRIBUTED_DEBUG", "INFO"), ("CUDA_LAUNCH_BLOCKING", "0"), ("GLOO_SOCKET_IFNAME", "lo"), ("PATH", ""),
-])  # fmt: skip
-def test_a_harmless_value_is_not_reported(name, value):
-    _, rows = worker_env({name: value}, Launch(nproc=2, device="cuda", cpu_cores=8))
-    assert harm_lines(rows) == []
+    assert harm_lines(rows) == ([f"note    {name}={value} is yours: {harm}"] if harm else [])
 
 
 def test_the_table_shows_each_variable_with_its_origin_and_reason():

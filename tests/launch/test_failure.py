@@ -228,24 +228,18 @@ def test_a_rank_of_a_script_that_ends_with_0_is_to_blame_where_the_others_only_l
 GLOO = "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:537] "
 
 
-@pytest.mark.parametrize(
-    ("error", "is_lost_peer"),
-    [
-        (GLOO + "Read error [127.0.0.1]:702: Connection reset by peer.", True),
-        (GLOO + "writev [127.0.0.1]:702: Broken pipe", True),
-        ("RuntimeError: Connection reset by peer", True),
-        ("torch.distributed.DistNetworkError: Connection reset by peer", True),
-        ("torch.distributed.DistNetworkError: The client socket has failed to connect to (ada, 29500)", True),
-        ("torch.distributed.DistNetworkError: The server socket has failed to listen on any local network", False),
-        ("ConnectionResetError: [Errno 104] Connection reset by peer", False),
-        ("BrokenPipeError: [Errno 32] Broken pipe", False),
-        (
-            "requests.exceptions.ConnectionError: ('Connection aborted.', ConnectionResetError(104, 'reset by peer'))",
-            False,
-        ),
-        ("RuntimeError: upload to s3://books failed: Connection reset by peer", False),
-    ],
-)
+@pytest.mark.parametrize(("error", "is_lost_peer"), [
+    (GLOO + "Read error [127.0.0.1]:702: Connection reset by peer.", True),
+    (GLOO + "writev [127.0.0.1]:702: Broken pipe", True),
+    ("RuntimeError: Connection reset by peer", True),
+    ("torch.distributed.DistNetworkError: Connection reset by peer", True),
+    ("torch.distributed.DistNetworkError: The client socket has failed to connect to (ada, 29500)", True),
+    ("torch.distributed.DistNetworkError: The server socket has failed to listen on any local network", False),
+    ("ConnectionResetError: [Errno 104] Connection reset by peer", False),
+    ("BrokenPipeError: [Errno 32] Broken pipe", False),
+    ("requests.exceptions.ConnectionError: ('Connection aborted.', ConnectionResetError(104, 'reset by peer'))", False),
+    ("RuntimeError: upload to s3://books failed: Connection reset by peer", False),
+])  # fmt: skip
 def test_a_connection_of_the_script_s_own_is_no_lost_peer(run, error, is_lost_peer):
     run.rank_log(1, 0).write_text(BOOM.replace("ValueError: boom", error))
     ranks = [ended(0, 1), ended(1, 0)]

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -52,6 +53,15 @@ def received(*channels, until) -> list:
         frames += channels[0].read()
         assert not channels[0].ended
     return frames
+
+
+def arrive(near, far, arrivals) -> Iterator[tuple[str, bool]]:
+    """What the far end has ready arrives at the near one; yields the file of each piece, and whether it is the last one."""
+    far.send_behind([frame({"event": "end"})])
+    for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
+        if "file" in line:
+            arrivals.take(line, data, host="bob")
+            yield line["file"], line["last"]
 
 
 def run_folder(path) -> RunDir:
@@ -121,10 +131,7 @@ def test_what_ranks_write_arrives_under_the_same_names(tmp_path):
         def pass_on():
             follower.hurry(1)
             follower.scan(1)
-            far.send_behind([frame({"event": "end"})])
-            for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
-                if "file" in line:
-                    arrivals.take(line, data, host="bob")
+            list(arrive(near, far, arrivals))
 
         there.rank_log(1, 3).write_text("first\n")
         append_event(there, "memory", rank=3)
@@ -162,11 +169,7 @@ def test_a_broken_link_catches_up_from_where_it_was(tmp_path):
     with connected() as (near, far):
         size = here.rank_log(1, 0).stat().st_size
         Follower(there, far).catch_up({"logs/1/0.log": size, "logs/1/9.log": 5})
-        far.send_behind([frame({"event": "end"})])
-        arrivals = Arrivals(here, on_no_space=pytest.fail)
-        for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
-            if "file" in line:
-                arrivals.take(line, data, host="bob")
+        list(arrive(near, far, Arrivals(here, on_no_space=pytest.fail)))
     assert here.rank_log(1, 0).read_text() == there.rank_log(1, 0).read_text()
 
 
@@ -181,11 +184,7 @@ def test_the_copy_of_an_earlier_attempt_changes_neither_plan_nor_steps_and_repea
     append_json_line(there.metrics, {"step": 9, "loss": 2.0})
     with connected() as (near, far):
         Follower(there, far).catch_up({})
-        far.send_behind([frame({"event": "end"})])
-        arrivals = Arrivals(here, on_no_space=pytest.fail)
-        for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
-            if "file" in line:
-                arrivals.take(line, data, host="bob")
+        list(arrive(near, far, Arrivals(here, on_no_space=pytest.fail)))
     assert here.plan_json.read_text() == "of the plan that follows" and not here.metrics.exists()
     assert [event["event"] for event in read_json_lines(here.events)] == ["launch", "memory", "checkpoint"]
 
@@ -220,13 +219,9 @@ def test_a_checkpoint_part_comes_whole_and_before_the_json_that_says_so(tmp_path
         write_atomic(tensors.with_suffix(".json"), "{}")
         follower.scan(1)
         names = []
-        far.send_behind([frame({"event": "end"})])
-        for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
-            if "file" in line:
-                names.append(line["file"])
-                arrivals.take(line, data, host="bob")
-                arrived = here.path / names[-1]
-                assert arrived.exists() == line["last"]  # never under its name before it is whole
+        for name, is_last in arrive(near, far, arrivals):
+            names.append(name)
+            assert (here.path / name).exists() == is_last  # never under its name before it is whole
     assert [name.rsplit(".", 1)[1] for name in names] == 4 * ["safetensors"] + ["json"]
     files = {tensors.name: sha256_of(tensors)}
     copy = here.checkpoints / folder.name
@@ -261,10 +256,8 @@ def test_a_supervisor_cannot_write_elsewhere_on_a_host(tmp_path, name):
 
 
 def test_a_part_that_a_host_has_no_room_for_arrives_with_the_name_of_the_host(tmp_path):
-    arrivals, name = (
-        Arrivals(run_folder(tmp_path), on_no_space=pytest.fail),
-        "checkpoints/.step_000010.1-1.tmp/shard_00001_of_00002",
-    )
+    arrivals = Arrivals(run_folder(tmp_path), on_no_space=pytest.fail)
+    name = "checkpoints/.step_000010.1-1.tmp/shard_00001_of_00002"
     arrivals.take({"file": f"{name}.full", "last": True}, b"", host="bob")
     assert (tmp_path / f"{name}.full").read_text() == "bob"
 

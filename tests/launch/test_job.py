@@ -86,10 +86,17 @@ def test_after_a_lost_card_the_others_take_the_same_steps(job_on):
     assert not (cache_dir(job.config) / "too_large.jsonl").exists()
 
 
-def test_a_batch_that_does_not_fit_the_remaining_cards_stops_the_run(job_on):
-    small = Machine((replace(CARD, memory_bytes=2 << 30),), 16, False, 64 << 30)
-    job = job_on(lambda: small)
-    assert job.abilities(LOST).ranks_left == 0
+SMALL = Machine((replace(CARD, memory_bytes=2 << 30),), 16, False, 64 << 30)
+SILENT = replace(NONE, driver_error=PlanError("the driver does not answer", fix="nvidia-smi"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks_left"), [(SMALL, 0), (NONE, 0), (SILENT, None)], ids=["a batch too large", "no card", "silent"]
+)
+def test_a_run_stops_without_a_card_that_holds_it_and_a_driver_that_does_not_answer_loses_none(
+    job_on, machine, ranks_left
+):
+    assert job_on(lambda: machine).abilities(LOST) == replace(ON_GPUS, ranks_left=ranks_left)
 
 
 def test_a_size_that_failed_beside_another_process_may_fit_the_whole_card(job_on):
@@ -106,10 +113,6 @@ def test_a_size_that_failed_beside_another_process_may_fit_the_whole_card(job_on
 
 def test_ranks_that_stop_may_take_as_long_as_a_large_checkpoint(job_on):
     assert 60 < stop_grace_s(make(replace(CONFIG, depth=4), TWO)) < stop_grace_s(job_on(lambda: TWO).plan) < 600
-
-
-def test_a_run_without_any_card_stops(job_on):
-    assert job_on(lambda: NONE).abilities(LOST) == replace(ON_GPUS, ranks_left=0)
 
 
 def test_the_attempt_after_running_out_of_memory_is_smaller_and_the_size_is_remembered(job_on):
@@ -140,11 +143,6 @@ def test_a_failure_on_two_hosts_of_one_card_each_loses_no_card(job_on):
     assert job.abilities(LOST) == ON_GPUS
 
 
-def test_a_driver_that_does_not_answer_loses_no_card(job_on):
-    silent = replace(NONE, driver_error=PlanError("the driver does not answer", fix="nvidia-smi"))
-    assert job_on(lambda: silent).abilities(LOST) == ON_GPUS
-
-
 FINDING = Finding("step-slower-than-planned", "warn", "a step takes 900 ms", "likely the link", "paceline comm")
 PLANNED = StepTime(Range(0.5, 0.612, 0.7), {"matmuls": 0.612}, 0.0, 0.0, Range(1.0, 2.0, 3.0), None, "compute", ())
 
@@ -173,20 +171,17 @@ def test_after_twenty_steps_the_measured_step_is_compared_with_the_planned_one_o
     assert (event["step"], event["planned_s"], event["measured_s"]) == (20, 0.612, 0.655)
 
 
-def test_the_first_ten_steps_do_not_count(run):
-    lines = [(step, 5000.0 if step <= 10 else 600.0 + 10 * (step % 2)) for step in range(1, 30)]
-    assert show(run, lines) == ["planned 612 ms a step, measured 605 ms (-1 %)"]
-
-
-def test_rarely_logged_steps_are_compared_at_the_next_line(run):
-    assert show(run, [(1, 9000.0), (500, 612.0)]) == ["planned 612 ms a step, measured 612 ms (+0 %)"]
-
-
-def test_a_resumed_run_counts_from_its_own_first_step(run):
-    assert show(run, [(1001, 9000.0), (1010, 800.0)]) == []
-    assert show(run, [(1001, 9000.0), (1010, 800.0), (1020, 612.0)]) == [
-        "planned 612 ms a step, measured 612 ms (+0 %)"
-    ]
+@pytest.mark.parametrize(("lines", "measured"), [
+    # the first ten steps do not count
+    ([(step, 5000.0 if step <= 10 else 600.0 + 10 * (step % 2)) for step in range(1, 30)], "605 ms (-1 %)"),
+    # rarely logged steps are compared at the next line
+    ([(1, 9000.0), (500, 612.0)], "612 ms (+0 %)"),
+    # a resumed run counts from its own first step
+    ([(1001, 9000.0), (1010, 800.0)], None),
+    ([(1001, 9000.0), (1010, 800.0), (1020, 612.0)], "612 ms (+0 %)"),
+])  # fmt: skip
+def test_steps_are_compared_once_they_have_settled(run, lines, measured):
+    assert show(run, lines) == ([f"planned 612 ms a step, measured {measured}"] if measured else [])
 
 
 @pytest.mark.parametrize("before", [None, [{"id": "other"}]])
@@ -204,36 +199,33 @@ def test_a_large_gap_is_added_to_the_findings_of_the_checks(run, before):
     assert [finding["id"] for finding in findings] == [*(["other"] if before else []), FINDING.id]
 
 
+HOST = Machine(gpus=(), cpu_cores=1, cpu_bf16=False, memory_bytes=8 << 30)
+ON_CPU = make_plan(Config(depth=2, total_batch_size=4096, num_steps=1), HOST, vocab_size=512, num_rows=0)
+
+
+def watch_three_steps(run: RunDir, planned: StepTime | None, *, step_ms: float) -> None:
+    cost = json.loads(json.dumps(asdict(planned))) if planned else ON_CPU.cost
+    watch = watch_steps(run, replace(ON_CPU, cost=cost), cache=run.path)
+    for step in (1, 10, 20):
+        watch({"step": step, "step_ms": step_ms})
+
+
 def test_a_plan_without_a_step_time_is_not_compared(run):
-    machine = Machine(gpus=(), cpu_cores=1, cpu_bf16=False, memory_bytes=8 << 30)
-    plan = make_plan(Config(depth=2, total_batch_size=4096, num_steps=1), machine, vocab_size=512, num_rows=0)
-    watch = watch_steps(run, plan, cache=run.path)
-    for step in (1, 20, 40):
-        watch({"step": step, "step_ms": 1.0})
+    watch_three_steps(run, None, step_ms=1.0)
     assert not run.events.exists()
 
 
 def test_a_step_twice_as_long_as_planned_is_a_finding_with_its_likely_cause(run):
-    machine = Machine(gpus=(), cpu_cores=1, cpu_bf16=False, memory_bytes=8 << 30)
-    plan = make_plan(Config(depth=2, total_batch_size=4096, num_steps=1), machine, vocab_size=512, num_rows=0)
-    watch = watch_steps(run, replace(plan, cost=json.loads(json.dumps(asdict(PLANNED)))), cache=run.path)
-    for step in (1, 10, 20):
-        watch({"step": step, "step_ms": 1224.0})
+    watch_three_steps(run, PLANNED, step_ms=1224.0)
     [finding] = json.loads(run.findings.read_text())
     assert (finding["id"], finding["severity"]) == ("step-slower-than-planned", "warn")
     assert finding["why"] == "likely other processes on these cores: the plan counts on all of them"
 
 
-def test_a_measured_step_corrects_the_next_plan_of_this_machine(run, tmp_path):
-    machine = Machine(gpus=(), cpu_cores=1, cpu_bf16=False, memory_bytes=8 << 30)
-    config = Config(depth=2, total_batch_size=4096, num_steps=1)
-    plan = make_plan(config, machine, vocab_size=512, num_rows=0)
-    keep_speeds(tmp_path, Speeds("CPU", plan.threads, plan.world_size, {}, {}, "measured"))
-    cost = asdict(replace(PLANNED, uncorrected_s=0.5))
-    watch = watch_steps(run, replace(plan, cost=json.loads(json.dumps(cost))), cache=tmp_path)
-    for step in (1, 10, 20):
-        watch({"step": step, "step_ms": 600.0})
-    speeds = load_speeds(tmp_path, device_name="CPU", threads=plan.threads, processes=plan.world_size)
+def test_a_measured_step_corrects_the_next_plan_of_this_machine(run):
+    keep_speeds(run.path, Speeds("CPU", ON_CPU.threads, ON_CPU.world_size, {}, {}, "measured"))
+    watch_three_steps(run, replace(PLANNED, uncorrected_s=0.5), step_ms=600.0)
+    speeds = load_speeds(run.path, device_name="CPU", threads=ON_CPU.threads, processes=ON_CPU.world_size)
     assert list(speeds.steps.values()) == [pytest.approx(1.2)]
 
 
@@ -257,13 +249,9 @@ def test_the_closing_lines_keep_the_prompt_of_a_sample_apart_from_what_the_model
 def test_the_closing_lines_of_a_resumed_run_count_the_steps_of_the_last_command(job_on):
     job = job_on(lambda: TWO)
     append_json_line(job.run.metrics, {"step": 50, "loss": 2.0, "val_bpb": 1.0})
-    for event in (
-        {"event": "launch"},
-        {"event": "resumed", "step": 10},
-        {"event": "launch"},
-        {"event": "resumed", "step": 45},
-    ):
-        append_json_line(job.run.events, event)
+    for step in (10, 45):
+        append_json_line(job.run.events, {"event": "launch"})
+        append_json_line(job.run.events, {"event": "resumed", "step": step})
     append_json_line(job.run.events, {"event": "resumed", "step": 48})  # after a failure of the same command
     append_json_line(job.run.events, {"event": "finished", "step": 50, "val_bpb": 1.0})
     job.run.config_toml.write_text("eval_tokens = 2048\n")
@@ -333,24 +321,14 @@ def test_a_run_is_resumed_with_the_source_of_its_weights_and_no_other(job_on, tm
         ("tokenizer", "a.json", "take tokenizer out of it again, or x"),
         ("text_field", "title", 'write text_field = "body" there again, or x'),
         ("val_data", "b", "take val_data out of it again, or x"),
-        (
-            "data",
-            "b",
-            'write data = "builtin" there again; paceline resume {} --data NEW after it, if the text was moved, or x',
-        ),
+        ("data", "b",
+         'write data = "builtin" there again; paceline resume {} --data NEW after it, if the text was moved, or x'),
     ],
-)
+)  # fmt: skip
 def test_an_edit_of_config_toml_that_makes_another_run_is_refused(job_on, key, value, fix):
     run = job_on(lambda: TWO).run
-    rows = {
-        "data": "builtin",
-        "val_data": None,
-        "text_field": "body",
-        "tokenizer": None,
-        "packing": "stream",
-        "seed": 42,
-    }
-    run.dataset_json.write_text(json.dumps({"keys": rows}))
+    rows = {"data": "builtin", "text_field": "body", "packing": "stream", "seed": 42}
+    run.dataset_json.write_text(json.dumps({"keys": {**rows, "val_data": None, "tokenizer": None}}))
     config = replace(CONFIG, text_field="body")
     run.config_toml.write_text(format_toml(config))
     changed_run(run, {}, otherwise="x")
@@ -416,11 +394,17 @@ def test_a_run_records_absolute_paths_of_a_local_text_and_tokenizer(tmp_path, mo
         assert absolute_texts({"data": data, "tokenizer": None}) == {"data": data, "tokenizer": None}
 
 
-@pytest.mark.parametrize("is_own", [False, True])
-def test_shards_that_are_gone_are_prepared_again_with_the_same_tokenizer(job_on, tmp_path, capsys, is_own):
-    run, text = job_on(lambda: TWO).run, tmp_path / "t.txt"
+@pytest.fixture
+def books(job_on, tmp_path):
+    """A run on two cards, its text, and the config of both."""
+    text = tmp_path / "t.txt"
     text.write_text("a few words\n" * 1000)
-    first = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+    return job_on(lambda: TWO).run, text, replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_shards_that_are_gone_are_prepared_again_with_the_same_tokenizer(books, tmp_path, capsys, is_own):
+    run, _, first = books
     if is_own:
         first = replace(first, tokenizer=str(tmp_path / "t.json"))
         train_tokenizer(iter(["words"]), vocab_size=260).save(tmp_path / "t.json")
@@ -436,10 +420,8 @@ def test_shards_that_are_gone_are_prepared_again_with_the_same_tokenizer(job_on,
     assert again.meta["files"] == dataset.meta["files"] and not again.reused
 
 
-def test_another_tokenizer_in_a_run_is_refused_and_a_missing_one_taken_from_its_shards(job_on, tmp_path):
-    run, text, other = job_on(lambda: TWO).run, tmp_path / "t.txt", b"another"
-    text.write_text("a few words\n" * 1000)
-    config = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+def test_another_tokenizer_in_a_run_is_refused_and_a_missing_one_taken_from_its_shards(books):
+    (run, text, config), other = books, b"another"
     run.config_toml.write_text(format_toml(config))
     dataset = prepare_data(config)
     record_data(run, dataset, config)
@@ -466,21 +448,17 @@ def test_another_tokenizer_in_a_run_is_refused_and_a_missing_one_taken_from_its_
     assert run_tokenizer(run) == own
 
 
-def test_a_run_records_no_more_eval_tokens_than_are_held_out(job_on, tmp_path):
-    plan, text = job_on(lambda: TWO).plan, tmp_path / "t.txt"
-    text.write_text("a few words\n" * 1000)
-    config = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
-    dataset = prepare_data(config)
+def test_a_run_records_no_more_eval_tokens_than_are_held_out(books):
+    run, _, config = books
+    plan, dataset = Plan.from_json(run.plan_json.read_text()), prepare_data(config)
     held_out = dataset.split("val", "stream").num_tokens
     eval_tokens = [config_of_plan(replace(config, eval_tokens=n), plan, dataset).eval_tokens for n in (None, 7)]
     assert eval_tokens == [held_out - 1, 7]  # as `paceline eval` counts them: the first is no target
 
 
 @pytest.mark.parametrize("has_shards", [True, False])
-def test_the_text_of_a_run_may_be_at_another_place_but_not_another_text(job_on, tmp_path, has_shards):
-    run, text, moved = job_on(lambda: TWO).run, tmp_path / "t.txt", tmp_path / "moved.txt"
-    text.write_text("a few words\n" * 1000)
-    config = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
+def test_the_text_of_a_run_may_be_at_another_place_but_not_another_text(books, tmp_path, has_shards):
+    (run, text, config), moved = books, tmp_path / "moved.txt"
     record_data(run, dataset := prepare_data(config), config)
     text.rename(moved)
     if not has_shards:
@@ -526,10 +504,9 @@ def test_test_text_that_is_evaluated_has_no_note_that_it_will_be_trained_on(job_
     assert "trained on" not in capsys.readouterr().err
 
 
-def test_text_that_another_version_read_otherwise_is_refused_where_its_shards_are_gone(job_on, tmp_path, monkeypatch):
-    run, text = job_on(lambda: TWO).run, tmp_path / "t.txt"
+def test_text_that_another_version_read_otherwise_is_refused_where_its_shards_are_gone(books, monkeypatch):
+    run, text, config = books
     text.write_text("".join(f"tale {number}\n<|endoftext|>\n" for number in range(1000)))
-    config = replace(CONFIG, data=str(text), cache_dir=str(tmp_path / "cache"))
     with monkeypatch.context() as earlier:
         earlier.setattr(readers, "MARK", b"no mark")
         record_data(run, dataset := prepare_data(config), config)

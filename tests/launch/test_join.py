@@ -10,7 +10,7 @@ from textwrap import dedent
 
 import namespaces
 import pytest
-from hosts_run import all_processes, cmdline, set_cable
+from hosts_run import all_processes, cmdline, last_files, set_cable
 from namespaces import namespaced_hosts
 
 from paceline.launch.places import CONTRACTS
@@ -175,19 +175,8 @@ def test_mpirun_trains_on_two_hosts(job):
     names = ("PACELINE_TOKEN", "PATH", *(["PYTHONPATH"] if "PYTHONPATH" in os.environ else []))  # the same code there
     exports = [word for name in names for word in ("-x", name)]
     command = ["env", *variables, *mpirun, *exports, sys.executable, "-m", "paceline.cli"]
-    job.launch(
-        0,
-        [
-            *command,
-            "train",
-            *job.flags,
-            *SIZES,
-            "--total-batch-size=1536",
-            "--nproc=1",
-            "--num-steps=4",
-            "--log-every=1",
-        ],
-    )
+    keys = ["--total-batch-size=1536", "--nproc=1", "--num-steps=4", "--log-every=1"]
+    job.launch(0, [*command, "train", *job.flags, *SIZES, *keys])
     assert job.end() == [0], job.output(0)
     output = job.output(0)
     assert "joined  as node 1 of 2 by Open MPI's variables; node 0 is at 10.77.0.1, port 29400" in output
@@ -262,16 +251,12 @@ def test_the_loss_of_a_node_is_named_and_the_others_end(job):
     assert not left(job.hosts, "h2") and not left(job.hosts, "h1")
 
 
+LONG = ["--total-batch-size=1536", "--nproc=1", "--save-every=20", "--log-every=1", "--no-check"]
+
+
 @pytest.mark.soak
 def test_a_node_that_its_launcher_starts_again_takes_part_again(job):
-    keys = [
-        "--total-batch-size=1536",
-        "--nproc=1",
-        "--num-steps=4000",
-        "--save-every=20",
-        "--log-every=1",
-        "--no-check",
-    ]
+    keys = [*LONG, "--num-steps=4000"]
     job.start_all("train", *SIZES, *keys)
     job.wait_for(lambda: job.events("checkpoint"))
     job.processes[1].kill()
@@ -285,14 +270,7 @@ def test_a_node_that_its_launcher_starts_again_takes_part_again(job):
 
 @pytest.mark.soak
 def test_a_node_whose_network_was_away_takes_part_again(job):
-    keys = [
-        "--total-batch-size=1536",
-        "--nproc=1",
-        "--num-steps=9000",
-        "--save-every=20",
-        "--log-every=1",
-        "--no-check",
-    ]
+    keys = [*LONG, "--num-steps=9000"]
     job.start_all("train", *SIZES, *keys)
     job.wait_for(lambda: job.events("checkpoint"))
     set_cable(job.hosts, "h2", "down")
@@ -308,12 +286,6 @@ def test_a_node_whose_network_was_away_takes_part_again(job):
 
 @pytest.mark.soak
 def test_joined_nodes_train_to_the_bits_of_one_host_and_a_run_is_resumed_on_them(job):
-    from paceline.model.manifest import newest_good, read_manifest
-
-    def last_files(run):
-        path, _ = newest_good(run.checkpoints, set_aside=False)
-        return {name: entry.sha256 for name, entry in read_manifest(path).files.items()}
-
     keys = ["--total-batch-size=1536", "--num-steps=20", "--no-check", "--precision=fp32"]
     one = job.hosts.folder / "one"
     done = job.hosts.paceline("h1", "train", *SIZES, *keys, "--nproc=2", "--runs-dir", str(one), "--name", "a")

@@ -37,41 +37,34 @@ def logs(tmp_path):
     return [tmp_path / f"{rank}.log" for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("text", "frames", "error"),
-    [
-        (BOOM, SHUTDOWN, "ValueError: boom"),
-        (BOOM + AT_EXIT, SHUTDOWN, "ValueError: boom"),
-        (BY_HOOK + AT_EXIT, SHUTDOWN, "ValueError: boom"),
-        (GROUP, SHUTDOWN, "ExceptionGroup: two (2 sub-exceptions)"),
-        (
-            "".join(f"[rank1]: {line}\n" for line in GROUP.splitlines()),
-            SHUTDOWN,
-            "ExceptionGroup: two (2 sub-exceptions)",
-        ),
-        (RICH, SHUTDOWN, "ValueError: boom"),
-        (GROUP + "step 7\n", SHUTDOWN, None),
-        (RICH, (MAIN,), None),
-        (BOOM, None, "ValueError: boom"),
-        (BOOM + "step 7\n", SHUTDOWN, None),  # caught, and the exit hangs
-        (BOOM + AT_EXIT + "step 7\n", SHUTDOWN, None),
-        (AT_EXIT, SHUTDOWN, None),
-        (BOOM, (), None),
-        (RICH, (), None),
-        (BY_HOOK, (), "ValueError: boom"),
-        (BOOM, (MAIN,), None),  # caught
-        (PEER, SHUTDOWN, None),
-        ("step 7\n", SHUTDOWN, None),
-        (IN_THREAD, SHUTDOWN, "ValueError: boom"),
-        (IN_THREAD, IN_QUEUE, "ValueError: boom"),
-        (IN_THREAD, IN_PREFETCHER, "ValueError: boom"),
-        (f" 50%|###   | 5/10{IN_THREAD}", IN_QUEUE, "ValueError: boom"),
-        (IN_THREAD + "Compile with `TORCH_USE_CUDA_DSA`\n", IN_QUEUE, "ValueError: boom"),
-        (IN_THREAD, IN_BARRIER, None),  # a thread that nobody waits for
-        (IN_THREAD, (), None),
-        (IN_THREAD + "step 7\n", IN_QUEUE, None),
-    ],
-)
+@pytest.mark.parametrize(("text", "frames", "error"), [
+    (BOOM, SHUTDOWN, "ValueError: boom"),
+    (BOOM + AT_EXIT, SHUTDOWN, "ValueError: boom"),
+    (BY_HOOK + AT_EXIT, SHUTDOWN, "ValueError: boom"),
+    (GROUP, SHUTDOWN, "ExceptionGroup: two (2 sub-exceptions)"),
+    ("".join(f"[rank1]: {line}\n" for line in GROUP.splitlines()), SHUTDOWN, "ExceptionGroup: two (2 sub-exceptions)"),
+    (RICH, SHUTDOWN, "ValueError: boom"),
+    (GROUP + "step 7\n", SHUTDOWN, None),
+    (RICH, (MAIN,), None),
+    (BOOM, None, "ValueError: boom"),
+    (BOOM + "step 7\n", SHUTDOWN, None),  # caught, and the exit hangs
+    (BOOM + AT_EXIT + "step 7\n", SHUTDOWN, None),
+    (AT_EXIT, SHUTDOWN, None),
+    (BOOM, (), None),
+    (RICH, (), None),
+    (BY_HOOK, (), "ValueError: boom"),
+    (BOOM, (MAIN,), None),  # caught
+    (PEER, SHUTDOWN, None),
+    ("step 7\n", SHUTDOWN, None),
+    (IN_THREAD, SHUTDOWN, "ValueError: boom"),
+    (IN_THREAD, IN_QUEUE, "ValueError: boom"),
+    (IN_THREAD, IN_PREFETCHER, "ValueError: boom"),
+    (f" 50%|###   | 5/10{IN_THREAD}", IN_QUEUE, "ValueError: boom"),
+    (IN_THREAD + "Compile with `TORCH_USE_CUDA_DSA`\n", IN_QUEUE, "ValueError: boom"),
+    (IN_THREAD, IN_BARRIER, None),  # a thread that nobody waits for
+    (IN_THREAD, (), None),
+    (IN_THREAD + "step 7\n", IN_QUEUE, None),
+])  # fmt: skip
 def test_an_exception_that_ended_a_program_and_not_its_process_is_told_from_one_that_was_survived(
     logs, text, frames, error
 ):

@@ -32,13 +32,8 @@ def test_a_file_may_have_several_documents(documents):
 
 def test_it_reads_as_a_person_would_write_it():
     script = "set -e\n\nif true; then\n  echo yes\nfi\n"
-    values = {
-        "# the job": None,
-        "name": "books",
-        "args": ["-c", script],
-        "env": [{"name": "A", "value": "1"}],
-        "rest": {},
-    }
+    env = [{"name": "A", "value": "1"}]
+    values = {"# the job": None, "name": "books", "args": ["-c", script], "env": env, "rest": {}}
     assert format_documents([values, {"kind": "Secret"}]) == (
         '# the job\nname: books\nargs:\n  - "-c"\n  - |\n    set -e\n\n    if true; then\n      echo yes\n    fi\n'
         'env:\n  - name: A\n    value: "1"\nrest: {}\n---\nkind: Secret\n'

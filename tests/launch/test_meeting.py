@@ -5,11 +5,11 @@ import os
 import re
 import socket
 import threading
-import time
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
 import pytest
+from waiting import wait_for
 
 from paceline.config import Config
 from paceline.errors import PacelineError, UsageError
@@ -31,13 +31,6 @@ DEADLINE_S = 300.0  # guards against hanging alone
 def free_port():
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         return listener.getsockname()[1]
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Met:

@@ -10,6 +10,7 @@ from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from rows import with_rows
 
 from paceline.config import Config
 from paceline.errors import UsageError
@@ -64,42 +65,33 @@ def run(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    "word, receiver",
-    [
-        ("https://ntfy.sh/books", Receiver("https://ntfy.sh/books", "ntfy", "ntfy.sh")),
-        ("ntfy+http://box:8080/books", Receiver("http://box:8080/books", "ntfy", "box:8080")),
-        ("https://hooks.slack.com/services/T/B/X", Receiver("https://hooks.slack.com/services/T/B/X", "slack", "hooks.slack.com")),
-        ("slack+https://chat.me/hooks/x", Receiver("https://chat.me/hooks/x", "slack", "chat.me")),
-        ("https://me:pass@chat.me/hooks/a+b", Receiver("https://me:pass@chat.me/hooks/a+b", "json", "chat.me")),
-    ],
-)  # fmt: skip
+@with_rows(("word", "receiver"), [
+    ("https://ntfy.sh/books", Receiver("https://ntfy.sh/books", "ntfy", "ntfy.sh")),
+    ("ntfy+http://box:8080/books", Receiver("http://box:8080/books", "ntfy", "box:8080")),
+    ("https://hooks.slack.com/services/T/B/X", Receiver("https://hooks.slack.com/services/T/B/X", "slack", "hooks.slack.com")),
+    ("slack+https://chat.me/hooks/x", Receiver("https://chat.me/hooks/x", "slack", "chat.me")),
+    ("https://me:pass@chat.me/hooks/a+b", Receiver("https://me:pass@chat.me/hooks/a+b", "json", "chat.me")),
+    # a topic in other letters is sent as a browser sends it
+    ("https://ntfy.sh/训练?a=é%20b", Receiver("https://ntfy.sh/%E8%AE%AD%E7%BB%83?a=%C3%A9%20b", "ntfy", "ntfy.sh")),
+])  # fmt: skip
 def test_the_address_tells_the_form_and_only_its_host_is_shown(word, receiver):
     assert parse_receiver(word) == receiver
 
 
-def test_a_topic_in_other_letters_is_sent_as_a_browser_sends_it():
-    assert parse_receiver("https://ntfy.sh/训练?a=é%20b").url == "https://ntfy.sh/%E8%AE%AD%E7%BB%83?a=%C3%A9%20b"
+@with_rows(("address", "message"), [
+    *((address, "not an address") for address in ["s3cret", "ftp://s3cret", "http://", "http://[s3cret", "http://a/s3 cret"]),
+    *((address, "no topic") for address in ["https://ntfy.sh", "https://ntfy.sh/", "ntfy+http://box:8080"]),
+    ("@/s3cret", "No such file"),
+])  # fmt: skip
+def test_what_is_no_address_or_has_no_topic_is_refused_without_telling_it(address, message):
+    with pytest.raises(UsageError, match=message) as error:
+        parse_receiver(address)
+    assert "s3cret" not in str(error.value) or address.startswith("@")
 
 
 def test_an_address_may_stand_in_a_file(tmp_path):
     (tmp_path / "hook").write_text("https://ntfy.sh/books\n")
     assert parse_receiver(f"@{tmp_path / 'hook'}").url == "https://ntfy.sh/books"
-
-
-@pytest.mark.parametrize(
-    "word", ["s3cret", "ftp://s3cret", "http://", "http://[s3cret", "http://a/s3 cret", "@/s3cret"]
-)
-def test_what_is_no_address_is_refused_without_telling_it(word):
-    with pytest.raises(UsageError) as error:
-        parse_receiver(word)
-    assert "s3cret" not in str(error.value) or word.startswith("@")
-
-
-@pytest.mark.parametrize("address", ["https://ntfy.sh", "https://ntfy.sh/", "ntfy+http://box:8080"])
-def test_an_address_of_ntfy_without_a_topic_is_refused(address):
-    with pytest.raises(UsageError, match="no topic"):
-        parse_receiver(address)
 
 
 def test_plain_json_has_all_facts(server):
@@ -315,17 +307,8 @@ def test_a_script_is_tracked_and_its_end_told_and_the_address_stands_nowhere(tmp
     )
     (tmp_path / "hook").write_text(server.url)
     ours = ["--name", "r", "--nproc", "1", "--device", "cpu", "--no-check"]
-    command = [
-        sys.executable,
-        "-m",
-        "paceline.cli",
-        "run",
-        *ours,
-        "--track",
-        "tensorboard",
-        "--notify",
-        f"@{tmp_path}/hook",
-    ]
+    told = ["--track", "tensorboard", "--notify", f"@{tmp_path}/hook"]
+    command = [sys.executable, "-m", "paceline.cli", "run", *ours, *told]
     done = subprocess.run([*command, "--", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "tensorboard: tensorboard --logdir runs/r/track/tensorboard" in done.stderr

@@ -4,7 +4,6 @@ import runpy
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from rows import with_rows
 
 from paceline.explain.catalogue import RETRIES, load_catalogue
@@ -116,15 +115,40 @@ def test_a_script_that_renames_its_folder_in_each_attempt_is_not_started_for_eve
     )
 
 
-@pytest.mark.parametrize("end", [BROKEN, TYPO, DAMAGED, NO_MEMORY], ids=lambda end: end.cause)
-def test_a_script_is_not_retried_for_what_its_author_must_fix(end):
-    assert after(end, abilities=SCRIPT).action == "stop"
+HANG = replace(KILLED, cause="hang", error="rank 1: barrier, called at w/ddp.py:79")
+NO_STEPS = replace(HANG, step=None)
+TAKEN = replace(KILLED, cause="port-in-use", retry="other-port", error="EADDRINUSE")
 
 
-def test_a_crash_below_python_is_retried_once_in_trainer_and_script():
-    for abilities in (OURS, SCRIPT):
-        assert after(CRASHED, abilities=abilities).action == "retry"
-        assert after(CRASHED, CRASHED, abilities=abilities).action == "stop"
+@with_rows(("history", "abilities", "action"), [
+    # a script is not retried for what its author must fix
+    *(([end], SCRIPT, "stop") for end in (BROKEN, TYPO, DAMAGED, NO_MEMORY)),
+    # a crash below Python is retried once, in trainer and script
+    *(([CRASHED], abilities, "retry") for abilities in (OURS, SCRIPT)),
+    *(([CRASHED, CRASHED], abilities, "stop") for abilities in (OURS, SCRIPT)),
+    # memory may run out as long as a smaller configuration exists
+    ([NO_MEMORY] * 5, OURS, "smaller"),
+    # a kill from outside at the same step is not the same error, nor is the same message at another step
+    ([KILLED, SAVED, KILLED], OURS, "retry"),
+    ([CRASHED, replace(CRASHED, step=9)], OURS, "retry"),
+    # a hang in the same place at the same step is not transient; of a script without steps only if it made no progress
+    ([HANG, HANG], SCRIPT, "stop"),
+    ([HANG, replace(HANG, error="rank 1: forward at w/ddp.py:12")], SCRIPT, "retry"),
+    ([HANG, replace(HANG, step=9)], SCRIPT, "retry"),
+    ([replace(HANG, error="")] * 2, SCRIPT, "retry"),
+    ([NO_STEPS, NO_STEPS], SCRIPT, "stop"),
+    ([NO_STEPS, replace(NO_STEPS, new_checkpoint=True)], SCRIPT, "retry"),
+    # a port in use twice is not a repeated error
+    ([TAKEN, TAKEN], SCRIPT, "other-port"),
+])  # fmt: skip
+def test_what_happened_before_decides_too(history, abilities, action):
+    assert after(*history, abilities=abilities).action == action
+
+
+def test_a_repeated_hang_is_called_one():
+    assert after(HANG, HANG, abilities=SCRIPT).why == (
+        "the same hang at step 7 as in an earlier attempt: it is not transient"
+    )
 
 
 def test_a_smaller_micro_batch_on_gpus_does_not_save_host_memory():
@@ -133,39 +157,6 @@ def test_a_smaller_micro_batch_on_gpus_does_not_save_host_memory():
     assert (after(killed).action, after(killed, abilities=on_gpus).action) == ("smaller", "retry")
     assert after(*[killed] * 3, abilities=on_gpus).action == "stop"
     assert after(NO_MEMORY, abilities=on_gpus).action == "smaller"
-
-
-def test_memory_may_run_out_as_long_as_a_smaller_configuration_exists():
-    assert after(*[NO_MEMORY] * 5).action == "smaller"
-
-
-def test_a_kill_from_outside_at_the_same_step_is_not_the_same_error():
-    assert after(KILLED, SAVED, KILLED).action == "retry"
-
-
-def test_the_same_message_at_another_step_is_another_error():
-    assert after(CRASHED, replace(CRASHED, step=9)).action == "retry"
-
-
-def test_a_hang_in_the_same_place_at_the_same_step_is_not_transient():
-    hang = replace(KILLED, cause="hang", error="rank 1: barrier, called at w/ddp.py:79")
-    assert after(hang, hang, abilities=SCRIPT).why == (
-        "the same hang at step 7 as in an earlier attempt: it is not transient"
-    )
-    assert after(hang, replace(hang, error="rank 1: forward at w/ddp.py:12"), abilities=SCRIPT).action == "retry"
-    assert after(hang, replace(hang, step=9), abilities=SCRIPT).action == "retry"
-    assert after(replace(hang, error=""), replace(hang, error=""), abilities=SCRIPT).action == "retry"
-
-
-def test_hangs_in_the_same_place_of_a_script_that_shows_no_steps_are_the_same_only_without_progress():
-    hang = replace(KILLED, cause="hang", step=None, error="rank 1: barrier, called at w/ddp.py:79")
-    assert after(hang, hang, abilities=SCRIPT).action == "stop"
-    assert after(hang, replace(hang, new_checkpoint=True), abilities=SCRIPT).action == "retry"
-
-
-def test_a_port_in_use_twice_is_not_a_repeated_error():
-    taken = replace(KILLED, cause="port-in-use", retry="other-port", error="EADDRINUSE")
-    assert after(taken, taken, abilities=SCRIPT).action == "other-port"
 
 
 def test_the_policy_has_the_retry_classes_and_causes_of_the_catalogue():

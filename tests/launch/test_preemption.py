@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 
 import pytest
+from waiting import wait_for
 
 from paceline.errors import PacelineError
 from paceline.launch import preemption
@@ -195,13 +196,6 @@ def test_a_service_that_fails_is_reported_once_and_asked_until_it_has_a_notice(m
     ]
     assert notices == [("a preemption notice from Google Cloud", 25.0)]  # 30 s, less those in which the run ends
     assert metadata.requests == 6  # nothing is asked after the notice
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 300.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

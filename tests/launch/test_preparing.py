@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from waiting import wait_for
 
 from paceline.launch.background import check_unused
 from paceline.rundir import RunDir, lock_run
@@ -17,19 +18,8 @@ from paceline.watch.summary import summarize
 from paceline.watch.terminal.pages import format_once
 
 DEADLINE_S = 120
-TRAIN = [
-    sys.executable,
-    "-m",
-    "paceline.cli",
-    "train",
-    "--no-check",
-    "--depth",
-    "2",
-    "--sequence-len",
-    "64",
-    "--name",
-    "books",
-]
+CLI = [sys.executable, "-m", "paceline.cli"]
+TRAIN = [*CLI, "train", "--no-check", "--depth=2", "--sequence-len=64", "--name=books"]
 
 
 @pytest.fixture
@@ -46,14 +36,6 @@ def preparing(tmp_path):
     yield process, RunDir(tmp_path / "runs" / "books")
     process.kill()
     process.communicate()
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + DEADLINE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return value
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
@@ -110,8 +92,8 @@ def test_a_viewer_goes_over_from_the_preparation_to_the_run(tmp_path):
     os.close(lock)
 
 
-SCRIPT = [sys.executable, "-m", "paceline.cli", "run", "--device", "cpu", "--nproc", "1", "--name", "s", "--"]
-TINY = ["--device", "cpu", "--nproc", "1", "--n-embd", "64", "--head-dim", "32", "--vocab-size", "300"]
+SCRIPT = [*CLI, "run", "--device=cpu", "--nproc=1", "--name=s", "--"]
+TINY = ["--device=cpu", "--nproc=1", "--n-embd=64", "--head-dim=32", "--vocab-size=300"]
 
 
 @pytest.mark.parametrize(

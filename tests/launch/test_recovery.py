@@ -6,12 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from waiting import wait_for
 
 from paceline.cli import run_command
 
@@ -42,13 +42,6 @@ def start(command: list[str], **kwargs) -> subprocess.Popen:
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **{"env": ENV, **kwargs}
     )
-
-
-def wait_for(condition, timeout_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def at_step(run: Path, step: int) -> None:

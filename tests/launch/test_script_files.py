@@ -158,16 +158,8 @@ class Pair:
 
     def order(self, **changes):
         files = {name: sha256_of(self.folder / name) for name in sent(self.folder)[0]}
-        return {
-            "key": "0123456789ab",
-            "name": "proj",
-            "cwd": ".",
-            "files": files,
-            "folders": [],
-            "executable": [],
-            "keeps": False,
-            **changes,
-        }
+        order = {"key": "0123456789ab", "name": "proj", "cwd": ".", "files": files, "folders": [], "executable": []}
+        return {**order, "keeps": False, **changes}
 
     def send(self, **changes):
         """Returns what travelled."""

@@ -108,18 +108,8 @@ class Desk:
         """Starts a run; its output goes to a file."""
         self.count += 1
         self.run = RunDir(self.folder / "runs" / f"r{self.count}")
-        command = [
-            sys.executable,
-            "-m",
-            "paceline.cli",
-            "run",
-            "--hosts",
-            hosts,
-            "--nproc",
-            "1",
-            "--name",
-            self.run.name,
-        ]
+        names = [f"--hosts={hosts}", "--nproc=1", f"--name={self.run.name}"]
+        command = [sys.executable, "-m", "paceline.cli", "run", *names]
         words = [*(f"{name}={value}" for name, value in env.items()), *command, *flags, *words]
         self.output = self.folder.parent / f"{self.run.name}.txt"
         shell = ["bash", "-c", 'cd "$0" && exec env "$@"', str(self.path), *words]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import namespaces
 import pytest
+from hosts_run import last_files
 from namespaces import namespaced_hosts
 
-from paceline.model.manifest import newest_good, read_manifest
 from paceline.rundir import RunDir, read_json_lines
 
 pytestmark = [
@@ -37,12 +37,6 @@ def hosts(tmp_path):
         yield made
 
 
-def last_files(run: RunDir) -> dict[str, str]:
-    """Returns the hash of every file of the newest checkpoint."""
-    path, _ = newest_good(run.checkpoints, set_aside=False)
-    return {name: entry.sha256 for name, entry in read_manifest(path).files.items()}
-
-
 def train_on_one_host(hosts, *, nproc: int, num_steps: int) -> dict[str, str]:
     runs = hosts.folder / "one"
     done = hosts.paceline(
@@ -60,12 +54,7 @@ def wait_for_checkpoint(run: RunDir, driver) -> None:
 
 
 @pytest.mark.soak
-def test_hosts_without_a_shared_disk_train_and_recover_driven_from_a_third_machine(hosts):
-    train_recovered(hosts)
-
-
-@pytest.mark.soak
-def test_a_host_goes_on_with_its_copy_when_the_driver_s_folder_is_lost(hosts):
+def test_hosts_without_a_shared_disk_recover_and_one_goes_on_with_its_copy_when_the_driver_s_folder_is_lost(hosts):
     copy = train_recovered(hosts)
     resumed = hosts.paceline(
         "h2", "resume", str(copy), "--hosts", "h2,h1", "--num-steps", "70", "--no-check", "--health-every", "0"
@@ -79,7 +68,7 @@ def test_a_host_goes_on_with_its_copy_when_the_driver_s_folder_is_lost(hosts):
 
 
 def train_recovered(hosts) -> Path:
-    """A killed rank, and the same bits as on one host. Returns the copy of the run on the second host."""
+    """A killed rank of two hosts driven from a third, and the same bits as on one. Returns the copy on the second host."""
     expected = train_on_one_host(hosts, nproc=2, num_steps=60)
     run = RunDir(hosts.on("h3", hosts.private) / "runs" / "a")
     command = [sys.executable, "-m", "paceline.cli", "train", *SIZES, "60", "--nproc", "1", "--hosts", "h1,h2"]

@@ -12,10 +12,10 @@ import time
 
 import pytest
 import slurm_cluster
+from hosts_run import last_files
 from slurm_cluster import LOGIN, SlurmCluster, events_of
 
 from paceline.launch.sbatch import WARN_S
-from paceline.model.manifest import newest_good, read_manifest
 from paceline.rundir import RunDir, read_json_lines
 from paceline.slurm import JobId
 
@@ -44,18 +44,7 @@ def cluster(tmp_path_factory):
 
 def submit(cluster: SlurmCluster, name: str, num_steps: int, *arguments: str, slurm_args: str = "--time=30") -> RunDir:
     """Submits a run of two nodes, without following it."""
-    words = (
-        *SIZES,
-        "--name",
-        name,
-        "--num-steps",
-        str(num_steps),
-        "--slurm",
-        "--hosts",
-        "2",
-        "--slurm-args",
-        slurm_args,
-    )
+    words = (*SIZES, f"--name={name}", f"--num-steps={num_steps}", "--slurm", "--hosts=2", f"--slurm-args={slurm_args}")
     done = cluster.paceline("train", *words, "--detach", *arguments)
     assert done.returncode == 0, done.stderr
     return RunDir(cluster.runs / name)
@@ -67,12 +56,6 @@ def job_id(run: RunDir) -> JobId:
 
 def step_of(run: RunDir) -> int:
     return max((line["step"] for line in read_json_lines(run.metrics)), default=-1)
-
-
-def last_files(run: RunDir) -> dict[str, str]:
-    """Returns the hash of every file of the newest checkpoint."""
-    path, _ = newest_good(run.checkpoints, set_aside=False)
-    return {name: entry.sha256 for name, entry in read_manifest(path).files.items()}
 
 
 def wait_for_end(cluster: SlurmCluster, run: RunDir, *, timeout_s: float = slurm_cluster.DEADLINE_S) -> str:
@@ -126,18 +109,7 @@ def test_a_run_on_two_nodes_is_submitted_and_done(cluster):
 def test_a_run_is_submitted_followed_warned_requeued_and_done(cluster):
     """The name has a space and a letter that is not ASCII; the config is edited after the submission."""
     (cluster.hosts.folder / "mine.toml").write_text("num_steps = 150\nsave_every = 1000\nlog_every = 1\n")
-    words = (
-        "train",
-        "mine.toml",
-        *SIZES,
-        "--name",
-        "große läufe",
-        "--slurm",
-        "--hosts",
-        "2",
-        "--slurm-args",
-        "--time=30",
-    )
+    words = ("train", "mine.toml", *SIZES, "--name=große läufe", "--slurm", "--hosts=2", "--slurm-args=--time=30")
     process = cluster.start(
         LOGIN, sys.executable, "-m", "paceline.cli", *words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -99,12 +99,6 @@ def test_a_crash_while_importing_is_shown_with_its_traceback(launch):
 
 
 @pytest.mark.soak
-def test_a_command_that_cannot_start_is_reported(launch):
-    ended = launch("import os; os.execvp('no-such-program', ['no-such-program'])", nproc=1).end()
-    assert "FileNotFoundError" in ended.outcome["failures"][0]["message"]
-
-
-@pytest.mark.soak
 def test_the_traceback_shown_is_that_of_the_rank_that_raised(launch):
     script = """
         import os, torch.distributed as dist, torch
@@ -239,19 +233,6 @@ def test_an_error_with_a_fix_is_shown_in_two_lines(launch):
     assert "Traceback" not in ended.output.rpartition("\n{")[0]
 
 
-@pytest.mark.soak
-def test_an_error_written_by_torch_record_is_read(launch):
-    script = """
-        from torch.distributed.elastic.multiprocessing.errors import record
-        @record
-        def main():
-            raise ValueError("boom")
-        main()
-    """
-    ended = launch(script, nproc=1).end()
-    assert ended.outcome["failures"][0]["message"] == "ValueError: boom"
-
-
 def test_the_warning_of_a_batch_system_lets_ranks_save_and_one_that_does_not_stop_is_killed_after_its_grace(launch):
     one_saves = SAVES_ON_SIGTERM.replace(", save)", ", save if os.environ['RANK'] == '0' else signal.SIG_IGN)")
     running = launch(one_saves, stop_grace_s=4.0).wait_until_running()
@@ -266,15 +247,6 @@ def test_the_warning_of_a_batch_system_lets_ranks_save_and_one_that_does_not_sto
     assert ended.event("attempt_ended")["message"] == text
     explanation = explain_run(ended.run)
     assert explanation.summary.endswith(f"; {text}") and "nothing is broken" not in explanation.fix
-
-
-@pytest.mark.soak
-def test_the_warning_of_a_batch_system_lets_every_rank_save(launch):
-    running = launch(SAVES_ON_SIGTERM).wait_until_running()
-    running.signal(signal.SIGUSR1)
-    ended = running.end()
-    assert (ended.exit_code, ended.outcome["state"], ended.outcome["failures"]) == (130, "interrupted", [])
-    assert ended.log(0) == ended.log(1) == "ready\nsaved\n"
 
 
 @pytest.mark.soak
@@ -339,19 +311,6 @@ def test_one_ctrl_c_that_arrives_twice_is_one(monkeypatch):
     now[0] += 0.2 * ONE_CTRL_C_S
     signals.add(signal.SIGINT, None)
     assert signals.kill
-
-
-@pytest.mark.soak
-def test_ranks_that_do_not_stop_are_killed_after_their_grace_and_reported(launch):
-    script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
-    running = launch(script, stop_grace_s=1.0).wait_until_running()
-    running.signal(signal.SIGINT)
-    ended = running.end()
-    assert (ended.exit_code, ended.outcome["state"]) == (130, "interrupted")
-    text = "killed ranks 0 and 1, which did not end in 1 s: what was being saved is incomplete"
-    assert ended.event("attempt_ended")["message"] == text
-    explanation = explain_run(ended.run)
-    assert explanation.summary.endswith(f"; {text}") and "nothing is broken" not in explanation.fix
 
 
 @pytest.mark.soak

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rows import with_rows
 
 from paceline.config import Config
 from paceline.errors import PacelineError, TrainingFailed
@@ -132,19 +133,15 @@ def test_rows_that_the_user_has_set_are_not_changed_by_a_trial_for_a_time(no_lau
     assert error.value.fix == "--device-batch-size auto"
 
 
-def test_only_the_folders_of_the_last_measurements_are_kept(tmp_path):
+@pytest.mark.parametrize("year", [2020, 2099])
+def test_only_the_folders_of_the_last_measurements_are_kept_and_the_new_one_although_the_clock_was_set_back(
+    tmp_path, year
+):
     for i in range(KEEP_FOLDERS + 3):
-        (tmp_path / "comm" / f"20200101-0000{i:02d}").mkdir(parents=True)
+        (tmp_path / "comm" / f"{year}0101-0000{i:02d}").mkdir(parents=True)
     run = session_folder(tmp_path / "comm")
-    left = sorted(path.name for path in (tmp_path / "comm").iterdir())
-    assert len(left) == KEEP_FOLDERS and left[0] == "20200101-000004" and left[-1] == run.name
-
-
-def test_a_new_folder_stays_although_the_clock_was_set_back(tmp_path):
-    for i in range(KEEP_FOLDERS + 3):
-        (tmp_path / f"20990101-{i:06d}").mkdir()
-    run = session_folder(tmp_path)
-    assert run.path.is_dir() and len(list(tmp_path.iterdir())) == KEEP_FOLDERS
+    left = {path.name for path in (tmp_path / "comm").iterdir()}
+    assert left == {run.path.name, *(f"{year}0101-0000{i:02d}" for i in range(4, KEEP_FOLDERS + 3))}
 
 
 def test_a_time_becomes_steps_and_automatic_evaluations_a_tenth_of_it():
@@ -170,14 +167,9 @@ def test_the_slowest_rank_and_the_faster_of_eager_and_compiled_decide(tmp_path):
     memory = {"time": utc_now(), "compile_tried": True, "torch": "2.13.0", "copies_bytes": 0, "driver_bytes": 3 << 30}
     memory |= {"allocated_bytes": None, "reserved_bytes": None}
     for rank, steps in enumerate([(0.5, 0.3), (0.6, 0.4)]):
+        memory["ready_time"] = 110.0 + rank
         stages = [
-            {
-                **memory,
-                "compiled": bool(i),
-                "ready_time": 110.0 + rank,
-                "step_s": step_s,
-                "eval_s_per_token": step_s / 100,
-            }
+            {**memory, "compiled": bool(i), "step_s": step_s, "eval_s_per_token": step_s / 100}
             for i, step_s in enumerate(steps)
         ]
         (tmp_path / "probe" / f"{rank}.json").write_text(json.dumps(stages))
@@ -201,31 +193,30 @@ def test_another_error_is_not_mistaken_for_a_lack_of_memory(tmp_path):
     assert "boom" in (folder / "logs" / "1" / "0.log").read_text()
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
+NO_PRIMITIVE = "RuntimeError: could not create a primitive"
+
+
+@with_rows(("message", "device", "reason"), [
+    *((message, device, "out of memory") for device in ("cpu", "cuda") for message in [
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 31.36 GiB",
         "RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "AcceleratorError: CUDA error: out of memory",
         "MemoryError: std::bad_alloc",
-    ],
-)
-def test_memory_that_runs_out_is_recognized_by_the_message(message):
-    failure = Failure(1, 1, None, message, time=0.0, consequence=False)
-    assert memory_reason(failure, planned()) == "out of memory"
-    assert memory_reason(replace(failure, consequence=True), planned()) is None
-
-
-def test_onednn_has_one_message_for_everything_that_it_cannot_do():
-    failure = Failure(0, 1, None, "RuntimeError: could not create a primitive", time=0.0, consequence=False)
-    assert memory_reason(failure, planned()) == "could not create a primitive, as where memory runs out"
-    assert memory_reason(failure, replace(planned(), device="cuda")) is None
-
-
-def test_a_killed_process_on_a_gpu_has_run_out_of_the_hosts_memory_which_fewer_rows_do_not_fix():
-    killed = Failure(0, None, "SIGKILL", "ended by SIGKILL", time=0.0, consequence=False)
-    assert memory_reason(killed, replace(planned(), device="cuda")) is None
+    ]),
+    # oneDNN has one message for everything that it cannot do
+    (NO_PRIMITIVE, "cpu", "could not create a primitive, as where memory runs out"),
+    (NO_PRIMITIVE, "cuda", None),
+    ("ended by SIGKILL", "cpu", "ended by SIGKILL, as the kernel does when memory runs out"),
+    # the host's memory, which fewer rows do not fix
+    ("ended by SIGKILL", "cuda", None),
+])  # fmt: skip
+def test_memory_that_runs_out_is_recognized_by_the_message_or_the_signal(message, device, reason):
+    signal = "SIGKILL" if "SIGKILL" in message else None
+    failure = Failure(1, None if signal else 1, signal, message, time=0.0, consequence=False)
+    plan = replace(planned(), device=device)
+    assert memory_reason(failure, plan) == reason
+    assert memory_reason(replace(failure, consequence=True), plan) is None
 
 
 def train(folder: Path, **keys: object) -> list[str]:

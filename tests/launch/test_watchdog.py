@@ -313,12 +313,6 @@ def test_the_first_step_of_an_attempt_may_take_as_long_as_a_start(pace):
     assert pace.activity.allowed_s(BUSY) == 60
 
 
-def test_short_steps_keep_the_floor(pace):
-    pace.steps(5, seconds=0.2)
-    pace.beat(5, "reduce")
-    assert pace.activity.allowed_s(BUSY) == 60
-
-
 def test_a_step_may_take_six_times_the_usual_one_not_counting_the_first(pace):
     pace.steps(1, seconds=300)
     pace.steps(6, seconds=20, start=1)

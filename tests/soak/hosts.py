@@ -25,14 +25,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import namespaces
-from hosts_run import DEADLINE_S, FAULTS, HostFault, HostsRun, has_netem, kill_all, small_disk, undo
+from hosts_run import DEADLINE_S, FAULTS, HostFault, HostsRun, has_netem, kill_all, last_files, small_disk, undo
 from namespaces import Hosts, namespaced_hosts
 from soak.faults import PHASES
 from soak.table import HostResult, Place, format_hosts, write_page
 
 from paceline.errors import PacelineError
 from paceline.heartbeat import read_heartbeat
-from paceline.model.manifest import newest_folder, newest_good, read_manifest
+from paceline.model.manifest import newest_folder
 from paceline.rundir import RunDir
 from paceline.units import parse_time
 
@@ -180,11 +180,6 @@ def newest_step(run: Path) -> int:
     """Returns the step of the newest whole checkpoint in a run folder; 0 where it has none."""
     folder = newest_folder(run / "checkpoints")
     return int(folder.name.removeprefix("step_")) if folder else 0
-
-
-def last_files(run: RunDir) -> dict[str, str]:
-    path, _ = newest_good(run.checkpoints, set_aside=False)
-    return {name: entry.sha256 for name, entry in read_manifest(path).files.items()}
 
 
 def follow(run: HostsRun, fault: HostFault, since: float) -> float | None:

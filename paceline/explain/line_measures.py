@@ -158,8 +158,8 @@ TRANSFER = re.compile(r"\d ?[kMGT]?i?B/s\b|\d{6}(?:\.\d+)?it/s\b")  # a bar of b
 # what comes before any work: an object that begins or is made, sizes, settings, paths, versions, the machine
 NAMED = (
     r"(?:(?:num|n|max|min|total|use|is|init|warmup|log|save)[ _]\w+|lr|args?|config\w*|modules in|non-trainable|opencv"
-    r"|(?:\w+[ _.-]){0,4}(?:rate|epochs?|batch(?: ?size)?|seed|workers|dims?|sizes?|devices?|ranks?|port|dir(?:ectory)?|path|root"
-    r"|folder|files?|url|host|optimi[sz]er|scheduler|drop(?:out)?|decay|momentum|beta\w*|gamma|lambda\w*|params|param\w+s|gpus?"
+    r"|(?!\d)(?:\w+[ _.-]){0,4}(?:rate|epochs?|batch(?: ?size)?|seed|workers|dims?|sizes?|devices?|ranks?|port|dir(?:ectory)?|path"
+    r"|root|folder|files?|url|host|optimi[sz]er|scheduler|drop(?:out)?|decay|momentum|beta\w*|gamma|lambda\w*|params|param\w+s|gpus?"
     r"|version|arch|models?|backbone|name|class(?:es)?|weights|steps?|timesteps|every|interval|layers?|heads?|shapes?|data(?:set)?"
     r"|(?<!output )(?:samples|examples|images|rows)|subjects|set|flops|platform|python|script|available))"
 )

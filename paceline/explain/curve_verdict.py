@@ -74,6 +74,8 @@ NOT_NORMALIZED, FROM_START = "a loss of this size that does not fall", "from its
 BELOW_ZERO = "a cross entropy below 0: the labels are not between 0 and 1"
 FAR_BELOW, NAN_GRADIENTS = 1e7, 5  # no likelihood of a batch; in a row: fp16's loss scale causes fewer NaN
 REPEATED = "each epoch repeats the losses of the one before: no weight changes"
+BOTH_RISE = 0.4  # of a loss beside evaluations that have risen by as much
+MIN_SCORES, NEAR_BEST = 3, 0.02  # points of evaluations, and the share by which the last may miss the best
 LATEST_START = 0.1  # of the last step: a curve that begins later has lost its beginning
 MIN_GROWTH = 0.1  # of memory
 GROWTH_STARTS = (0.2, 0.4, 0.6)  # of the curve: memory grows in any run at first, and a leak may begin late
@@ -203,6 +205,29 @@ def is_learned(series: MetricSeries) -> bool:
 def is_judged(series: MetricSeries) -> bool:
     """Whether a curve has enough points to say that nothing is wrong with it."""
     return len(series.values) >= (MIN_VALIDATION if series.kind == VALIDATION else MIN_POINTS)
+
+
+def is_lowest_at_end(series: MetricSeries) -> bool:
+    """Whether a loss of evaluations ends at about its lowest, below where it began."""
+    values = list(filter(math.isfinite, series.values))
+    return len(values) >= MIN_SCORES and values[-1] <= (1 + NEAR_BEST) * min(values) < values[0]
+
+
+def ends_below_start(series: MetricSeries) -> bool:
+    """Whether a loss ends below its first points, so that a rise may be that of a term which joined it."""
+    values = list(filter(math.isfinite, series.values))
+    return bool(values) and median(values[-SPIKE:]) < max(values[:SPIKE])
+
+
+def ends_high(series: MetricSeries) -> bool:
+    """Whether the last of many evaluations have a loss far above the lowest."""
+    values = list(filter(math.isfinite, series.values))
+    return len(values) >= MIN_POINTS and median(values[-SPIKE:]) > (1 + BOTH_RISE) * min(values) > 0
+
+
+def improves(reward: MetricSeries) -> bool:
+    """Whether a reward rises beyond its noise."""
+    return is_judged(reward) and falls([-value for value in reward.values], math.inf)
 
 
 def has_fallen(values: Sequence[float], least: int, share: float) -> bool:

@@ -117,7 +117,10 @@ EVALUATION_TITLE = re.compile(  # or its last line before its averages
 )
 # of an evaluation, as torchvision's references and DETR print them
 ONE_OF_BATCHES = re.compile(r"\[ *(?P<at>\d+)/(?P<of>\d+)\] +eta: ")
-SCORES = r"(?:acc|accuracy|f1|exact[_ ]match|bleu|top-?1|au(?:ro)?c|dice|m?iou)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
+SCORES = (
+    r"(?:acc|accuracy|f1|exact[_ ]match|bleu|top-?1|au(?:ro)?c|dice|m?iou|(?P<errors>[wc]er))"
+    r"['\"]?(?:\s*[:=]\s*['\"]?|\s+(?=\d+\.\d))(?P<value>\d+(?:\.\d+)?)"
+)
 SCORE = re.compile(rf"(?i)(?<![a-z]){SCORES}")  # higher is better
 HELD_OUT_SCORE = re.compile(rf"(?i)(?<![a-z]){HELD_OUT_WORD}(?: results?)?[\] _/.*-]*(?:\d+ +)?{SCORES}")
 SHORT_LOSS = re.compile(r"(?<![\w.])(?:avg_)?L=(?P<value>nan|\d+\.\d+(?:e[-+]?\d+)?)\b")  # beside a step
@@ -126,6 +129,7 @@ MODULE_ROW = re.compile(r"\d+ +\| [A-Za-z_]\w* +\| [A-Z]\w+ +\| ")
 MEAN_LOSS = "train_mean_loss"  # of a whole run: of interest where it is exactly 0
 LONG_RUN = re.compile(r"'train_runtime': \d{3,}\.")  # in seconds: not one that had nothing left to do
 REWARD = re.compile(rf"(?i)(?<![\w/])(?:train/|critic/)?(?:mean_)?(?:rewards?(?:[/_]mean)?|return(?=\W?[:=])){VALUE}")
+EPISODE_SCORE = re.compile(rf"(?i)\W*(?:episode|ep)\b.*?(?<![a-z])score{VALUE}")  # of a policy that plays
 # infinite at first
 RECORD_LOSS = re.compile(r"(?i)(?:best|min|prev|init(?:ial)?|(?:keep\w*|the) last)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$")
 OTHER_WORDS = (*HELD_OUT_WORDS, "best", "min", "prev", "init", "keep", "last")  # one is before a loss of these kinds
@@ -148,6 +152,31 @@ RECORD = re.compile(  # a measure as a dictionary, behind its name: {'epoch': 0,
     r"(?P<name>\w+): \{'epoch': (?P<epoch>\d+(?:\.\d+)?), 'value': (?P<value>\S+)\} \(\{'split': '(?P<split>\w+)'\}\)"
 )
 FOREIGN_WORDS = ("epoche", "verlust", "perda", "perte", "perdita", "epoca")  # those in ASCII
+SETTING = re.compile(r"\W*(?!loss)\w+ ?= ?[^=]+,")  # a line of its own in an object that is printed over several lines
+MIN_FLAGS = 5  # on a line of settings: a measure is seldom true or false
+TRANSFER = re.compile(r"\d ?[kMGT]?i?B/s\b|\d{6}(?:\.\d+)?it/s\b")  # a bar of bytes: a download
+# what comes before any work: an object that begins or is made, sizes, settings, paths, versions, the machine
+NAMED = (
+    r"(?:(?:num|n|max|min|total|use|is|init|warmup|log|save)[ _]\w+|lr|args?|config\w*|modules in|non-trainable|opencv"
+    r"|(?!\d)(?:\w+[ _.-]){0,4}(?:rate|epochs?|batch(?: ?size)?|seed|workers|dims?|sizes?|devices?|ranks?|port|dir(?:ectory)?|path"
+    r"|root|folder|files?|url|host|optimi[sz]er|scheduler|drop(?:out)?|decay|momentum|beta\w*|gamma|lambda\w*|params|param\w+s|gpus?"
+    r"|version|arch|models?|backbone|name|class(?:es)?|weights|steps?|timesteps|every|interval|layers?|heads?|shapes?|data(?:set)?"
+    r"|(?<!output )(?:samples|examples|images|rows)|subjects|set|flops|platform|python|script|available))"
+)
+SETUP = re.compile(
+    r"(?i)(?:[\w./-]+\.py: *(?:\d+: )?|(?:(?:info|warning|debug):[\w.]*|\[?rank\W?\d+\]?):)?[^\w\"]*"
+    rf"(?:$|\w+[(:]$|\w+=\S.*,$|\(\w+\): |{NAMED}(?: \([^)]*\))?\W{{0,3}}(?:\s|\.{{3,}})*(?:[:=]|$)"
+    r"|(?:(?:load|us|sett|creat|construct|build|initiali[sz]|prepar|download|extract|read|open|launch|start|resum|restor|copy|cach"
+    r"|compil|import|collect|syncing|unload)(?:ing|e|ed)?|built|found|(?:we )?will|requirement|number|currently|shape of"
+    r"|tracking|files already|running (?:training|evaluation))\b(?! ?:)"
+    # what was made
+    r"|(?=\w[^:=]*$).*\b(?:initiated|initiali[sz]ed|prepared|loaded|created|enabled|cached|verified|compiled|registered)\b.{0,40}$"
+    # a path, a variable of the environment, a version, a date, a host, what libraries say first
+    r"|(?!.*(?:out|sav|wr[io]t|result|report|pred))[\w ]{0,30}[:=]? *['\"]?(?:[a-z]:|~|\$\w+)?[/\\]\S+$|(?-i:[A-Z]+(?:_[A-Z]+)+=)"
+    r"|[a-z][\w. -]{1,20}:? v?\d+(?:\.\d+){2,3}(?:\+\S+)?$|(?:mon|tue|wed|thu|fri|sat|sun)\w* .*20\d\d$|[a-z]+-?\d+$|\d+\) \w+/"
+    r"|wandb: |[IW] (?:tensorflow|external)/|(?:gpu|cuda|nvcc|nvidia)\b.{0,60}$"
+    r"|(?:train|val|test)\w*(?: (?:set|data))?: \d[\d,]* ?[a-z]*$)"
+)
 
 
 @dataclass(frozen=True)
@@ -185,7 +214,9 @@ def strip_bars(text: str) -> tuple[str, StepLoss | None]:
     if "%|" not in text:
         return strip_counters(text) if "it [" in text else (text, None)
     progress = None
-    for match in filter(lambda match: not PREPARATION.match(match[0]), BAR.finditer(text)):
+    for match in BAR.finditer(text):
+        if PREPARATION.match(match[0]) or TRANSFER.search(match[0]):
+            continue
         at, of = parse_count(match["at"]), parse_count(match["of"])
         has_loss = "loss" in match[0].lower()
         measure = find_measure(LOSS, match[0]) if has_loss else None
@@ -248,9 +279,11 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     if loss is not None and loss < 0 and "entropy" in lowered:
         name = next((name_of(match) for match in ERROR_MEASURE.finditer(text) if float(match["value"]) == loss), name)
     reward = read_value(REWARD.search(text)) if has_word(lowered, ("reward", "return")) else None
+    if reward is None and "score" in lowered:
+        reward = read_value(EPISODE_SCORE.match(text)) or None  # many games begin with scores of 0
     score = None
     if held_out is not None or name in ("eval_loss", PART_LOSS):
-        score = read_value(HELD_OUT_SCORE.search(text) or SCORE.search(text))
+        score = read_score(HELD_OUT_SCORE.search(text) or SCORE.search(text))
     return StepLoss(number, loss, is_last, grad_norm, name, held_out, reward, score)
 
 
@@ -264,6 +297,11 @@ def find_measure(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Matc
     if (measure := next(broken, None)) is not None or len(training) < 2:
         return measure or next(iter(training or matches), None)
     return training[0] if OF_POLICY.search(before(training[0])) else next(filter(is_total, training), training[0])
+
+
+def is_setting(text: str) -> bool:
+    """Whether a line is a setting, or holds many."""
+    return text.count("True") + text.count("False") >= MIN_FLAGS or SETTING.fullmatch(text) is not None
 
 
 def is_held_out(match: re.Match[str]) -> bool:
@@ -320,6 +358,12 @@ def read_speed(text: str) -> float | None:
     """The throughput that a line reports."""
     match = next(filter(None, (pattern.search(text) for pattern in SPEEDS)), None)
     return float(match["value"].replace(",", "")) if match else None
+
+
+def read_score(match: re.Match[str] | None) -> float | None:
+    """A score of an evaluation, which is higher where the model is better: of a rate of errors the share that is right."""
+    value = read_value(match)
+    return (1 if value <= 1 else 100) - value if match and value is not None and match["errors"] else value
 
 
 def read_value(match: re.Match[str] | None) -> float | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from paceline.explain.explanation import LogProgress, Record
+from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.progress import LossPoint, ProgressLine, ProgressTracker, store
 from paceline.explain.run_bounds import RunBounds
 
@@ -28,11 +29,14 @@ SERVED = re.compile(  # a request that was answered, vLLM's report of such, what
 UNNAMED_NAN = re.compile(r"(?:^|[,;(\[]\s*|[\d)\]]:?\s+)tensor\(nan(?=[\s,;)\]]|$)")
 NUMBER = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
 UNNAMED, MIN_UNNAMED = "a value without a name", 5
+# the results of an evaluation: copypaste: nan,nan,nan, or MAE=nan
+NAN_RESULTS = re.compile(rf"(?i).*(?:[:=] *nan(?:\s*[,|/]\s*nan)+|\b(?P<name>{ERROR_NAME}|loss)['\"]?\s*[:=]\s*nan)\W*")
 # a row of nothing but numbers behind a counter; columns that become NaN in the same row, as one alone may where it is not computed
 ROW, MIN_LOST = re.compile(r"\s*\d+(?:[\s,;|]+(?:[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan))+\s*"), 2
 CELL = re.compile(r"[^\s,;|]+")
 EARLY_STOP = re.compile(  # not that it may come
     r"(?i)(?:\bearly[ -]?stop|\bstop\w* early\b)(?!.*\b(?:counter|patience|enabled|monitor)\b)"
+    r"|(?i:early ?stop\w* counter: (?P<count>[2-9]|\d\d+) (?:out of|/) (?P=count)\b)"
 )
 ACCURACY = re.compile(r"(?i)(?<![a-z])acc(?:uracy)?['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)(?P<percent>\s?%)?")
 RESUMED = re.compile(  # from a checkpoint of a step
@@ -41,7 +45,7 @@ RESUMED = re.compile(  # from a checkpoint of a step
 )
 # of a curriculum, behind whose harder tasks or longer texts the loss begins higher; losses of a stage, and the fall that shows
 # that it learns
-STAGE = re.compile(r"(?i)\b(?:stage|phase)[ _=:]{1,3}(?P<stage>\d{1,3})\b")
+STAGE = re.compile(r"(?i)\b(?:stage|phase|task|res(?:olution)?)[ _=:]{1,3}(?P<stage>\d{1,3})\b")
 MIN_STAGE, STAGE_START, STAGE_FALL, STAGE_END = 10, 3, 0.8, 3
 MIN_TRAINED = 10  # steps of a training that is short and whole
 LAST_OF = re.compile(r"(?<![\d/])(?P<last>\d{1,6})/(?P=last)(?![\d/])")
@@ -232,8 +236,10 @@ class OpenRun:
         progress = self.progress.progress(tail[-1][0] if tail else None)
         has_measures = self.progress.held_out or self.progress.scores or self.progress.rewards
         if progress.nan_line is None and progress.last_loss is None and not has_measures:
-            number = find_unnamed_nan(tail) or self.rows.nan_line
-            progress = replace(progress, nan_line=number, nan_measure=UNNAMED) if number else progress
+            results = NAN_RESULTS.fullmatch(tail[-1][1]) if tail else None
+            number = find_unnamed_nan(tail) or self.rows.nan_line or (tail[-1][0] if results else None)
+            measure = (results and results["name"]) or UNNAMED
+            progress = replace(progress, nan_line=number, nan_measure=measure) if number else progress
         if tail and PROMPT.search(tail[-1][1]):
             progress = replace(progress, finished=False, done_line=None)
         return Log(

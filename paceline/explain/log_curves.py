@@ -13,20 +13,27 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 
 from paceline.explain.curve_verdict import (
+    BOTH_RISE,
     DIVERGED,
     FROM_START,
     LEARNED,
+    MIN_SCORES,
+    NEAR_BEST,
     OVERFITS,
     STANDS_STILL,
     CurveFinding,
     add_findings,
+    ends_below_start,
+    ends_high,
     find_growth,
     find_overfitting,
     find_rises,
     find_slowdown,
     find_still,
     find_unlearned,
+    improves,
     is_learned,
+    is_lowest_at_end,
     is_whole,
     may_fall,
 )
@@ -51,7 +58,6 @@ from paceline.explain.verdict import NAN
 from paceline.noise import MIN_POINTS, SPIKE, START_RISE, STRETCHES, STUCK_FALL, is_level, is_stuck, median
 
 LOG_RISE = 1.0  # of a loss that was higher at first
-BOTH_RISE = 0.4  # of one beside evaluations that have risen by as much
 EXPLODED = 1e3  # times its first points, or 1
 PART_RISE = 9.0  # of one whose first steps are not in the log
 ZEROS, ZERO_REWARDS, SAME_REWARDS, LOST_REWARDS = 3, 10, 40, 20  # on the lines of a log, if no others are there
@@ -83,7 +89,6 @@ ZERO_REASONS = (
     ),
     (re.compile(r"rewards/margins\W{1,4}(?P<value>[\d.]+)"), "the margins between chosen and rejected answers are 0"),
 )
-MIN_SCORES, NEAR_BEST = 3, 0.02  # points of evaluations, and the share by which the last may miss the best
 MIN_SAME_SCORES = 20  # evaluations
 MIN_RISES, STEADY_RISE = 7, 0.03  # from each point of a loss to the next; as a share of the first one
 TRAIN_RISE = 0.1  # of the loss of training, as a share
@@ -116,8 +121,9 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     if not losses and all(point.step is point.epoch is None for point in points["losses"]):
         evaluations = []  # results of several programs
     scores, rewards = line_series(points["scores"], kind=SCORE), line_series(points["rewards"], kind=REWARD)
-    ends_lowest, ends_best = any(map(is_lowest_at_end, evaluations)), is_best_at_end(points["scores"])
-    rising = [] if ends_lowest else [item for item in losses if not (ends_best and ends_below_start(item))]
+    learns = any(map(is_lowest_at_end, evaluations)) or any(map(improves, rewards))
+    ends_best = is_best_at_end(points["scores"])
+    rising = [] if learns else [item for item in losses if not (ends_best and ends_below_start(item))]
     # transformers writes 0 for a loss that is NaN, but not in evaluations
     has_nan = any(math.isnan(point.value) for name in ("losses", "held_out") for point in points[name])
     guesses = [*find_guesses(losses, evaluations, scores)]
@@ -129,7 +135,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *(find_steady_rises(rising, evaluations) if not parts else ()),
         *find_explosions(parts),
         *still,
-        *find_unlearned(losses, held_out),
+        *find_unlearned(losses, losses if zero_reason(logs) else held_out),
         *find_chance(losses, held_out),
         *guesses,
         *find_zeros(losses, ZEROS, cause=NAN if has_nan else STANDS_STILL),
@@ -151,25 +157,31 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         if len(flat.values) < MIN_STILL:
             return unproven(explanation, flat)
         findings = [CurveFinding(STANDS_STILL, flat, 0)]
-    findings = [with_reason(item, logs, points["gradients"]) for item in findings[:1]]
-    return add_findings(explanation, findings)
+    return add_findings(explanation, [with_reason(item, logs, points["gradients"]) for item in findings[:1]])
 
 
 def with_reason(finding: CurveFinding, logs: Sequence[Log], gradients: Sequence[LossPoint]) -> CurveFinding:
     """The finding with what else the log shows of a loss that stands still."""
     if finding.cause != STANDS_STILL or finding.reason or finding.series.kind != LOSS:
         return finding
-    texts = [text for log in logs for _, text in log.last_lines]
-    for pattern, reason in ZERO_REASONS:
-        values = [match["value"] for text in texts if (match := pattern.search(text))]
-        if len(values) >= ZEROS and all(map(EXACT_ZERO.fullmatch, values)):
-            return replace(finding, reason=reason)
+    if reason := zero_reason(logs):
+        return replace(finding, reason=reason)
     if len(gradients) >= ZERO_REWARDS and not any(point.value for point in gradients):
         return replace(finding, reason="the gradient norm is 0")
     level = median(list(filter(math.isfinite, finding.series.values)) or [0.0])
     number = round(math.exp(min(level, 9.0)))
     is_guess = 2 <= number <= MAX_CLASSES and abs(level - math.log(number)) < NEAR_CHANCE * math.log(number)
     return replace(finding, reason=CHANCE.format(number=number)) if is_guess else finding
+
+
+def zero_reason(logs: Sequence[Log]) -> str:
+    """What is exactly 0 on the last lines that report it, so that nothing is learned."""
+    texts = [text for log in logs for _, text in log.last_lines]
+    for pattern, reason in ZERO_REASONS:
+        values = [match["value"] for text in texts if (match := pattern.search(text))]
+        if len(values) >= ZEROS and all(map(EXACT_ZERO.fullmatch, values)):
+            return reason
+    return ""
 
 
 def line_series(points: Sequence[LossPoint], *, kind: str | None = None) -> list[MetricSeries]:
@@ -181,6 +193,7 @@ def line_series(points: Sequence[LossPoint], *, kind: str | None = None) -> list
         by_name[point.name].append(point)
     by_epoch = {name for name, curve in by_name.items() if has_epochs(curve)}
     last = dict.fromkeys((name for name, curve in by_name.items() if is_of_ranks(curve)), math.nan)
+    points = list(dict.fromkeys(points)) if by_epoch >= set(by_name) else points
     for number, (step, name, value, epoch) in enumerate(points):
         if name in last:
             if value == last[name]:
@@ -199,9 +212,10 @@ def repeats_logged(series: MetricSeries, points: Sequence[LossPoint]) -> bool:
 
 
 def has_epochs(curve: Sequence[LossPoint]) -> bool:
-    """Whether each point of a curve is of a later epoch than the one before, or the same one reported twice."""
+    """Whether each point of a curve is of a later epoch than the one before, or the same one reported again."""
     ascends = all(before == point or (before.epoch or 0) < (point.epoch or 0) for before, point in pairwise(curve))
-    return ascends and curve[0].epoch is not None and 2 * len({*curve}) >= len(curve)
+    is_often = 2 * len({*curve}) >= len(curve) or len({point.value for point in curve}) >= MIN_SCORES
+    return ascends and curve[0].epoch is not None and is_often
 
 
 def is_of_ranks(curve: Sequence[LossPoint]) -> bool:
@@ -209,18 +223,6 @@ def is_of_ranks(curve: Sequence[LossPoint]) -> bool:
     times = [len(list(group)) for _, group in groupby(point.value for point in curve)]
     as_often = len(times) > 1 and min(times) > 1 and max(times) <= RANK_SPREAD * min(times)
     return as_often and all(len(f"{point.value!r}") > RANK_DIGITS for point in curve)
-
-
-def is_lowest_at_end(series: MetricSeries) -> bool:
-    """Whether a loss of evaluations ends at about its lowest, below where it began."""
-    values = list(filter(math.isfinite, series.values))
-    return len(values) >= MIN_SCORES and values[-1] <= (1 + NEAR_BEST) * min(values) < values[0]
-
-
-def ends_below_start(series: MetricSeries) -> bool:
-    """Whether a loss ends below its first points, so that a rise may be that of a term which joined it."""
-    values = list(filter(math.isfinite, series.values))
-    return bool(values) and median(values[-SPIKE:]) < max(values[:SPIKE])
 
 
 def find_steady_rises(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
@@ -332,7 +334,8 @@ def find_same(*evaluations: Sequence[LossPoint]) -> Iterator[CurveFinding]:
     """The score or loss of evaluations that is the same in each of them, and not perfect."""
     for points in evaluations:
         values = {point.value for point in points}
-        if len(points) >= MIN_SAME_SCORES and len(values) == 1 and not values & {0.0, 1.0, 100.0}:
+        is_perfect = values <= {1.0, 100.0} if points and points[0].name == "score" else values == {0.0}
+        if len(points) >= MIN_SAME_SCORES and len(values) == 1 and not is_perfect:
             yield CurveFinding(STANDS_STILL, line_series(points, kind=LOSS)[0], 0, "in every evaluation")
 
 
@@ -364,12 +367,6 @@ def least_rise(series: MetricSeries, evaluations: Sequence[MetricSeries]) -> flo
         return BOTH_RISE
     last = list(filter(math.isfinite, series.values[-STRETCHES[0] :]))
     return START_RISE if last and median(last) > max(series.values[:SPIKE]) else LOG_RISE
-
-
-def ends_high(series: MetricSeries) -> bool:
-    """Whether the last of many evaluations have a loss far above the lowest."""
-    values = list(filter(math.isfinite, series.values))
-    return len(values) >= MIN_POINTS and median(values[-SPIKE:]) > (1 + BOTH_RISE) * min(values) > 0
 
 
 def hardly_moves(series: MetricSeries) -> bool:

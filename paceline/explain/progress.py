@@ -19,11 +19,12 @@ from paceline.explain.line_measures import (
     PART_LOSS,
     StepLoss,
     in_english,
+    is_setting,
     labelled_values,
     read_memory,
+    read_score,
     read_speed,
     read_step_and_loss,
-    read_value,
     strip_bars,
 )
 from paceline.explain.line_rows import read_boosting, read_columns, read_counter, read_row
@@ -174,6 +175,7 @@ class ProgressTracker:
             self._begin_epoch(int(match["epoch"]))
             self._in_epoch = self._in_epoch or KERAS_EPOCH.fullmatch(text) is not None
         progress = None if self._is_setting(text) else read_row(text, self._columns) or read_line(text, bar)
+        progress = None if progress is not None and is_setting(text) else progress
         if progress is not None and progress.name == MEAN_LOSS:
             counts = not self._losses and (self._last_step or 0) >= MIN_MEAN
             progress = replace(progress, step=self._last_step) if counts else None
@@ -184,7 +186,7 @@ class ProgressTracker:
             if self._is_evaluation or (bar_share and math.isfinite(progress.loss)):
                 progress = replace(progress, name="eval_loss", loss=progress.loss if bar_share in (None, 1) else None)
         self._is_evaluation = len(text) < MAX_TITLE and EVALUATION_TITLE.match(text) is not None
-        score = read_value(HELD_OUT_SCORE.search(text)) if has_word(lowered, HELD_OUT_WORDS) else None
+        score = read_score(HELD_OUT_SCORE.search(text)) if has_word(lowered, HELD_OUT_WORDS) else None
         if score is not None and (progress is None or progress.loss is None):
             store(self.scores, self._point(self._last_step, "score", score))
         if progress is not None:

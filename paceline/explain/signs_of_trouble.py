@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from paceline.explain.explanation import Evidence, Record, shorten
 from paceline.explain.line_filter import MAX_REPEATS
-from paceline.explain.line_measures import ERROR_NAME
+from paceline.explain.line_measures import ERROR_NAME, SETUP
 from paceline.explain.lines import IGNORABLE, WARNING_LINE, split_prefix
 from paceline.explain.log import PROMPT, Log
 from paceline.explain.matches import Event, as_fatal, matches_of_message
@@ -47,26 +47,27 @@ PREPARED = r"(?!.*\b(?:load|captur|compil|prepar|initiali|tokeni|warm))"  # befo
 LOGGER = (  # what it writes before a message
     r"(?:[\w./-]+\.py:\d+\W+)?(?:[\w.]+ - )?(?:\W?(?:INFO|SUCCESS)\b[\]:>\s-]*(?:\w[\w.]*: ?)?)?(?:\[\w+\] )?\W{0,3}"
 )
-RESULT = re.compile(  # of work that ended
+RESULT = re.compile(  # of work that ended, of a server that waits or has answered, of all items: 1200/1200
     rf"(?i){NOT_DONE}{LOGGER}(?:.*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)\W*$"
     rf"|{PREPARED}(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished|done)\b(?:\W*$|[!.])"
-    # of a server that waits or has answered
     r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
     r"|(?:[a-z]+ ){0,3}(?:suite|pipeline|experiment|benchmark|simulation|workflow)s?(?: (?!\d+/|\w+ly )\S+)?"
     r" (?:completed?|finished|done)\W*$"
-    r"|(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far))|finished \w+ on 20\d\d-"
-    rf"|{PREPARED}finish(?:ed)? \w+ in: ?\d"
+    r"|(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far)|.{1,9}(?:config|arg|setting|code)\w*\b)"
+    r"|finished \w+ on 20\d\d-|(?:exported|converted|merged|uploaded)\b.* (?:to|into|as) \S"
+    rf"|{PREPARED}(?:upload|export|job)s? (?:is )?(?:completed?|finished|done)(?:[:!.]? (?:https?:|with exit code 0\b).*|\W*)$"
+    r"|(?!\W*\d+ ?/ ?\d+\]|.*(?:%\||load|prepar|epoch|ready|rank|gpu|node|worker|connect|attempt|retr|tri|fail|error|start|time))"
+    r".*\b(?P<number>\d\d+) ?(?:/|of) ?(?P=number)\b(?![/.])"
     rf"|{PREPARED}.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$"
-    rf"|{PREPARED}(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$|\{{\"(?:summary|results?|metrics)\": ?[\[{{][\"\d{{]"
-    # datasets' bar, llama-bench
-    r"|saving the dataset \(\d+/\d+ shards\): 100%|build: [0-9a-f]{7,10} \(\d+\)$"
+    rf"|{PREPARED}(?:finish(?:ed)? \w+ in: \d|(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$)"
+    r"|\{\"(?:summary|results?|metrics)\": ?[\[{][\"\d{]|saving the dataset \(\d+/\d+ shards\): 100%|build: [0-9a-f]{7,10} \(\d+\)$"
     r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?(?:saved|written to)\b)"
 )
 SCORE = re.compile(  # of an evaluation, not a limit or a weight among settings
     r"(?i)(?!.*(?:Namespace\(|\b(?:\w+_)?(?:target|min|max|limit|thres\w*|weights?|lambda|conf|mixed|stop\w*)(?:_\w+)?\b"
     r"|precision[:=] ?(?:16|32)))"
-    rf".*\b(?:\w+_)?(?:{ERROR_NAME}|accuracy|acc|f1|bleu-?\d?|rouge-?[12l]|precision|recall|r?auc|m?iou|psnr|ssim|[wc]er|mrr|ndcg"
-    r"|p(?:recision|ass)?@\d+)\b.{0,12}[:=] ?\d+(?:\.\d+ ?%?|%)(?:\W|$)"
+    rf".*\b(?:\w+_)?(?:{ERROR_NAME}|accuracy|acc|f1|bleu-?\d?|rouge-?[12l]|precision|recall|r?auc|auprc|m?iou|dice|psnr|ssim|[wc]er|mrr|ndcg"
+    r"|sensitivity|specificity|mcc|r2|(?<!confidence )score|p(?:recision|ass)?@\d+)\b.{0,12}[:=] ?\d+(?:\.\d+ ?%?|%)(?:\W|$)"
 )
 SUCCESS = re.compile(
     r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b|\b(?<!no )success\W*$|\brun successfully with command\b"
@@ -78,6 +79,7 @@ SUMMARY = re.compile(  # of all the work, with the errors in it that a program e
     r"|완료!?$"  # not the time that it took, which a script also prints behind what failed
 )
 SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in a server of vLLM for one
+SHELL_TIME = re.compile(r"(?:real|user|sys)\s+\d+m[\d.,]+s$")  # by a shell, behind any command
 ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")  # a launcher's warning, Python's for the killed
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
     r"(?i)terminat|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
@@ -257,8 +259,9 @@ def ends_in(pattern: re.Pattern[str], log: Log) -> bool:
 
 
 def last_texts(log: Log) -> list[str]:
-    """The last lines that are more than a rule."""
-    return [text for _, text in log.last_lines if any(map(str.isalnum, split_prefix(text).text))][-LAST_CHECKED:]
+    """The last lines that are more than a rule or the time that a command took."""
+    texts = (text for _, text in log.last_lines if any(map(str.isalnum, split_prefix(text).text)))
+    return [text for text in texts if not SHELL_TIME.match(text)][-LAST_CHECKED:]
 
 
 def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
@@ -392,5 +395,6 @@ def is_ordinary(log: Log) -> bool:
     return (
         len(ordinary) >= MIN_LINES
         and not announces
+        and not all(SETUP.match(split_prefix(text).text) for _, text in log.last_lines)
         and not any(LAST_WORK.match(split_prefix(text).text) for text in last_texts(log)[-1:])
     )

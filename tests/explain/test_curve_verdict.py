@@ -1389,3 +1389,61 @@ def test_rows_without_the_word_loss_show_nan_and_no_rise(row, causes):
     assert (explain([(fall + nan).encode()]).cause, explain([(fall + rise).encode()]).cause) == causes
     error = "".join(f"Train error last 800 batches: {value}\n" for value in ("0.030", "0.000") for _ in range(40))
     assert explain([error.encode()]).cause == "healthy"  # a share that may stay at 0
+
+
+TURN = [0.70, 0.58, 0.50, 0.46, 0.45, 0.46, 0.47, 0.49, 0.50, 0.52, 0.54, 0.55, 0.57, 0.59, 0.60]
+
+
+@with_rows("score, sign", [("val AUC", 1), ("val AUC", -1), ("val_wer:", -1), ("val_wer:", 1)])
+def test_a_score_that_gets_better_to_the_end_excuses_a_validation_loss_that_rises(score, sign):
+    line = "Epoch {}: train loss {:.4f}\n  val loss {:.4f}, {} {:.4f}\n"
+    lines = "".join(line.format(n, 1 / n, loss, score, 0.6 + 0.007 * sign * n) for n, loss in enumerate(TURN, 1))
+    assert explain([lines.encode()]).cause == ("healthy" if ("AUC" in score) == (sign > 0) else "validation-turns-up")
+
+
+def test_early_stopping_has_come_when_its_counter_is_full():
+    line = "Epoch {}/100 train loss {:.4f} val loss {:.4f}\nEarlyStopping counter: {} out of 10\n"
+    lines = "".join(line.format(n, 1 / n, loss, max(0, n - 5)) for n, loss in enumerate(TURN, 1))
+    assert explain([lines.encode()]).cause == "healthy"
+    assert explain([lines.replace("of 10", "of 30").encode()]).cause == "validation-turns-up"
+
+
+@with_rows("gain, cause", [(0.9, "healthy"), (-0.9, "loss-diverged")])
+def test_the_loss_of_a_policy_may_rise_while_the_score_of_its_episodes_does(gain, cause):
+    line = "Episode {}\tScore: {:.2f}\tLoss: {:.4f}\n"
+    lines = (line.format(n, 200 + gain * n + 9 * (n % 3), 0.01 * 1.05**n + 0.001 * (n % 4)) for n in range(1, 201))
+    assert explain(["".join(lines).encode()]).cause == cause
+
+
+def test_the_loss_of_a_larger_resolution_begins_higher():
+    line = "res {} iter {} loss {:.4f}\n"
+    places = [(size, n) for size in range(4) for n in range(50)]
+    falls = "".join(line.format(16 << i, 50 * i + n, 0.2 + 0.15 * i + 0.5 * 0.9**n) for i, n in places)
+    assert explain([falls.encode()]).cause == "healthy"
+    rises = "".join(line.format(128, 200 + n, 0.7 * 1.1**n) for n in range(60))
+    assert explain([(falls + rises).encode()]).cause == "loss-diverged"
+
+
+@with_rows("rate, cause", [("0.0", "loss-stands-still"), ("2e-05", "healthy")])
+def test_a_loss_that_never_falls_has_not_converged_where_the_learning_rate_is_0(rate, cause):
+    line = "{{'loss': {:.4f}, 'grad_norm': 1.2, 'learning_rate': {}, 'epoch': {:.2f}}}\n"
+    lines = (line.format(2.87 + 0.05 * (n * 7 % 5 - 2), rate, n / 50) for n in range(60))
+    explanation = explain(["".join(lines).encode()])
+    assert explanation.cause == cause and ("learning rate is 0" in explanation.summary) == (rate == "0.0")
+
+
+@with_rows("start, accuracy, cause", [(0, 0, "loss-stands-still"), (3, 0, "healthy"), (0, 1, "healthy")])
+def test_an_accuracy_of_0_in_all_evaluations_is_a_failure_where_no_loss_falls(start, accuracy, cause):
+    line = "[{}/5000] Train loss: {:.5f}, Valid loss: {:.5f}, Current_accuracy : {:.3f}\n"
+    losses = [3.21 + start * 0.9**n + 0.03 * (n * 7 % 5 - 2) for n in range(50)]
+    lines = (line.format(100 * n + 100, loss, loss + 0.01, accuracy) for n, loss in enumerate(losses))
+    assert explain(["".join(lines).encode()]).cause == cause
+
+
+@with_rows("rises, cause", [(False, "healthy"), (True, "validation-turns-up")])
+def test_losses_of_an_epoch_that_are_reported_for_each_of_its_classes_count_once(rises, cause):
+    level = [0.1512, 0.1498, 0.1472, 0.1513, 0.149, 0.1492, 0.1517, 0.1489, 0.1494, *[0.1503] * 4, 0.1498]
+    losses = TURN if rises else level
+    line = "Epoch {}: Train Loss = {:.4f}, Test Loss = {:.4f}\nclass {}: done\n"
+    lines = (line.format(n, 1 / n, loss, name) for n, loss in enumerate(losses, 1) for name in range(20))
+    assert explain(["".join(lines).encode()]).cause == cause

@@ -659,6 +659,13 @@ def test_few_lines_of_output_that_end_with_a_result_are_healthy():
         "\033[33m Run successfully with command - python3.7 tools/infer.py --use-gpu=True",
         "Saving the dataset (1/1 shards): 100%|████████| 447/447 [00:00<00:00, 15421.02 examples/s]",
         "build: 39cf5d6 (1)",
+        "processed 1200/1200",
+        "Exported model to onnx/model.onnx (254.3 MB)",
+        "Upload complete: https://huggingface.co/user/model",
+        "Job finished with exit code 0 at Mon Jan 12 10:21:14 CET 2026",
+        "Specificity: 0.924",
+        "Test score: 0.951",
+        "wrote train.bin\nreal    2m11.201s\nuser    2m3.332s\nsys     0m4.001s",
     ],
 )
 def test_a_score_of_an_evaluation_and_what_says_that_it_is_done_are_results(end):
@@ -688,10 +695,51 @@ def test_a_score_of_an_evaluation_and_what_says_that_it_is_done_are_results(end)
         "conf=0.25, iou=0.7, max_det=300",
         "loss weights: {'mae': 0.5, 'mse': 0.5}",
         "precision=16",
+        "Attempt 10/10",
+        "[12/12] scale",
+        "connected workers: 16/16",
+        "Download complete: https://example.org/a.zip",
+        "Job finished with exit code 1 at Mon Jan 12 10:21:14 CET 2026",
+        "Saved args to runs/a/args.json",
+        "no such command\nreal    0m0.011s\nuser    0m0.003s\nsys     0m0.001s",
     ],
 )
 def test_what_only_looks_like_a_result_is_none(end):
     assert verdict(f"2 items\n{end}\n").cause == "unknown"
+
+
+PREPARATIONS = (
+    "".join(f"image :  /data/train/{n}.png\nGT path :  /data/gt/{n}.png\n" for n in range(9)),
+    "Logger initiated\ndataset prepared and split into train and test sets\n" * 6,
+    "***** Running training *****\n  Num examples = 52,002\n  Num Epochs = 3\n  Batch size per device = 4\n"
+    "  Total train batch size (w. parallel, distributed & accumulation) = 64\n  Gradient Accumulation steps = 16\n"
+    "  Total optimization steps = 2,436\n  Number of trainable parameters = 4,194,304\n",
+    "Loading cuda/12.1\nCurrently Loaded Modulefiles:\n 1) gcc/11.3.0   2) cuda/12.1\nPython 3.10.12\n/usr/bin/python3\nnode017\n"
+    "SLURM_JOB_ID=88123\nMon Jan 12 10:00:00 2026\n",
+    "Args(\n    collect_steps=128,\n    seed=1,\n    batch_size=1024,\n    num_updates=48,\n    lr=0.0003,\n    gamma=1.0\n)\n",
+    "lr            : 0.0002\nbeta1         : 0.5\nn_epochs      : 100\nbatch_size    : 1\ndataset size = 400\n"
+    + "shape of X_train: (1200, 22)\nCompiling model\nModel compiled\n",
+    "config.json: 100%|██████████| 654/654 [00:00<00:00, 5.2MB/s]\n100%|██████████| 9912422/9912422 [00:01<00:00, 8123123.1it/s]\n",
+    "train_net.py: 519: CfgNode({'LOSS': 0.0, 'A': True, 'B': False, 'C': True, 'D': True, 'E': False})\n" * 3
+    + "train_net.py: 611: Start epoch: 1\n",
+)
+
+
+@with_rows("text", PREPARATIONS)
+def test_what_comes_before_any_work_does_not_show_that_a_run_works(text):
+    assert verdict(text).cause == "unknown"
+    assert verdict(text + "CRITICAL the flux capacitor is empty\n").cause == "unknown"
+    assert verdict(text + "epoch 1 loss 2.1\nepoch 2 loss 1.9\n").cause == "healthy"
+    flags = "is_best={}, clipped=False, skipped=False"
+    lines = f"epoch 1 loss 2.1 {flags.format(True)}\nepoch 2 loss nan {flags.format(False)}\nloss=nan,\n"
+    assert verdict(text + lines).cause == "loss-nan"
+
+
+def test_results_that_are_all_nan_at_the_end_of_an_evaluation_are_no_ordinary_output():
+    output = "the evaluation has read a part\n" * 9
+    results = ("copypaste: nan,nan,nan", "VAL MAE=nan", "copypaste: 3.1,nan,nan", "the cell 'nan' was left out")
+    assert [verdict(f"{output}{end}\n").cause for end in results] == ["loss-nan"] * 2 + ["healthy"] * 2
+    assert verdict(f"{STEPS}copypaste: nan,nan,nan\n").cause == "healthy"
 
 
 def test_an_answer_of_a_model_with_a_broken_character_is_decoded_output():

@@ -20,6 +20,7 @@ from paceline.explain.curve_verdict import (
     STANDS_STILL,
     CurveFinding,
     add_findings,
+    evenly_spaced,
     find_growth,
     find_overfitting,
     find_rises,
@@ -29,6 +30,7 @@ from paceline.explain.curve_verdict import (
     is_learned,
     is_whole,
     may_fall,
+    show_curve,
 )
 from paceline.explain.explanation import HEALTHY, UNKNOWN, Explanation, format_value
 from paceline.explain.line_measures import MEAN_LOSS
@@ -44,8 +46,6 @@ from paceline.explain.series import (
     VALIDATION,
     MetricSeries,
     SeriesTable,
-    evenly_spaced,
-    show_curve,
 )
 from paceline.explain.verdict import NAN
 from paceline.noise import MIN_POINTS, SPIKE, START_RISE, STRETCHES, STUCK_FALL, is_level, is_stuck, median

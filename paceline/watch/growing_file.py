@@ -9,11 +9,9 @@ import gc
 import math
 import os
 import time
-from bisect import bisect
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -21,16 +19,18 @@ from typing import Any
 import orjson
 
 from paceline.errors import PacelineError
+from paceline.explain.event_files import WANDB_BLOCK_BYTES
 from paceline.explain.lines import strip_escapes
 from paceline.explain.series import (
     CONTINUED,
+    MEMORY,
     MetricSeries,
     SeriesTable,
-    is_metric_file,
-    natural_order,
     read_events,
     read_series,
+    read_wandb,
     reader_of,
+    written_metrics,
 )
 from paceline.rundir import RunDir, open_file
 
@@ -41,12 +41,9 @@ LINE_ENDS, STATE_ENDS = b"\n", b"\n\r"  # of a program's lines; of a progress ba
 LARGE_BYTES = 256 << 10  # of a longer file of metrics what it has gained is read alone
 REMEMBERED_BYTES = 64  # before the offset: other bytes there mean another file
 LINE_CHARS = 4000  # shown of a longer line
-MAX_FOLDERS, MAX_DEPTH = 1000, 6  # below a run's, that are searched for files of metrics
-MAX_FILES = 8  # of metrics that are read of an attempt
 FIND_EVERY_S, FIND_RATIO = 5.0, 50  # at least between two searches, and times what a search takes
-MAX_CLOCK_LAG_S = 60.0  # of a file server behind the host of the first attempt
-SAME_LENGTH = 0.9  # of the steps of an attempt's longest file: files of its other ranks have about as many
 METRICS_END_BYTES, MAX_FRAMED_BYTES = 32 << 10, 8 << 20  # read for a list of runs; of a file whose frames are skipped
+WANDB_END_BYTES = 4 * WANDB_BLOCK_BYTES  # W&B records the machine between two steps
 FRAME_BYTES = 16  # of a TFRecord beside its data
 
 
@@ -161,42 +158,9 @@ class MetricFinder:
         """Returns the files of each attempt. starts: of the attempts."""
         if self.is_due or starts != self._starts:
             began = time.monotonic()
-            self._starts, self._files = starts, written_metrics(self.run, starts)
+            self._starts, self._files = starts, list(written_metrics(self.run, starts).values())
             self._due = (now := time.monotonic()) + max(FIND_EVERY_S, FIND_RATIO * (now - began))
         return self._files
-
-
-def written_metrics(run: RunDir, starts: Sequence[float]) -> list[list[Path]]:
-    """Returns the largest files of metrics in a script's run folder, for each attempt that wrote any. starts: of the attempts.
-
-    What is older than the first attempt is not of the run. Links may lead out of the folder. A trainer's state is written with
-    its checkpoints alone.
-    """
-    files: dict[int, list[tuple[int, Path]]] = {}
-    for parent, folders, names in islice(os.walk(run.path), MAX_FOLDERS):
-        depth, trackers = len(Path(parent).relative_to(run.path).parts), run.track("").parent.name
-        folders[:] = [name for name in folders if depth < MAX_DEPTH and (depth or name != trackers)]
-        for path in (Path(parent, name) for name in names if name != "trainer_state.json"):
-            with suppress(OSError):
-                if path.is_symlink() or not is_metric_file(path, in_folder=True):
-                    continue
-                stat = path.stat()
-                attempt = bisect(starts, stat.st_mtime) or bisect(starts[:1], stat.st_mtime + MAX_CLOCK_LAG_S)
-                if attempt:
-                    files.setdefault(attempt, []).append((stat.st_size, path))
-    largest = [sorted(sized, reverse=True)[:MAX_FILES] for _, sized in sorted(files.items())]
-    return [sorted((path for _, path in sized), key=natural_order) for sized in largest]
-
-
-def longest(ends: Sequence[tuple[bool, int]]) -> int:
-    """Returns the index of the file that shows an attempt's training. ends: whether each has a loss of training, its last step.
-
-    Of those that have come about as far, such as the files of two ranks, it is always the first.
-    """
-    last = max(ends)
-    return next(
-        at for at, (loss, step) in enumerate(ends) if loss == last[0] and step >= min(last[1], SAME_LENGTH * last[1])
-    )
 
 
 def end_of_metrics(path: Path) -> list[MetricSeries]:
@@ -214,11 +178,13 @@ def end_of_metrics(path: Path) -> list[MetricSeries]:
             while table.end < start:
                 file.seek(table.end)
                 table.end += FRAME_BYTES + int.from_bytes(file.read(8), "little")
+        elif reader_of(path) is read_wandb and size > LARGE_BYTES:
+            table.end = (size - WANDB_END_BYTES) // WANDB_BLOCK_BYTES * WANDB_BLOCK_BYTES
         elif start > LARGE_BYTES:
             return []
         if table.end >= size:  # a length is damaged
             return []
-        series = read_series([path], table)[0]
+        series = [item for item in read_series([path], table)[0] if item.kind != MEMORY]
         return [] if table.counts_rows else series
     return []
 

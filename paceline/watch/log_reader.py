@@ -21,7 +21,7 @@ import numpy as np
 
 from paceline.errors import PacelineError
 from paceline.explain.run_folder import explain
-from paceline.explain.series import ALL_STEPS, GRADIENT, LOSS, RATE, VALIDATION, is_metric_file
+from paceline.explain.series import ALL_STEPS, GRADIENT, LOSS, RATE, VALIDATION, is_metric_file, training_file
 from paceline.rundir import RunDir
 from paceline.units import format_bytes, unix_time
 from paceline.watch.curves import Curve, HostHealth, join_series
@@ -33,7 +33,6 @@ from paceline.watch.growing_file import (
     MetricFile,
     MetricFinder,
     head_and_tail,
-    longest,
     unreadable,
 )
 from paceline.watch.log_lines import EPOCH, LogLines, framework_of, progress_lines
@@ -361,14 +360,16 @@ class ScriptCurves:
         return curves
 
     def _read_files(self, starts: Sequence[float]) -> dict[str, Any]:
-        """Returns the fields that the longest file of metrics of each attempt shows, joined; empty where none names its steps."""
+        """Returns the fields that the file with the training of each attempt shows, joined; empty where none names its steps."""
         files = []
         for paths in self._finder.find(starts):
-            of_attempt = [self._files.setdefault(path, MetricFileCurves(path)) for path in paths]
-            for file in of_attempt:
+            of_attempt = {path: self._files.setdefault(path, MetricFileCurves(path)) for path in paths}
+            for file in of_attempt.values():
                 file.read()
-            if ends := [("loss" in file.curves, file.step or 0, file) for file in of_attempt if file.names_steps]:
-                files.append(ends[longest([end[:2] for end in ends])][2])
+            if ends := {
+                p: ("loss" in file.curves, file.step or 0) for p, file in of_attempt.items() if file.names_steps
+            }:
+                files.append(of_attempt[training_file(ends)])
         if not files:
             return {}
         fields = {name: value for name, value in files[-1].fields().items() if value is not None}

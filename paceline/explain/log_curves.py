@@ -174,7 +174,7 @@ def with_reason(finding: CurveFinding, logs: Sequence[Log], gradients: Sequence[
 
 def line_series(points: Sequence[LossPoint], *, kind: str | None = None) -> list[MetricSeries]:
     """The curves by name that lines of a log report, over steps, or else epochs, or else their number. kind: of all of them."""
-    table = SeriesTable("log", kind=kind)
+    table = SeriesTable("log", kinds=(lambda _: kind) if kind else None)
     has_steps = all(point.step is not None for point in points)
     by_name: dict[str, list[LossPoint]] = defaultdict(list)
     for point in points:

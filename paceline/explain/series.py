@@ -74,6 +74,7 @@ STEP_NAMES = (  # the first that a record has is its step
 )  # fmt: skip
 PART = re.compile(rf"{HELD_OUT}|train|training|health")  # the name of a folder with one part of a run's event files
 Reader = Callable[[BinaryIO, "SeriesTable", Report], None]
+Kinds = Callable[[str], str | None]
 EXPORTED, TAG = ["Wall time", "step", "Value"], re.compile(r"tag-(.+?)(?:[_ (]+\d+[)_]*)?$")  # TensorBoard's download
 ALL_STEPS = "all steps are done"  # a note on a trainer's state
 FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
@@ -107,10 +108,10 @@ def kind_of(name: str) -> str | None:
 
 
 class SeriesTable:
-    """Collects points of known kinds, by name, in the order in which they were written. kind: of every name, where it is known."""
+    """Collects points of known kinds, by name, in the order in which they were written. kinds: of names, if other ones count."""
 
-    def __init__(self, source: str, *, prefix: str = "", kind: str | None = None):
-        self.source, self.prefix, self._kind = source, prefix, kind
+    def __init__(self, source: str, *, prefix: str = "", kinds: Kinds | None = None):
+        self.source, self.prefix, self._kinds = source, prefix, kinds or kind_of
         self.has_runs = False  # in the names, before " - "
         self.end, self.num_rows, self.header = 0, 0, ""  # where the file's next record begins; rows and header of a CSV
         self.counts_rows = False  # because a record names no step
@@ -118,7 +119,7 @@ class SeriesTable:
         self._points: dict[tuple[str | None, str], list[tuple[int, float, float]]] = {}  # by part and name
 
     def kind_of(self, name: str) -> str | None:
-        return self._kind or kind_of(name.rpartition(" - ")[2] if self.has_runs else name)
+        return self._kinds(name.rpartition(" - ")[2] if self.has_runs else name)
 
     def add(self, name: str, step: int, field: Any, time: float, *, part: str | None = None) -> None:
         """Adds a field of a known kind, if it is a number. part: of the text, of a loss or an accuracy that is measured on it."""

@@ -348,8 +348,14 @@ class ScriptCurves:
         fields |= {name: earlier.get(name) for name in PLACE if fields.get(name) is None}
         if alike := [curves.curves for curves in shown if curves.counts_lines == by_line]:
             fields["series"] = join_series(alike, by_line=by_line)
-        metrics = {} if shown else self._read_files(list(starts.values()))
-        metrics |= {"series": fields.get("series", {}) | metrics["series"]} if metrics else {}
+        lines = fields.get("series", {})
+        metrics = {} if "loss" in lines else self._read_files(list(starts.values()))
+        if shown and "loss" not in metrics.get("series", {}):
+            metrics = {}
+        if metrics:
+            metrics["series"] = lines | metrics["series"]
+            is_behind = metrics["step"] <= (-math.inf if (step := fields.get("step")) is None else step)
+            metrics |= {"step": step} if is_behind else {"num_steps": None, "eta_s": None}
         notes, num_lines = shown[-1].notes if shown else [], best.num_lines if best else 0
         ranks = {"ranks": [log.rank for log in last], "num_lines": num_lines}
         return {**fields, "notes": notes, "written": None, **metrics, **ranks}

@@ -368,6 +368,17 @@ def test_curves_of_a_script_s_lines_are_not_replaced_by_those_of_its_files(scrip
     assert shown() == (None, 2.5, {"loss", "tok_per_sec"})
 
 
+def test_a_bar_without_a_loss_keeps_its_step_and_has_the_loss_of_the_file_beside_it(script, shown):
+    (script.run.path / "metrics.csv").write_text("step,accuracy\n9,0.5\n")
+    script.print("100%|##| 12/12 [00:01<00:00, 9.0it/s]\n")
+    assert shown() == (12, None, {"step_ms"})
+    (script.run.path / "metrics.csv").write_text(METRICS)
+    assert shown() == (12, 1.0, {"loss", "step_ms"})
+    (script.run.path / "metrics.csv").write_text(METRICS + "19,0.5\n")  # the bar counts those of an epoch
+    snapshot = open_reader(script.run.path).update()
+    assert shown() == (19, 0.5, {"loss", "step_ms"}) and snapshot.num_steps is None
+
+
 def test_the_list_reads_the_end_of_long_files_of_metrics(script, shown, tmp_path):
     rows = "".join(f"{step},{5 - step / 10_000:.4f}\n" for step in range(20_001))
     (script.run.path / "metrics.csv").write_text(f"step,loss\n{rows}")

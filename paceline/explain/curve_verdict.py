@@ -7,11 +7,13 @@ What a finding is called and what helps stands in the catalogue.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.explanation import HEALTHY, UNKNOWN, Explanation, LogProgress, format_value
+from paceline.explain.explanation import HEALTHY, UNKNOWN, CurveEvidence, Explanation, LogProgress, format_value
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import (
     ACCURACY,
@@ -27,9 +29,6 @@ from paceline.explain.series import (
     THROUGHPUT,
     VALIDATION,
     MetricSeries,
-    show_curve,
-    speed_of,
-    thinned,
 )
 from paceline.explain.verdict import NAN
 from paceline.noise import (
@@ -68,6 +67,8 @@ from paceline.units import format_number_of
 DIVERGED, STANDS_STILL = "loss-diverged", "loss-stands-still"
 MEMORY_GROWS, SLOWS_DOWN, OVERFITS = "memory-grows", "throughput-decays", "validation-turns-up"
 
+CURVE_COLUMNS = 48  # of a curve that is shown
+MAX_POINTS = 2000  # of a curve that is judged; of a longer one, medians of neighbours
 LOSS_RISE, SLOWER, MIN_SLOW_S = 0.15, 0.3, 60.0  # shares of the level that are somebody's concern; for how long
 LEARNED = 0.5  # of its first value: a loss below it has learned
 NOT_NORMALIZED, FROM_START = "a loss of this size that does not fall", "from its first value on"
@@ -363,3 +364,51 @@ def turn_with_score(series: MetricSeries, scores: Sequence[float]) -> int | None
     is_few = len(after) >= MIN_AFTER and len(scores) < MIN_VALIDATION
     is_worse = is_few and max(scores[at + 1 :]) < WORSE * scores[at] and min(after) > (1 + FEW_RISE) * lowest > 0
     return at if is_worse else None
+
+
+def thinned(series: MetricSeries) -> MetricSeries:
+    """The finite points; of more than MAX_POINTS, the median of each few neighbours."""
+    points = [point for point in zip(series.steps, series.values, series.times, strict=True) if math.isfinite(point[1])]
+    size = 1 + len(points) // (MAX_POINTS + 1)
+    groups = [points[at : at + size] for at in range(0, len(points), size)]
+    return replace(
+        series,
+        steps=[group[0][0] for group in groups],
+        values=[median(value for _, value, _ in group) for group in groups],
+        times=[group[0][2] for group in groups],
+    )
+
+
+def evenly_spaced(series: MetricSeries) -> MetricSeries:
+    """The curve at as many steps at even distances; of a long log some parts are read line by line and others are sampled."""
+    steps, values = series.steps, series.values
+    places = [steps[0] + (steps[-1] - steps[0]) * number // max(1, len(steps) - 1) for number in range(len(steps))]
+    even = []
+    for place in places:
+        after = bisect_left(steps, place)
+        before = max(0, after - 1)
+        share = (place - steps[before]) / (steps[after] - steps[before]) if after > before else 1.0
+        even.append(values[before] + share * (values[after] - values[before]))
+    return replace(series, steps=places, values=even, times=[math.nan] * len(places))
+
+
+def show_curve(series: MetricSeries) -> CurveEvidence:
+    """The curve, thinned to the medians of neighbours between its ends."""
+    size = 1 + (len(series.values) - 1) // CURVE_COLUMNS
+    groups = [series.values[at : at + size] for at in range(0, len(series.values), size)]
+    medians = [
+        median(finite) if len(finite := list(filter(math.isfinite, group))) > len(group) // 2 else None
+        for group in groups
+    ]
+    for end in (0, -1):
+        medians[end] = series.values[end] if math.isfinite(series.values[end]) else None
+    steps = (*series.steps[::size][:-1], series.steps[-1])
+    return CurveEvidence(series.name, series.source, steps, tuple(medians))
+
+
+def speed_of(loss: MetricSeries) -> MetricSeries:
+    """The steps per second between the points of a curve whose times are known."""
+    pairs = list(pairwise(zip(loss.steps, loss.times, strict=True)))
+    rates = [(step, (step - start) / (time - before), time) for (start, before), (step, time) in pairs if time > before]
+    steps, values, times = map(list, zip(*rates, strict=True)) if len(rates) == len(pairs) > 0 else ([], [], [])
+    return MetricSeries("steps per second", THROUGHPUT, loss.source, steps, values, times)

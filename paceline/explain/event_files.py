@@ -148,36 +148,38 @@ def read_tensor(tensor: bytes) -> float | None:
 
 
 def read_wandb_file(file: BinaryIO, report: Report) -> Iterator[Row]:
-    """Yields the rows of a .wandb file: what the script logged, and the samples of the machine."""
-    if file.read(len(WANDB_HEADER)) != WANDB_HEADER:
+    """Yields the rows of a .wandb file, or from one of its blocks on: what the script logged, and the samples of the machine."""
+    if not file.tell() and file.read(len(WANDB_HEADER)) != WANDB_HEADER:
         report("not a file of W&B, or of an unknown version")
         return
-    record = b""
+    record: bytes | None = None
     num_damaged = 0
     for kind, piece in wandb_pieces(file, report):
-        record = piece if kind in (FULL, FIRST) else record + piece
-        if kind in (FULL, LAST):
+        if kind in (FULL, FIRST):
+            record = piece
+        elif record is not None:  # else it began before what is read
+            record += piece
+        if record is not None and kind in (FULL, LAST):
             try:
                 rows = list(wandb_rows(record))
             except (ValueError, TypeError):
                 num_damaged, rows = num_damaged + 1, []
             yield from rows
-            record = b""
+            record = None
     if num_damaged:
         report(f"left out {format_number_of(num_damaged, 'damaged record')}")
 
 
 def wandb_pieces(file: BinaryIO, report: Report) -> Iterator[tuple[int, bytes]]:
     """Yields kind and content of each piece: checksum (4 bytes), length (2), kind (1), content. No piece crosses a block."""
-    start = len(WANDB_HEADER)
-    while block := file.read(WANDB_BLOCK_BYTES - start):
+    while block := file.read(size := WANDB_BLOCK_BYTES - file.tell() % WANDB_BLOCK_BYTES):
         at = 0
         while at + 7 <= len(block):
             crc, length, kind = struct.unpack_from("<IHB", block, at)
             piece = block[at + 7 : at + 7 + length]
             if kind == 0 and length == 0:
                 break  # the writer left the end of the block empty
-            if len(piece) < length and len(block) < WANDB_BLOCK_BYTES - start:
+            if len(piece) < length and len(block) < size:
                 break  # its writer may still write it
             if len(piece) < length or zlib.crc32(block[at + 6 : at + 7 + length]) != crc:
                 where = file.tell() - len(block) + at
@@ -185,7 +187,6 @@ def wandb_pieces(file: BinaryIO, report: Report) -> Iterator[tuple[int, bytes]]:
                 break
             yield kind, piece
             at += 7 + length
-        start = 0
 
 
 def wandb_rows(record: bytes) -> Iterator[Row]:

@@ -8,7 +8,7 @@ open progress bar prints on the same line, so bars are removed from a line befor
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.explain.lines import has_word
 
@@ -191,6 +191,29 @@ class StepLoss:
     held_out: float | None = None  # the loss of an evaluation beside that of training
     reward: float | None = None
     score: float | None = None  # of an evaluation: the accuracy or the like
+    num_steps: int = 0  # of a progress bar
+
+
+class TrainingBar:
+    """Tells the progress bar of a training with losses from a shorter one behind it.
+
+    That is of an evaluation, unless a loss of training comes while it is unfinished: then it is of another training.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._shorter: StepLoss | None = None  # the last state of a shorter bar since
+
+    def counted(self, line: StepLoss, *, has_losses: bool) -> StepLoss:
+        """Returns a line, without a step where it is the bar of an evaluation. has_losses: before it."""
+        if line.loss is None and has_losses and 0 < line.num_steps < self._num_steps:
+            self._shorter = line
+            return replace(line, step=None)
+        if line.loss is not None and line.name != "eval_loss" and self._shorter and not self._shorter.is_last:
+            line = replace(line, step=line.step or self._shorter.step, num_steps=self._shorter.num_steps)
+        if line.num_steps:
+            self._num_steps, self._shorter = line.num_steps, None
+        return line
 
 
 def in_english(text: str, lowered: str) -> str:
@@ -227,7 +250,9 @@ def strip_bars(text: str) -> tuple[str, StepLoss | None]:
             name, loss = "eval_loss", loss if at == of or not math.isfinite(loss) else None
         held_out = read_value(HELD_OUT_LOSS.search(match[0])) if has_loss else None
         step = None if OTHER_BAR.match(match[0]) else at
-        progress = StepLoss(step, loss, is_last=at is not None and at == of, name=name, held_out=held_out)
+        progress = StepLoss(
+            step, loss, is_last=at is not None and at == of, name=name, held_out=held_out, num_steps=of or 0
+        )
     return BARE_BAR.sub("", BAR.sub("", text)).strip(" \t"), progress
 
 

@@ -25,6 +25,7 @@ from paceline.explain.curve_verdict import (
     add_findings,
     ends_below_start,
     ends_high,
+    evenly_spaced,
     find_growth,
     find_overfitting,
     find_rises,
@@ -36,6 +37,7 @@ from paceline.explain.curve_verdict import (
     is_lowest_at_end,
     is_whole,
     may_fall,
+    show_curve,
 )
 from paceline.explain.explanation import HEALTHY, UNKNOWN, Explanation, format_value
 from paceline.explain.line_measures import MEAN_LOSS
@@ -51,8 +53,6 @@ from paceline.explain.series import (
     VALIDATION,
     MetricSeries,
     SeriesTable,
-    evenly_spaced,
-    show_curve,
 )
 from paceline.explain.verdict import NAN
 from paceline.noise import MIN_POINTS, SPIKE, START_RISE, STRETCHES, STUCK_FALL, is_level, is_stuck, median
@@ -186,7 +186,7 @@ def zero_reason(logs: Sequence[Log]) -> str:
 
 def line_series(points: Sequence[LossPoint], *, kind: str | None = None) -> list[MetricSeries]:
     """The curves by name that lines of a log report, over steps, or else epochs, or else their number. kind: of all of them."""
-    table = SeriesTable("log", kind=kind)
+    table = SeriesTable("log", kinds=(lambda _: kind) if kind else None)
     has_steps = all(point.step is not None for point in points)
     by_name: dict[str, list[LossPoint]] = defaultdict(list)
     for point in points:

@@ -18,6 +18,7 @@ from paceline.explain.line_measures import (
     MEMORY_WORDS,
     PART_LOSS,
     StepLoss,
+    TrainingBar,
     in_english,
     is_setting,
     labelled_values,
@@ -136,7 +137,7 @@ class ProgressTracker:
         self._last_epoch: tuple[int, int] | None = None  # with their number, where the line of the last step has both
         self._last_loss: float | None = None
         self._done_line: int | None = None
-        self._is_last = False  # the last progress line is step 100/100
+        self._bar, self._is_last = TrainingBar(), False  # the last progress line is step 100/100
         self._non_finite: dict[str, list[ProgressLine]] = {}  # by measure: its values since the last finite one
         self._is_nan_held_out: bool | None = None  # whether evaluations alone are; None while none is
         self._finite: set[str] = set()  # measures that were finite at least once
@@ -244,6 +245,7 @@ class ProgressTracker:
 
     def _add_progress(self, number: int, rank: int | None, progress: StepLoss, text: str) -> None:
         self._num_lines += 1
+        progress = self._bar.counted(progress, has_losses=bool(self._losses))
         # tqdm goes on counting without the total
         overruns = self._is_last and progress.step == (self._last_step or 0) + 1
         says_more = self._is_last and progress.step == self._last_step  # of the last step, such as its checkpoint

@@ -10,8 +10,10 @@ whose name or folder contains the rank; a failed process may also have written t
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,11 +35,11 @@ from paceline.explain.evidence import (
     slurm_logs,
     system_logs,
 )
-from paceline.explain.explanation import RECORDED, UNKNOWN, Evidence, Explanation, Record, name_host
+from paceline.explain.explanation import HEALTHY, RECORDED, UNKNOWN, Evidence, Explanation, Record, name_host
 from paceline.explain.line_filter import Shapes
 from paceline.explain.log import Log
 from paceline.explain.log_curves import judge_progress
-from paceline.explain.log_text import chunks_from, count_lines, read_chunks
+from paceline.explain.log_text import START_BYTES, chunks_from, count_lines, read_chunks
 from paceline.explain.reader import read_log
 from paceline.explain.recorded_end import (
     DISK_FULL,
@@ -54,9 +56,28 @@ from paceline.explain.recorded_end import (
     read_error_file,
 )
 from paceline.explain.sentences import clean_values, fill_template
-from paceline.explain.series import has_json_metrics, is_metric_file, is_no_log, read_series
+from paceline.explain.series import (
+    LOSS,
+    STEP_NAMES,
+    MetricSeries,
+    is_metric_file,
+    kind_of,
+    read_series,
+    training_series,
+    written_metrics,
+)
 from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, newest_run, ranks_of, reach_verdict
-from paceline.rundir import RunDir, check_readable, is_queued, open_file, read_config, read_json_lines, resume_command
+from paceline.rundir import (
+    RunDir,
+    check_readable,
+    is_queued,
+    is_script_run,
+    json_records,
+    open_file,
+    read_config,
+    read_json_lines,
+    resume_command,
+)
 from paceline.slurm import unstarted_job
 from paceline.typed_fields import damaged_files, typed_content, well_typed
 from paceline.units import format_number_of, parse_time, unix_time
@@ -72,6 +93,9 @@ LOG_NAMES = re.compile(
     r"(?:\.(?:log|txt|out|err|output|stdout|stderr)(?:\.\d+)?(?:\.(?:gz|bz2|xz))?|(?:^|/)(?:stdout|stderr|slurm-\S+|log)|\.[oe]\d+)$"
 )
 SCRIPT_NAMES = re.compile(r"\.(?:py|sh|bash|slurm|sbatch|pbs)$")
+NO_LOG = re.compile(
+    r"/(?:vocab|merges|added_tokens|requirements|special_tokens)\.txt$|wandb/(?:[^/]*run[^/]*/logs/)?debug[\w-]*\.log$"
+)
 ERROR_NAMES = re.compile(r"(?:^|[._-])error\.json$")
 
 
@@ -131,9 +155,29 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     since, until = (unix_time(starts.get(number)) for number in (attempt, attempt + 1))
     explanation = replace(explanation, evidence=(*explanation.evidence, *state))
     explanation = add_findings(explanation, judge_run(run, since=since, until=until))
+    if is_script_run(run):
+        metrics = written_metrics(run, [unix_time(time) for time in starts.values()]).get(attempt, ())
+        explanation = judge_script(explanation, logs, *training_series(metrics))
     explanation = note_good_end(explanation, run, events)
     explanation = replace(explanation, notes=(*explanation.notes, *damaged_files(run)))
     return note_recoveries(explanation, run, all_events, attempt)
+
+
+def judge_script(
+    explanation: Explanation, logs: Sequence[Log], curves: Sequence[MetricSeries], notes: Sequence[str]
+) -> Explanation:
+    """The explanation of a script's attempt with the curves of its files of metrics, or without any those of its lines.
+
+    What the curves show is a failure only where the log shows none, and they make no failure healthy.
+    """
+    findings = judge_curves(curves)
+    if not findings:
+        explanation = judge_progress(explanation, logs)
+    if explanation.cause == HEALTHY and explanation.progress.last_step is None and not findings:
+        alone = explain_curves(curves, explanation.notes, names="metrics")
+        explanation = alone if alone.cause == HEALTHY else explanation
+    explanation = add_findings(explanation, findings) if findings else explanation
+    return replace(explanation, notes=(*explanation.notes, *notes))
 
 
 def explain_job(
@@ -256,6 +300,16 @@ def explain_files(files: Sequence[Path]) -> Explanation:
     return replace(add_findings(explanation, findings), notes=(*explanation.notes, *notes))
 
 
+def has_json_metrics(path: Path) -> bool:
+    """Whether a file of any name begins with JSON lines that have a step and a loss."""
+    with suppress(OSError), open_file(path) as file:
+        lines = file.read(START_BYTES).rpartition(b"\n")[0].splitlines()
+        records = list(json_records(lines))
+        steps = [any(name in record for name in STEP_NAMES) for record in records]
+        return len(records) == len(lines) and all(steps) and any(kind_of(name) == LOSS for name in chain(*records))
+    return False
+
+
 def read_files(files: Sequence[Path]) -> list[Log]:
     """Parses each file as a log; if there are several, records have the file's name as their source.
 
@@ -305,6 +359,11 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
                 f"no such file: {path}", fix="paceline explain LOG, a run's name, or - for standard input"
             )
     return list(dict.fromkeys(files))
+
+
+def is_no_log(path: Path) -> bool:
+    """Whether a text file beside metrics is no log: a tokenizer's, a list of packages, what wandb says about itself."""
+    return NO_LOG.search(path.as_posix()) is not None
 
 
 def is_script(path: Path) -> bool:

@@ -11,23 +11,24 @@ import csv
 import io
 import json
 import math
+import os
 import re
-from bisect import bisect_left
+import shlex
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from itertools import chain, pairwise
+from itertools import islice, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from paceline.errors import PacelineError
 from paceline.explain.event_files import Report, read_event_file, read_wandb_file
-from paceline.explain.explanation import CurveEvidence
 from paceline.explain.line_measures import ERROR_NAME, HELD_OUT_PART, HELD_OUT_WORD, PART_FIELDS
 from paceline.explain.log_text import START_BYTES, message_column, unreadable_log
-from paceline.noise import median
-from paceline.rundir import json_records, open_file
+from paceline.rundir import RunDir, json_records, open_file
 from paceline.units import format_number_of, unix_time
 
 LOSS, VALIDATION, GRADIENT, RATE = "loss", "validation loss", "gradient norm", "learning rate"
@@ -73,15 +74,16 @@ STEP_NAMES = (  # the first that a record has is its step
 )  # fmt: skip
 PART = re.compile(rf"{HELD_OUT}|train|training|health")  # the name of a folder with one part of a run's event files
 Reader = Callable[[BinaryIO, "SeriesTable", Report], None]
-NO_LOG = re.compile(
-    r"/(?:vocab|merges|added_tokens|requirements|special_tokens)\.txt$|wandb/(?:[^/]*run[^/]*/logs/)?debug[\w-]*\.log$"
-)
+Kinds = Callable[[str], str | None]
 EXPORTED, TAG = ["Wall time", "step", "Value"], re.compile(r"tag-(.+?)(?:[_ (]+\d+[)_]*)?$")  # TensorBoard's download
 ALL_STEPS = "all steps are done"  # a note on a trainer's state
 FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 WORDS = re.compile(r"[^a-z0-9]+")
-CURVE_COLUMNS = 48  # of a curve that is shown
-MAX_POINTS = 2000  # of a curve that is judged; of a longer one, medians of neighbours
+MAX_FOLDERS, MAX_DEPTH = 1000, 6  # below a run's, that are searched for files of metrics
+MAX_LARGE, MAX_NEW = 8, 4  # files of metrics that are read of an attempt: the largest and the newest
+MAX_JUDGED_BYTES = 8 << 20  # of a script's file of metrics, which is judged after each attempt
+MAX_CLOCK_LAG_S = 60.0  # of a file server behind the host of the first attempt
+SAME_LENGTH = 0.9  # of the steps of an attempt's longest file: files of its other ranks have about as many
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,10 @@ def kind_of(name: str) -> str | None:
 
 
 class SeriesTable:
-    """Collects points of known kinds, by name, in the order in which they were written. kind: of every name, where it is known."""
+    """Collects points of known kinds, by name, in the order in which they were written. kinds: of names, if other ones count."""
 
-    def __init__(self, source: str, *, prefix: str = "", kind: str | None = None):
-        self.source, self.prefix, self._kind = source, prefix, kind
+    def __init__(self, source: str, *, prefix: str = "", kinds: Kinds | None = None):
+        self.source, self.prefix, self._kinds = source, prefix, kinds or kind_of
         self.has_runs = False  # in the names, before " - "
         self.end, self.num_rows, self.header = 0, 0, ""  # where the file's next record begins; rows and header of a CSV
         self.counts_rows = False  # because a record names no step
@@ -117,7 +119,7 @@ class SeriesTable:
         self._points: dict[tuple[str | None, str], list[tuple[int, float, float]]] = {}  # by part and name
 
     def kind_of(self, name: str) -> str | None:
-        return self._kind or kind_of(name.rpartition(" - ")[2] if self.has_runs else name)
+        return self._kinds(name.rpartition(" - ")[2] if self.has_runs else name)
 
     def add(self, name: str, step: int, field: Any, time: float, *, part: str | None = None) -> None:
         """Adds a field of a known kind, if it is a number. part: of the text, of a loss or an accuracy that is measured on it."""
@@ -163,54 +165,6 @@ def held_out_part(record: Mapping[str, Any]) -> str | None:
     return next((match["part"].lower() for match in matches if match), None)
 
 
-def thinned(series: MetricSeries) -> MetricSeries:
-    """The finite points; of more than MAX_POINTS, the median of each few neighbours."""
-    points = [point for point in zip(series.steps, series.values, series.times, strict=True) if math.isfinite(point[1])]
-    size = 1 + len(points) // (MAX_POINTS + 1)
-    groups = [points[at : at + size] for at in range(0, len(points), size)]
-    return replace(
-        series,
-        steps=[group[0][0] for group in groups],
-        values=[median(value for _, value, _ in group) for group in groups],
-        times=[group[0][2] for group in groups],
-    )
-
-
-def evenly_spaced(series: MetricSeries) -> MetricSeries:
-    """The curve at as many steps at even distances; of a long log some parts are read line by line and others are sampled."""
-    steps, values = series.steps, series.values
-    places = [steps[0] + (steps[-1] - steps[0]) * number // max(1, len(steps) - 1) for number in range(len(steps))]
-    even = []
-    for place in places:
-        after = bisect_left(steps, place)
-        before = max(0, after - 1)
-        share = (place - steps[before]) / (steps[after] - steps[before]) if after > before else 1.0
-        even.append(values[before] + share * (values[after] - values[before]))
-    return replace(series, steps=places, values=even, times=[math.nan] * len(places))
-
-
-def show_curve(series: MetricSeries) -> CurveEvidence:
-    """The curve, thinned to the medians of neighbours between its ends."""
-    size = 1 + (len(series.values) - 1) // CURVE_COLUMNS
-    groups = [series.values[at : at + size] for at in range(0, len(series.values), size)]
-    medians = [
-        median(finite) if len(finite := list(filter(math.isfinite, group))) > len(group) // 2 else None
-        for group in groups
-    ]
-    for end in (0, -1):
-        medians[end] = series.values[end] if math.isfinite(series.values[end]) else None
-    steps = (*series.steps[::size][:-1], series.steps[-1])
-    return CurveEvidence(series.name, series.source, steps, tuple(medians))
-
-
-def speed_of(loss: MetricSeries) -> MetricSeries:
-    """The steps per second between the points of a curve whose times are known."""
-    pairs = list(pairwise(zip(loss.steps, loss.times, strict=True)))
-    rates = [(step, (step - start) / (time - before), time) for (start, before), (step, time) in pairs if time > before]
-    steps, values, times = map(list, zip(*rates, strict=True)) if len(rates) == len(pairs) > 0 else ([], [], [])
-    return MetricSeries("steps per second", THROUGHPUT, loss.source, steps, values, times)
-
-
 def in_order(points: Sequence[tuple[int, float, float]], *, are_epochs: bool) -> list[tuple[int, float, float]]:
     """The points with ascending steps: one whose step was there before replaces that step and all after it.
 
@@ -249,23 +203,8 @@ def is_metric_file(path: Path, *, in_folder: bool = False) -> bool:
     return True  # read_series tells why it cannot be read
 
 
-def has_json_metrics(path: Path) -> bool:
-    """Whether a file of any name begins with JSON lines that have a step and a loss."""
-    with suppress(OSError), open_file(path) as file:
-        lines = file.read(START_BYTES).rpartition(b"\n")[0].splitlines()
-        records = list(json_records(lines))
-        steps = [any(name in record for name in STEP_NAMES) for record in records]
-        return len(records) == len(lines) and all(steps) and any(kind_of(name) == LOSS for name in chain(*records))
-    return False
-
-
 def reader_of(path: Path) -> Reader | None:
     return next((reader for pattern, reader in READERS if pattern.search(path.name)), None)
-
-
-def is_no_log(path: Path) -> bool:
-    """Whether a text file beside metrics is no log: a tokenizer's, a list of packages, what wandb says about itself."""
-    return NO_LOG.search(path.as_posix()) is not None
 
 
 def read_series(files: Iterable[Path], table: SeriesTable | None = None) -> tuple[list[MetricSeries], list[str]]:
@@ -303,6 +242,74 @@ def read_series(files: Iterable[Path], table: SeriesTable | None = None) -> tupl
             raise unreadable_log(path, error) from error
         notes += (f"{path.name}: {message}" for message in messages)
     return [series for table in tables.values() for series in table.take_series()], notes
+
+
+def written_metrics(run: RunDir, starts: Sequence[float]) -> dict[int, list[Path]]:
+    """Returns the files of metrics in a script's run folder, by the number of the attempt. starts: of the attempts.
+
+    What is older than the first attempt is not of the run. Links may lead out of the folder. A trainer's state is written with
+    its checkpoints alone.
+    """
+    files: dict[int, list[tuple[int, float, Path]]] = {}
+    for parent, folders, names in islice(os.walk(run.path), MAX_FOLDERS):
+        depth, trackers = len(Path(parent).relative_to(run.path).parts), run.track("").parent.name
+        folders[:] = [name for name in folders if depth < MAX_DEPTH and (depth or name != trackers)]
+        for path in (Path(parent, name) for name in names if name != "trainer_state.json"):
+            with suppress(OSError):
+                if path.is_symlink() or not is_metric_file(path, in_folder=True):
+                    continue
+                stat = path.stat()
+                attempt = bisect(starts, stat.st_mtime) or bisect(starts[:1], stat.st_mtime + MAX_CLOCK_LAG_S)
+                if attempt:
+                    files.setdefault(attempt, []).append((stat.st_size, stat.st_mtime, path))
+    chosen = {}
+    for attempt, sized in sorted(files.items()):
+        newest = sorted(sized, key=itemgetter(1))[-MAX_NEW:]
+        chosen[attempt] = sorted({path for *_, path in sorted(sized)[-MAX_LARGE:] + newest}, key=natural_order)
+    return chosen
+
+
+def training_series(paths: Sequence[Path]) -> tuple[list[MetricSeries], list[str]]:
+    """The curves of the training among an attempt's files, and notes on what was left out; none where no file names steps."""
+    curves, notes, ends = dict[Path, list[MetricSeries]](), dict[Path, list[str]](), dict[Path, tuple[bool, int]]()
+    for path in paths:
+        with suppress(OSError, PacelineError):  # it may vanish
+            if path.stat().st_size > MAX_JUDGED_BYTES:
+                return [], [f"metrics were not judged, they are long: paceline explain {shlex.quote(str(path.parent))}"]
+            curves[path], notes[path] = read_series([path], table := SeriesTable(str(path)))
+            if curves[path] and not table.counts_rows:
+                has_loss = any(item.kind == LOSS for item in curves[path])
+                ends[path] = has_loss, max(item.steps[-1] for item in curves[path])
+    if not ends:
+        return [], []
+    path = training_file(ends)
+    folder = path.parent.parent if PART.fullmatch(path.parent.name.lower()) else path.parent
+    parts = [
+        p for p in ends if reader_of(p) is reader_of(path) is read_events and folder in (p.parent, p.parent.parent)
+    ]
+    return read_series(parts) if len(parts) > 1 else (curves[path], notes[path])
+
+
+def training_file(ends: Mapping[Path, tuple[bool, int]]) -> Path:
+    """Returns the file that shows an attempt's training. ends: whether each has a loss of training, and its last step.
+
+    What was last written before the folder of another file was begun is of an earlier training, such as the fold before. Of
+    the files that have come about as far as the longest, such as those of two ranks, it is always the first.
+    """
+    has_loss = any(loss for loss, _ in ends.values())
+    steps = {path: step for path, (loss, step) in ends.items() if loss == has_loss}
+    written = {path: (modified(path), modified(path.parent)) for path in steps}
+    pairs = [(path, other) for path in steps for other in steps if path.parent != other.parent]
+    over = {path for path, other in pairs if written[path][0] < min(written[other])}
+    last = max(step for path, step in steps.items() if path not in over)
+    return next(p for p, step in steps.items() if p not in over and step >= min(last, SAME_LENGTH * last))
+
+
+def modified(path: Path) -> float:
+    """When a file, or the list of the files in a folder, was last changed; 0 where it is gone."""
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def natural_order(path: Path) -> list[str | int]:

@@ -33,10 +33,10 @@ from paceline.errors import PacelineError, UsageError, expand_home
 from paceline.launch.digest import NewRecords
 from paceline.options import TRACKERS, Services
 from paceline.redaction import redact
-from paceline.rundir import RunDir, append_event, holder_of, resume_command, utc_now
+from paceline.rundir import RunDir, append_event, holder_of, read_json_lines, resume_command, utc_now
 from paceline.slurm import JobId
 from paceline.units import format_duration
-from paceline.watch.log_lines import printed_values
+from paceline.watch.log_lines import ScriptValues
 
 ANNOUNCE_AFTER_S = 2.0  # of waiting at the end of a run
 LEAVE_AFTER_S = 30.0
@@ -243,11 +243,12 @@ class RunNews:
             yield self.end or "failed"
 
     def figures(self) -> dict[str, Any]:
-        """Returns the last step, loss and val_bpb: those of metrics.jsonl, or what rank 0 of a script has printed."""
+        """Returns the last step, loss and val_bpb: those of metrics.jsonl, or what a script has printed or wrote as metrics."""
         if self.latest:
             return self.latest
-        printed = printed_values(self.run.rank_log(self.attempt or 1, 0), FIGURES, to_end=self.end is not None)
-        return {name: printed[name] if math.isfinite(printed[name]) else None for name in FIGURES if name in printed}
+        events = list(read_json_lines(self.run.events))
+        values = ScriptValues(self.run).read(events, FIGURES, is_over=self.end is not None)
+        return {name: values[name] if math.isfinite(values[name]) else None for name in FIGURES if name in values}
 
     def add_event(self, event: dict[str, Any]) -> None:
         """Takes a line of events.jsonl."""

@@ -1,9 +1,9 @@
 """
 Sends a run folder to an experiment tracker: `python -m paceline.track.follower RUN NAME` next to a run, or `paceline track`.
 
-It follows metrics.jsonl, or a script's log, and health/, and sends each row to one tracker (track/trackers.py). The run does not
-depend on it: of the run's files it only appends a `note` to events.jsonl. A row is new if it comes after the Position, which moves
-with each row that is read and stands in RUN/track/NAME.json, so that no row is sent twice.
+It follows metrics.jsonl, or a script's log or files of metrics, and health/, and sends each row to one tracker (track/trackers.py).
+The run does not depend on it: of the run's files it only appends a `note` to events.jsonl. A row is new if it comes after the
+Position, which moves with each row that is read and stands in RUN/track/NAME.json, so that no row is sent twice.
 """
 
 import json
@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.explain.series import read_events, read_wandb
 from paceline.file_systems import NoLocks, try_lock
 from paceline.redaction import redact
 from paceline.rundir import RunDir, append_event, holder_of, is_locked, read_json_lines, write_atomic
 from paceline.track.trackers import Position, TrackerRow, open_tracker, start_time
 from paceline.units import format_number_of, unix_time
 from paceline.watch.events import end_state
-from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines
+from paceline.watch.growing_file import STATE_ENDS, GrowingFile, MetricSteps, Step, parse_lines
 from paceline.watch.log_lines import LogLines, progress_lines
 
 POLL_S = 2.0
@@ -35,6 +36,8 @@ SAVING_POLL_S = 0.2
 POSITION_EVERY_S = 10.0  # how often the position is saved
 FINISH_S = 900.0  # to send the remaining rows after the command that held the run has ended
 HEALTH_S = 15.0  # each row of health is a mean over so long
+OWN_FILES = {"tensorboard": read_events, "wandb": read_wandb}  # the readers of files that a script's own tracker writes
+MAX_HELD = 5000  # steps of a log without a loss
 # fields of a line that are not measures
 SKIPPED = {"time", "step", "index", "processes", "cores", "ram_total", "disk_total", "total_bytes"}
 
@@ -138,7 +141,8 @@ def send(
     tracker = open_tracker(name, run, position, report)
     report(f"{name}: {tracker.where}")
     try:
-        rows, saved_at = RunRows(run, position, redone=tracker.redone), time.monotonic()
+        files = MetricSteps(run, own=OWN_FILES.get(name), report=lambda text: report(f"{name}: {text}"))
+        rows, saved_at = RunRows(run, position, redone=tracker.redone, files=files), time.monotonic()
         save_position(run, name, position)
         while more:
             more = continues()
@@ -193,9 +197,9 @@ def add_note(run: RunDir, text: str) -> None:
 
 
 class RunRows:
-    """New rows of a run. redone: whether a step that a resume repeats makes another row; never of a script."""
+    """New rows of a run. redone: whether a step that a resume repeats makes another row; never of a script. files: of a script."""
 
-    def __init__(self, run: RunDir, position: Position, *, redone: bool):
+    def __init__(self, run: RunDir, position: Position, *, redone: bool, files: MetricSteps | None = None):
         self.run = run
         self.position = position
         self.redone = redone
@@ -206,6 +210,7 @@ class RunRows:
         self.places: list[tuple[float, dict[str, str]]] = []
         self.hosts: dict[str, HostRows] = {}
         self.logs: dict[Path, LogRows] = {}
+        self.files, self.held, self.has_loss = files, list[Step](), False  # of the log, until a line shows a loss
 
     def read(self, *, last: bool = False) -> Iterator[TrackerRow]:
         """Yields new rows, health before steps. last: nothing follows, so a mean over a shorter time is a row too."""
@@ -221,8 +226,9 @@ class RunRows:
                 self.position.step, self.position.time = step, logged
                 yield self.row(logged, values, step)
 
-    def steps(self, *, last: bool) -> Iterator[tuple[int, float, dict[str, float]]]:
-        """Yields the steps of metrics.jsonl; of a script's run, which has none, those in the log of rank 0."""
+    def steps(self, *, last: bool) -> Iterator[Step]:
+        """Yields the steps of metrics.jsonl; of a script's run, which has none, those in the log of rank 0, or without a loss
+        there those in the script's own files of metrics."""
         self.read_places()
         self.metrics.restarted()  # a replaced file is read from its beginning
         for block in self.metrics.blocks():
@@ -233,7 +239,14 @@ class RunRows:
                     yield step, logged, dict(on_hosts(measures(record), places))
         if not self.run.metrics.exists():
             for path in sorted(self.run.path.glob("logs/*/0.log"), key=lambda path: int(path.parent.name)):
-                yield from self.logs.setdefault(path, LogRows(path)).read(last=last)
+                self.held += self.logs.setdefault(path, LogRows(path)).read(last=last)
+            self.has_loss = self.has_loss or any("loss" in name for *_, values in self.held for name in values)
+            if not self.has_loss and self.files:
+                yield from self.files.read([start for start, _ in self.places], last=last)
+                self.held = [] if self.files.has_loss else self.held
+            if self.has_loss or last or len(self.held) > MAX_HELD:
+                yield from self.held
+                self.held = []
 
     def read_places(self) -> None:
         """Reads which rank is on which host from the attempts that have begun."""
@@ -293,7 +306,7 @@ class LogRows:
         self.values: dict[str, float] = {}
         self.written = 0.0
 
-    def read(self, *, last: bool) -> Iterator[tuple[int, float, dict[str, float]]]:
+    def read(self, *, last: bool) -> Iterator[Step]:
         """Yields steps. Times in logs cannot be compared, so a step has the time of the file's last change."""
         if self.file.restarted():
             self.lines = LogLines()

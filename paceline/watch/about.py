@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from io import StringIO
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +306,9 @@ def link_out_of(path: Path) -> Path | None:
     files = (run.config_toml, run.plan_json, run.findings, run.events, run.metrics, run.evaluations)
     folders = [path / "facts", run.health_dir, run.samples]
     folders += [place(0).parent for place in (run.progress, run.logs, run.hang)]
-    for path in (*files, *folders, *(child for folder in folders for child in folder.rglob("*"))):
+    walks = (walk for folder in folders for walk in os.walk(folder))
+    children = (Path(parent, name) for parent, *names in walks for name in chain(*names))
+    for path in chain(files, folders, children):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
             return path
     return None

@@ -9,11 +9,10 @@ import gc
 import math
 import os
 import time
-from bisect import bisect
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -21,32 +20,38 @@ from typing import Any
 import orjson
 
 from paceline.errors import PacelineError
+from paceline.explain.event_files import WANDB_BLOCK_BYTES
 from paceline.explain.lines import strip_escapes
 from paceline.explain.series import (
     CONTINUED,
+    LOSS,
+    MEMORY,
+    STEP_NAMES,
+    Kinds,
     MetricSeries,
+    Reader,
     SeriesTable,
-    is_metric_file,
-    natural_order,
+    kind_of,
     read_events,
     read_series,
+    read_wandb,
     reader_of,
+    training_file,
+    written_metrics,
 )
 from paceline.rundir import RunDir, open_file
 
 JsonRecord = dict[str, Any]
+Step = tuple[int, float, dict[str, float]]  # its number, when it was logged, its measures
 
 BLOCK_BYTES = 1 << 20
 LINE_ENDS, STATE_ENDS = b"\n", b"\n\r"  # of a program's lines; of a progress bar's states as well
 LARGE_BYTES = 256 << 10  # of a longer file of metrics what it has gained is read alone
 REMEMBERED_BYTES = 64  # before the offset: other bytes there mean another file
 LINE_CHARS = 4000  # shown of a longer line
-MAX_FOLDERS, MAX_DEPTH = 1000, 6  # below a run's, that are searched for files of metrics
-MAX_FILES = 8  # of metrics that are read of an attempt
 FIND_EVERY_S, FIND_RATIO = 5.0, 50  # at least between two searches, and times what a search takes
-MAX_CLOCK_LAG_S = 60.0  # of a file server behind the host of the first attempt
-SAME_LENGTH = 0.9  # of the steps of an attempt's longest file: files of its other ranks have about as many
 METRICS_END_BYTES, MAX_FRAMED_BYTES = 32 << 10, 8 << 20  # read for a list of runs; of a file whose frames are skipped
+WANDB_END_BYTES = 4 * WANDB_BLOCK_BYTES  # W&B records the machine between two steps
 FRAME_BYTES = 16  # of a TFRecord beside its data
 
 
@@ -117,9 +122,11 @@ class GrowingFile:
 class MetricFile:
     """A file of any trainer's metrics; of a large one that grows, what it has gained since the last look."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, kinds: Kinds | None = None):
+        """kinds: of names, if others than the known ones count."""
         self.notes: list[str] = []
-        self._file, self._table = GrowingFile(path), SeriesTable(str(path))
+        self._file, self._new_table = GrowingFile(path), partial(SeriesTable, str(path), kinds=kinds)
+        self._table = self._new_table()
         self.ends: dict[str, int] = {}  # the last step of each curve
 
     @property
@@ -134,7 +141,7 @@ class MetricFile:
             series, notes = read_series([path], self._table)
             is_continued = not notes and all(self.ends.get(item.name, math.inf) < item.steps[0] for item in series)
         if not is_continued:  # also for a step that comes a second time, a new name and a damaged record
-            self._table, self.ends = SeriesTable(str(path)), {}
+            self._table, self.ends = self._new_table(), {}
             series, self.notes = read_series([path], self._table)
         self.ends |= {item.name: item.steps[-1] for item in series}
         start = max(0, self._table.end - REMEMBERED_BYTES)
@@ -161,42 +168,64 @@ class MetricFinder:
         """Returns the files of each attempt. starts: of the attempts."""
         if self.is_due or starts != self._starts:
             began = time.monotonic()
-            self._starts, self._files = starts, written_metrics(self.run, starts)
+            self._starts, self._files = starts, list(written_metrics(self.run, starts).values())
             self._due = (now := time.monotonic()) + max(FIND_EVERY_S, FIND_RATIO * (now - began))
         return self._files
 
 
-def written_metrics(run: RunDir, starts: Sequence[float]) -> list[list[Path]]:
-    """Returns the largest files of metrics in a script's run folder, for each attempt that wrote any. starts: of the attempts.
+class MetricSteps:
+    """Steps in the file of metrics that shows the training of a script's attempt, each with all numbers that the file names.
 
-    What is older than the first attempt is not of the run. Links may lead out of the folder. A trainer's state is written with
-    its checkpoints alone.
+    A tracker gets nothing from files of its own kind: there the script has sent the numbers to it by itself. own: their reader.
     """
-    files: dict[int, list[tuple[int, Path]]] = {}
-    for parent, folders, names in islice(os.walk(run.path), MAX_FOLDERS):
-        depth, trackers = len(Path(parent).relative_to(run.path).parts), run.track("").parent.name
-        folders[:] = [name for name in folders if depth < MAX_DEPTH and (depth or name != trackers)]
-        for path in (Path(parent, name) for name in names if name != "trainer_state.json"):
-            with suppress(OSError):
-                if path.is_symlink() or not is_metric_file(path, in_folder=True):
-                    continue
-                stat = path.stat()
-                attempt = bisect(starts, stat.st_mtime) or bisect(starts[:1], stat.st_mtime + MAX_CLOCK_LAG_S)
-                if attempt:
-                    files.setdefault(attempt, []).append((stat.st_size, path))
-    largest = [sorted(sized, reverse=True)[:MAX_FILES] for _, sized in sorted(files.items())]
-    return [sorted((path for _, path in sized), key=natural_order) for sized in largest]
+
+    def __init__(self, run: RunDir, *, own: Reader | None, report: Callable[[str], None]):
+        self.run, self.own, self.report = run, own, report
+        self.has_loss, self.text = False, ""  # of training; what was reported
+        self.finder, self.files = MetricFinder(run), dict[Path, MetricFile]()
+        self.stamps = dict[Path, tuple[int, int] | None]()  # of files at the last read
+        self.ends = dict[Path, tuple[bool, int]]()  # of files that name steps: whether they have a loss, the last step
+        self.waiting = dict[Path, dict[int, Step]]()  # steps that were not yielded
+
+    def read(self, starts: Sequence[float], *, last: bool) -> Iterator[Step]:
+        """Yields the steps of each attempt but the last step of the last one, which further numbers may follow."""
+        attempts = self.finder.find(starts)
+        for paths in attempts:
+            for path in paths:
+                with suppress(PacelineError, OSError):  # it may vanish
+                    self.read_file(path)
+            if not (ends := {path: self.ends[path] for path in paths if path in self.ends}):
+                continue
+            path, is_last = training_file(ends), paths is attempts[-1]
+            own = next((other for other in ends if ends[other][0] and reader_of(other) is self.own), None)
+            self.has_loss, name = self.has_loss or ends[path][0], (own or path).relative_to(self.run.path)
+            text = f"{name} is the script's own: only health is sent" if own else f"steps are those of {name}"
+            if text != self.text and is_last:
+                self.text = text
+                self.report(text)
+            steps = self.waiting[path]
+            for step in sorted(steps)[: -1 if is_last and not last else None] if not own else ():
+                yield steps.pop(step)
+
+    def read_file(self, path: Path) -> None:
+        """Reads what is new in a file; of one that is read again from its beginning all steps."""
+        if (stamp := file_stamp(path)) == self.stamps.get(path):
+            return
+        file = self.files.setdefault(path, MetricFile(path, kinds=kind_of_number))
+        series, is_continued = file.read()
+        self.stamps[path], written = stamp, min(time.time(), path.stat().st_mtime)
+        steps = self.waiting[path] = self.waiting[path] if is_continued else {}
+        for item in series:
+            for step, value, at in zip(item.steps, item.values, item.times, strict=True):
+                steps.setdefault(step, (step, written if math.isnan(at) else at, {}))[2][item.name] = value
+        if file.ends and not file.counts_rows:
+            self.ends[path] = any(kind_of(name) == LOSS for name in file.ends), max(file.ends.values())
 
 
-def longest(ends: Sequence[tuple[bool, int]]) -> int:
-    """Returns the index of the file that shows an attempt's training. ends: whether each has a loss of training, its last step.
-
-    Of those that have come about as far, such as the files of two ranks, it is always the first.
-    """
-    last = max(ends)
-    return next(
-        at for at, (loss, step) in enumerate(ends) if loss == last[0] and step >= min(last[1], SAME_LENGTH * last[1])
-    )
+def kind_of_number(name: str) -> str | None:
+    """The kind of any number but a step and a tracker's own, such as _runtime."""
+    is_metric = name == "epoch" or not (name.startswith("_") or name in STEP_NAMES or name.endswith("time"))
+    return kind_of(name) or ("number" if is_metric else None)
 
 
 def end_of_metrics(path: Path) -> list[MetricSeries]:
@@ -214,11 +243,13 @@ def end_of_metrics(path: Path) -> list[MetricSeries]:
             while table.end < start:
                 file.seek(table.end)
                 table.end += FRAME_BYTES + int.from_bytes(file.read(8), "little")
+        elif reader_of(path) is read_wandb and size > LARGE_BYTES:
+            table.end = (size - WANDB_END_BYTES) // WANDB_BLOCK_BYTES * WANDB_BLOCK_BYTES
         elif start > LARGE_BYTES:
             return []
         if table.end >= size:  # a length is damaged
             return []
-        series = read_series([path], table)[0]
+        series = [item for item in read_series([path], table)[0] if item.kind != MEMORY]
         return [] if table.counts_rows else series
     return []
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from paceline.explain.line_measures import BAR, PART_LOSS, parse_count, read_step_and_loss, strip_bars
 from paceline.explain.lines import split_prefix, strip_escapes
 from paceline.explain.progress import EPOCH_OF, EpochSteps
-from paceline.explain.series import LOSS
+from paceline.explain.series import LOSS, training_file
 from paceline.rundir import RunDir, is_locked
 from paceline.units import unix_time
 from paceline.watch.growing_file import (
@@ -26,7 +26,6 @@ from paceline.watch.growing_file import (
     MetricFinder,
     end_of_metrics,
     file_stamp,
-    longest,
     read_part,
 )
 
@@ -248,7 +247,7 @@ def printed_values(path: Path, names: Sequence[str], *, to_end: bool) -> dict[st
 
 
 class ScriptValues:
-    """The last values that a script's run shows: in rank 0's logs; without a step and a loss there, in its files of metrics."""
+    """The last values that a script's run shows: in rank 0's logs; without a loss there, in its files of metrics."""
 
     def __init__(self, run: RunDir):
         self.run = run
@@ -261,24 +260,28 @@ class ScriptValues:
         is_due = is_live and self._uses_files and self._finder.is_due
         return not is_due and all(file_stamp(path) == stamp for path, stamp in self._stamps.items())
 
-    def read(self, events: Sequence[JsonRecord], names: Sequence[str]) -> dict[str, Any]:
-        """Returns the values at the end of the last log that shows any, or of the longest file of the last attempt with one."""
+    def read(self, events: Sequence[JsonRecord], names: Sequence[str], *, is_over: bool = False) -> dict[str, Any]:
+        """Returns the values at the end of the last log that shows any, or of the last attempt with a file."""
         self._stamps = {}
         starts = [unix_time(event["time"]) for event in events if event.get("event") == "attempt"]
         values: dict[str, Any] = {}
         for number in range(len(starts), 0, -1):
-            log, to_end = self.run.rank_log(number, 0), number < len(starts) or not is_locked(self.run)
+            log, to_end = self.run.rank_log(number, 0), is_over or number < len(starts) or not is_locked(self.run)
             self._stamps[log] = file_stamp(log)
             if values := printed_values(log, names, to_end=to_end):
                 break
-        self._uses_files = not values.keys() & {"step", "loss"}
+        self._uses_files = "loss" not in values
         for paths in reversed(self._finder.find(starts)) if self._uses_files else ():
             self._stamps |= {path: file_stamp(path) for path in paths}
-            if curves := list(filter(None, map(end_of_metrics, paths))):
-                losses = [[item for item in series if item.kind == LOSS] for series in curves]
-                steps = [max(item.steps[-1] for item in series) for series in curves]
-                at = longest(list(zip(map(bool, losses), steps, strict=True)))
+            if curves := {path: series for path in paths if (series := end_of_metrics(path))}:
+                losses = {path: [item for item in series if item.kind == LOSS] for path, series in curves.items()}
+                steps = {path: max(item.steps[-1] for item in series) for path, series in curves.items()}
+                path = training_file({path: (bool(losses[path]), steps[path]) for path in curves})
                 # a curve of that name is the loss where it has others
-                last = min(losses[at], key=lambda item: item.name != "loss", default=None)
-                return values | {"step": steps[at]} | ({"loss": last.values[-1]} if last else {})
+                last = min(losses[path], key=lambda item: item.name != "loss", default=None)
+                if last is None and "step" in values:
+                    continue
+                if steps[path] > values.get("step", -math.inf):
+                    values = {**values, "step": steps[path], "num_steps": None}
+                return values | ({"loss": last.values[-1]} if last else {})
         return values

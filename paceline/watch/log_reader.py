@@ -21,7 +21,7 @@ import numpy as np
 
 from paceline.errors import PacelineError
 from paceline.explain.run_folder import explain
-from paceline.explain.series import ALL_STEPS, GRADIENT, LOSS, RATE, VALIDATION, is_metric_file
+from paceline.explain.series import ALL_STEPS, GRADIENT, LOSS, RATE, VALIDATION, is_metric_file, training_file
 from paceline.rundir import RunDir
 from paceline.units import format_bytes, unix_time
 from paceline.watch.curves import Curve, HostHealth, join_series
@@ -33,7 +33,6 @@ from paceline.watch.growing_file import (
     MetricFile,
     MetricFinder,
     head_and_tail,
-    longest,
     unreadable,
 )
 from paceline.watch.log_lines import EPOCH, LogLines, framework_of, progress_lines
@@ -349,8 +348,14 @@ class ScriptCurves:
         fields |= {name: earlier.get(name) for name in PLACE if fields.get(name) is None}
         if alike := [curves.curves for curves in shown if curves.counts_lines == by_line]:
             fields["series"] = join_series(alike, by_line=by_line)
-        metrics = {} if shown else self._read_files(list(starts.values()))
-        metrics |= {"series": fields.get("series", {}) | metrics["series"]} if metrics else {}
+        lines = fields.get("series", {})
+        metrics = {} if "loss" in lines else self._read_files(list(starts.values()))
+        if shown and "loss" not in metrics.get("series", {}):
+            metrics = {}
+        if metrics:
+            metrics["series"] = lines | metrics["series"]
+            is_behind = metrics["step"] <= (-math.inf if (step := fields.get("step")) is None else step)
+            metrics |= {"step": step} if is_behind else {"num_steps": None, "eta_s": None}
         notes, num_lines = shown[-1].notes if shown else [], best.num_lines if best else 0
         ranks = {"ranks": [log.rank for log in last], "num_lines": num_lines}
         return {**fields, "notes": notes, "written": None, **metrics, **ranks}
@@ -361,14 +366,16 @@ class ScriptCurves:
         return curves
 
     def _read_files(self, starts: Sequence[float]) -> dict[str, Any]:
-        """Returns the fields that the longest file of metrics of each attempt shows, joined; empty where none names its steps."""
+        """Returns the fields that the file with the training of each attempt shows, joined; empty where none names its steps."""
         files = []
         for paths in self._finder.find(starts):
-            of_attempt = [self._files.setdefault(path, MetricFileCurves(path)) for path in paths]
-            for file in of_attempt:
+            of_attempt = {path: self._files.setdefault(path, MetricFileCurves(path)) for path in paths}
+            for file in of_attempt.values():
                 file.read()
-            if ends := [("loss" in file.curves, file.step or 0, file) for file in of_attempt if file.names_steps]:
-                files.append(ends[longest([end[:2] for end in ends])][2])
+            if ends := {
+                p: ("loss" in file.curves, file.step or 0) for p, file in of_attempt.items() if file.names_steps
+            }:
+                files.append(of_attempt[training_file(ends)])
         if not files:
             return {}
         fields = {name: value for name, value in files[-1].fields().items() if value is not None}

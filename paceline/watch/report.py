@@ -23,7 +23,7 @@ from paceline.run_options import ReportOptions
 from paceline.rundir import RunDir
 from paceline.terminal import cells, pad, write_output
 from paceline.units import format_count, format_duration
-from paceline.watch.about import read_about
+from paceline.watch.about import evaluation_rows, read_about
 from paceline.watch.measures import format_measure, format_time
 from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
 from paceline.watch.snapshot import Series, Snapshot, changes, to_text
@@ -105,6 +105,7 @@ def markdown_report(path: Path, *, now: float) -> str:
         [f"- {escape(note)}" for note in snapshot.notes],
         section("What happened", explanation(snapshot)),
         section("Curves", fenced(curves(snapshot.series))),
+        section("Results of paceline eval", evaluations(snapshot)),
         section("Where the time went", time_spent(snapshot)),
         section("Attempts", attempts(snapshot) if len(snapshot.attempts) > 1 else ()),
         section("Events", events(snapshot)),
@@ -154,6 +155,11 @@ def curves(series: dict[str, Series]) -> str:
             f"{pad(name, wide)}  {steady_line(curve, SPARKLINE_WIDTH, curve_look(name)[2])}  {first} to {last}"
         )
     return "\n".join(lines)
+
+
+def evaluations(snapshot: Snapshot) -> list[str]:
+    rows = [f"| {escape(text)} | {' | '.join(row)} |" for text, *row, _ in evaluation_rows(snapshot.evaluations)]
+    return ["| text | step | val_bpb | tokens |", "|---|---:|---:|---:|", *rows] if rows else []
 
 
 def time_spent(snapshot: Snapshot) -> list[str]:

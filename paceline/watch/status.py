@@ -128,9 +128,10 @@ def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
     kinds = {name: hints_of(RunStatus)[name][0] for name in names}
     for length in (END_BYTES, 16 * END_BYTES, MAX_END_BYTES):
         block, is_whole = read_end(path, length)
-        for record in parse_lines(block):
-            typed = {name: well_typed(record.get(name), kind) for name, kind in kinds.items()}
-            values |= {name: value for name, value in typed.items() if value is not None}
+        for record in reversed(parse_lines(block)):
+            for name in [name for name in names if name not in values and record.get(name) is not None]:
+                if (value := well_typed(record[name], kinds[name])) is not None:
+                    values[name] = value
         if is_whole or len(values) == len(names):
             break
     return values

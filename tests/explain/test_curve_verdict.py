@@ -1139,6 +1139,22 @@ def test_an_accuracy_on_a_memory_is_no_memory():
     assert explain(["".join(lines).encode()]).cause == "healthy"
 
 
+@pytest.mark.parametrize(
+    ("behind", "last_step"),
+    [
+        ("{bar}100%|##| 4/4 [00:01<00:00, 3.00it/s]\n{{'eval_loss': 2.8}}\n", 134),
+        ("{bar}100%|##| 4/4 [00:01<00:00, 3.00it/s]\nValueError: x\n", 134),
+        ("{bar}{{'loss': 2.5, 'epoch': 0.1}}\n 75%|##| 3/4 [00:01<00:00, 3.00it/s]\n", 3),  # the next stage
+    ],
+)
+def test_a_shorter_bar_behind_that_of_a_training_with_losses_is_of_an_evaluation(behind, last_step):
+    training = "".join(f"{at:3}%|##| {at}/134 [00:{at % 60:02}<00:09, 9.00it/s]\n" for at in (1, 100, 134))
+    shorter = "".join(f"{25 * at:3}%|##| {at}/4 [00:01<00:00, 3.00it/s]\n" for at in (0, 2))
+    log = training + "{'loss': 2.9, 'epoch': 2.0}\n" + behind.format(bar=shorter)
+    progress = read_log([log.encode()]).progress
+    assert (progress.first_step, progress.last_step) == (1, last_step)
+
+
 def test_the_bar_of_another_work_counts_no_steps():
     bar = "{label}: {n}%|###       | {n}/100 [00:01<00:03, 29.7it/s]\n"
     for label, step in (("Training", 60), ("Calculating vectors", None)):

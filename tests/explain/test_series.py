@@ -613,3 +613,57 @@ def test_a_part_of_the_lines_of_long_metrics_shows_what_all_of_them_do(name, val
     assert judged_causes() == causes
     monkeypatch.setattr("paceline.explain.evidence.WHOLE_METRICS", 32 << 10)
     assert len(list(metric_lines(run.metrics))) < 700 and judged_causes() == causes
+
+
+def script_run(path, *, log="", losses=(), held_out=(), state="finished"):
+    """A script's run whose one rank wrote a log, and Lightning's file of metrics into the run folder."""
+    run = RunDir(path)
+    run.logs(1).mkdir(parents=True)
+    write_atomic(run.config_toml, 'command = ["train.py"]\n')
+    append_event(run, "attempt", attempt=1, nproc=1, world_size=1, pids=[4711])
+    run.rank_log(1, 0).write_text(log)
+    if losses or held_out:
+        rows = [f"{10 * at},{loss}," for at, loss in enumerate(losses)]
+        rows += [f"{10 * at},,{loss}" for at, loss in enumerate(held_out)]
+        folder = run.path / "lightning_logs/version_0"
+        folder.mkdir(parents=True)
+        (folder / "metrics.csv").write_text("step,train_loss,val_loss\n" + "".join(f"{row}\n" for row in rows))
+    if state == "failed":
+        append_event(run, "rank_failed", attempt=1, rank=0, exit_code=3, signal=None, message="x", consequence=False)
+    append_event(run, "attempt_ended", attempt=1, state=state)
+    append_event(run, state)
+    return run
+
+
+GOOD = falling(Noise(2, 0.01), 100)
+LINES = "".join(f"step {at} loss {loss}\n" for at, loss in enumerate(LOSSES))
+ERROR = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nKeyError: "x"\n'
+SCRIPTS = {  # what a script wrote, and the cause and the step of its explanation
+    "healthy": ({"log": "loading\n", "losses": GOOD}, "healthy", None),
+    "NaN to the end": ({"log": "loading\n", "losses": [*GOOD[:60], *[math.nan] * 40]}, "loss-nan", 600),
+    "divergence": ({"log": "loading\n", "losses": LOSSES}, "loss-diverged", 640),
+    "overfitting": (
+        {"losses": GOOD, "held_out": [abs(at - 40) + 60 for at in range(100)]},
+        "validation-turns-up",
+        400,
+    ),
+    "lines that diverge": ({"log": LINES}, "loss-diverged", 64),
+    "an error beside a good curve": (
+        {"log": ERROR, "losses": GOOD, "state": "failed"},
+        "user-code-exception",
+        None,
+    ),
+    "a bare exit code beside a good curve": ({"log": "loading\n", "losses": GOOD, "state": "failed"}, "unknown", None),
+    "an error beside NaN": (
+        {"log": ERROR, "losses": [*GOOD[:60], *[math.nan] * 40], "state": "failed"},
+        "user-code-exception",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_explained_by_its_files_of_metrics_and_its_lines_unless_its_log_shows_a_failure(name, tmp_path):
+    written, cause, step = SCRIPTS[name]
+    explanation = explain_run(script_run(tmp_path / "r", **written))
+    assert (explanation.cause, explanation.step) == (cause, step)

@@ -319,16 +319,19 @@ def test_a_script_is_tracked_and_its_end_told_and_the_address_stands_nowhere(tmp
     assert not [text for text in texts if b"s3cret" in text]
 
 
-@pytest.mark.parametrize("loss, shown", [("1.5", 1.5), ("nan", None)])
-def test_a_message_about_a_script_has_the_step_and_the_loss_that_its_first_rank_printed(run, loss, shown):
+@pytest.mark.parametrize("log, loss", [("| loss 1.5", 1.5), ("| loss nan", None), ("", 2.0)])
+def test_a_message_about_a_script_has_the_step_and_the_loss_that_its_first_rank_printed(run, log, loss):
+    """Without a loss there those of its files of metrics."""
     news = RunNews(run)
+    append_event(run, "attempt", attempt=1)
     append_event(run, "attempt", attempt=2)
+    (run.path / "metrics.csv").write_text("step,loss\n3,2.0\n")
     run.logs(2).mkdir(parents=True)
-    run.rank_log(2, 0).write_text(f"step 1/3 | loss 2.5\nstep 3/3 | loss {loss}\n")
+    run.rank_log(2, 0).write_text(f"step 1/3\nstep 3/3 {log}\n")
     append_event(run, "finished")
     assert list(news.read(ended=True)) == ["finished"]
     message = make_message("finished", news)
-    assert (message["step"], message["loss"]) == (3, shown)
+    assert (message["step"], message["loss"]) == (3, loss)
     assert message["text"].startswith("step 3, after ")
 
 

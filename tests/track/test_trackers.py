@@ -8,15 +8,17 @@ import sys
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
+from importlib import import_module
 
 import pytest
 from wandb_server import WandbServer
 
 from paceline.cli import run_command
-from paceline.explain.series import read_series
+from paceline.explain.series import read_events, read_series, read_wandb
 from paceline.rundir import RunDir, append_json_line, is_locked, read_json_lines, write_atomic
 from paceline.track.follower import RunRows, read_position, track, track_now
 from paceline.track.trackers import Position
+from paceline.watch.growing_file import MetricSteps
 
 START = 1_795_000_000.0
 KEY = "0" * 40
@@ -129,6 +131,69 @@ def test_the_validation_loss_of_hugging_face_s_trainer_belongs_to_the_step_of_it
     write_log(run, bars % (" 55%|#", " 25%|#", "100%|#", " 66%|#") + "{'eval_loss': 1.5}\n")
     steps = [(step, values) for step, _, values in rows_of(run, Position()) if step is not None]
     assert steps == [(5, {"val_loss": 2.0}), (6, {"val_loss": 1.5})]
+
+
+LIGHTNING = "epoch,step,train_loss,val_dice\n0,4,2.5,\n0,9,2.0,\n0,9,,0.75\n1,14,1.5,\n"
+BARS = (
+    "Epoch 0:  50%|##| 5/10 [00:01<00:01, 9.0it/s, v_num=0]\rEpoch 0: 100%|##| 10/10 [00:01<00:00, 9.0it/s, v_num=0]\n"
+)
+
+
+def file_rows(run, *, own=None, log="loading\n", last=True):
+    """Returns steps with their values, and what is reported, of a script that has printed this."""
+    if not run.rank_log(1, 0).exists():
+        write_log(run, log)
+        append_json_line(run.events, {"time": utc(1), "event": "attempt", "attempt": 1})
+    reports = []
+    rows = RunRows(run, Position(), redone=True, files=MetricSteps(run, own=own, report=reports.append))
+    return {row.step: row.values for row in rows.read(last=last) if row.step is not None}, reports
+
+
+@pytest.mark.parametrize("log", ["loading\n", BARS])
+def test_the_rows_of_a_script_that_prints_no_loss_are_those_of_its_files_of_metrics(run, log):
+    (run.path / "metrics.csv").write_text(LIGHTNING)
+    rows, reports = file_rows(run, log=log)
+    last = {"epoch": 1.0, "train_loss": 1.5}
+    assert rows == {
+        4: {"epoch": 0.0, "train_loss": 2.5},
+        9: {"epoch": 0.0, "train_loss": 2.0, "val_dice": 0.75},
+        14: last,
+    }
+    assert reports == ["steps are those of metrics.csv"]
+    assert 14 not in file_rows(run, last=False)[0]  # further numbers may follow
+
+
+def test_the_rows_of_a_script_that_prints_its_loss_are_those_of_its_log(run):
+    (run.path / "metrics.csv").write_text(LIGHTNING)
+    assert file_rows(run, log="step 3/9 | loss 2.50\n") == ({3: {"loss": 2.5}}, [])
+
+
+def test_a_tracker_gets_no_steps_that_the_script_sends_to_it_by_itself(run):
+    (run.path / "lightning_logs").mkdir()
+    (run.path / "lightning_logs/metrics.csv").write_text(LIGHTNING)
+    write_log(run, "loading\n")
+    append_json_line(run.events, {"time": utc(1), "event": "attempt", "attempt": 1})
+    writer = import_module("torch.utils.tensorboard").SummaryWriter(str(run.path / "lightning_logs"))
+    writer.add_scalar("train_loss", 2.5, 4)
+    writer.close()
+    rows, (report,) = file_rows(run, own=read_events)
+    assert rows == {} and report.endswith(" is the script's own: only health is sent")
+    assert set(file_rows(run, own=read_wandb)[0]) == {4, 9, 14}
+
+
+def test_a_file_of_metrics_that_grows_gives_each_step_once(run):
+    (run.path / "metrics.csv").write_text(LIGHTNING)
+    write_log(run, "loading\n")
+    append_json_line(run.events, {"time": utc(1), "event": "attempt", "attempt": 1})
+    rows = RunRows(run, Position(), redone=True, files=MetricSteps(run, own=None, report=lambda text: None))
+    steps = [[row.step for row in rows.read() if row.step is not None]]
+    for text in ("1,19,1.25,\n", "", "1,19,,0.9\n1,24,1.0,\n"):
+        with (run.path / "metrics.csv").open("a") as file:
+            file.write(text)
+        steps.append([row.step for row in rows.read() if row.step is not None])
+    assert steps == [[4, 9], [14], [], [19]]
+    (row,) = [row for row in rows.read(last=True) if row.step is not None]
+    assert (row.step, row.values) == (24, {"epoch": 1.0, "train_loss": 1.0})
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import time
+import zlib
 from dataclasses import asdict, replace
 
 import pytest
@@ -332,12 +333,13 @@ def test_a_link_to_metrics_outside_the_run_folder_is_not_followed(script, shown,
     assert shown() == (9, 1.0, {"loss"})
 
 
-def test_the_longest_file_of_an_attempt_that_has_a_loss_of_training_is_shown(script, shown):
-    def write(folder, header, *, steps, loss, ago=0.0):
+def test_the_longest_file_of_the_last_training_of_an_attempt_is_shown(script, shown):
+    def write(folder, header, *, steps, loss, began=70.0, ago=15.0):
         path = script.run.path / folder / "metrics.csv"
         path.parent.mkdir(parents=True)
         path.write_text(f"step,{header}\n" + "".join(f"{step},{loss}\n" for step in range(steps)))
         os.utime(path, (time.time() - ago,) * 2)
+        os.utime(path.parent, (time.time() - began,) * 2)
 
     write("b/rank0", "train_loss", steps=99, loss=2.0)
     write("b/rank1", "train_loss", steps=100, loss=9.0)  # ahead by a step
@@ -350,6 +352,10 @@ def test_the_longest_file_of_an_attempt_that_has_a_loss_of_training_is_shown(scr
     (script.run.path / "a/validation/metrics.csv").write_text("step,val_loss\n-1,3.0\n")
     write("e", "train_loss", steps=300, loss=0.5, ago=500)  # older than the run
     assert shown() == (199, 1.0, {"loss"})
+    write("f", "val_loss", steps=2, loss=0.75, began=10, ago=5)  # of a test behind the training
+    assert shown() == (199, 1.0, {"loss"})
+    write("g", "train_loss", steps=5, loss=0.25, began=10, ago=5)  # the next fold
+    assert shown() == (4, 0.25, {"loss"})
 
 
 def test_curves_of_a_script_s_lines_are_not_replaced_by_those_of_its_files(script, shown):
@@ -360,6 +366,17 @@ def test_curves_of_a_script_s_lines_are_not_replaced_by_those_of_its_files(scrip
     assert shown() == (9, 1.0, {"loss", "tok_per_sec"})
     script.print("loss 2.5\n")
     assert shown() == (None, 2.5, {"loss", "tok_per_sec"})
+
+
+def test_a_bar_without_a_loss_keeps_its_step_and_has_the_loss_of_the_file_beside_it(script, shown):
+    (script.run.path / "metrics.csv").write_text("step,accuracy\n9,0.5\n")
+    script.print("100%|##| 12/12 [00:01<00:00, 9.0it/s]\n")
+    assert shown() == (12, None, {"step_ms"})
+    (script.run.path / "metrics.csv").write_text(METRICS)
+    assert shown() == (12, 1.0, {"loss", "step_ms"})
+    (script.run.path / "metrics.csv").write_text(METRICS + "19,0.5\n")  # the bar counts those of an epoch
+    snapshot = open_reader(script.run.path).update()
+    assert shown() == (19, 0.5, {"loss", "step_ms"}) and snapshot.num_steps is None
 
 
 def test_the_list_reads_the_end_of_long_files_of_metrics(script, shown, tmp_path):
@@ -374,6 +391,35 @@ def test_the_list_reads_the_end_of_long_files_of_metrics(script, shown, tmp_path
         writer.add_scalar("loss", 3.5, step)
     writer.close()
     assert shown() == (1000, 3.5, {"loss"})
+
+
+def test_the_list_reads_the_last_blocks_of_a_long_file_of_wandb(script, shown):
+    def field(number, content):
+        return varint(number << 3 | 2) + varint(len(content)) + content
+
+    def varint(value):
+        return (bytes([value & 0x7F | 0x80]) + varint(value >> 7)) if value > 0x7F else bytes([value])
+
+    def item(name, value):
+        return field(1, field(1, name.encode()) + field(16, json.dumps(value).encode()))
+
+    data = bytearray(b":W&B\xe1\xbe\x00")
+    for step in range(1001):
+        row = field(2, b"".join(map(item, ("_step", "loss", "word"), (step, 5 - step / 1000, "x" * 900))))
+        kind = 0
+        while kind not in (1, 4):  # as LevelDB's log: no piece crosses a block of 32 KiB
+            room = 32768 - len(data) % 32768
+            if room < 7:
+                data += bytes(room)
+                continue
+            piece, row = row[: room - 7], row[room - 7 :]
+            kind = (3 if row else 4) if kind else (2 if row else 1)
+            body = bytes([kind]) + piece
+            data += zlib.crc32(body).to_bytes(4, "little") + len(piece).to_bytes(2, "little") + body
+    (script.run.path / "run-a.wandb").write_bytes(data)
+    assert len(data) > 900_000 and shown() == (1000, 4.0, {"loss"})
+    (script.run.path / "run-a.wandb").write_bytes(data[:-1])  # its last record is half-written
+    assert shown() == (999, 4.001, {"loss"})
 
 
 def test_a_list_reads_a_script_again_when_its_log_or_its_metrics_have_changed(script, monkeypatch):

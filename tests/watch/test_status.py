@@ -603,6 +603,7 @@ def test_results_of_eval_are_shown_with_the_run_and_compared_by_their_text(tmp_p
         file.write('{"step": "x", "val_bpb": true}\n{"step": 100, "val_bpb": 0.1, "ev')
     assert run_command(["runs", "show", "a"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("eval")]
+    assert "| /t | 50 | 1.7000 | 640 |\n| /t | 100 | 1.2500 | 640 |\n" in markdown_report(runs["a"].path, now=START)
     assert [line.partition(", ")[2] for line in lines] == [
         "step 50: val_bpb 1.7000 on 640 tokens of /t", "step 100: val_bpb 1.2500 on 640 tokens of /t"
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from real_steps import PHASES, profile_as_rank, profiled_peaks, setup_of
-from torch.distributed import TCPStore
+from test_optim_dist import start
 
 from paceline.plan.activations import MemorySetup, chunk_sizes
 from paceline.plan.memory import fullest_state, peak_phase, phases, state_bytes
@@ -26,9 +26,7 @@ from paceline.train.exact import trace_steps
 
 MIB = 1 << 20
 PROFILED = {
-    "depth 2, checkpointed, two micro-steps": setup_of(depth=2, activation_checkpointing=True, grad_accum_steps=2)
-}
-SOAK_PROFILED = {
+    "depth 2, checkpointed, two micro-steps": setup_of(depth=2, activation_checkpointing=True, grad_accum_steps=2),
     "depth 3, bf16, replicated AdamW": setup_of(depth=3, precision="bf16", optimizer="adamw", shard="none"),
     "depth 4, bf16, chunks, shared keys": setup_of(depth=4, precision="bf16", logits_budget_bytes=MIB, n_kv_head=1),
     "depth 2": setup_of(depth=2),
@@ -46,12 +44,6 @@ SOAK_PROFILED = {
 @pytest.mark.soak
 @pytest.mark.parametrize("setup", PROFILED.values(), ids=PROFILED)
 def test_traced_bytes_are_those_that_the_profiler_counts(setup: MemorySetup):
-    check_against_profiler(setup, profiled_peaks(setup))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("setup", SOAK_PROFILED.values(), ids=SOAK_PROFILED)
-def test_traced_bytes_of_a_larger_model_are_those_that_the_profiler_counts(setup: MemorySetup):
     check_against_profiler(setup, profiled_peaks(setup))
 
 
@@ -98,19 +90,7 @@ def profiled_rank_0(setup: MemorySetup, folder: Path) -> dict[str, int]:
     context = multiprocessing.get_context("forkserver")
     # torch and its compiler, which DDP and checkpointing bring in, are imported once, not by every rank
     context.set_forkserver_preload(["paceline.train.exact", "torch._dynamo"])
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    world_size = setup.world_size
-    ranks = [
-        context.Process(target=profile_as_rank, args=(rank, world_size, store.port, setup, folder / f"{rank}.pt"))
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(timeout=300)
-    for rank in ranks:
-        rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0] * world_size
+    start(context, setup.world_size, setup, folder, run=profile_as_rank)
     return torch.load(folder / "0.pt")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from real_steps import PHASES, profile_as_rank, profiled_peaks, setup_of
+from rows import mostly_soak
 from test_optim_dist import start
 
 from paceline.plan.activations import MemorySetup, chunk_sizes
@@ -57,33 +58,22 @@ def check_against_profiler(setup: MemorySetup, profiled: dict[str, int]) -> None
     assert max(peaks.values()) == pytest.approx(max(profiled.values()), rel=0.001)
 
 
+RANKS = {
+    "two ranks, checkpointed": setup_of(depth=3, world_size=2, activation_checkpointing=True),
+    "two ranks, bf16, chunks": setup_of(depth=4, world_size=2, precision="bf16", logits_budget_bytes=MIB),
+    "two ranks, weights sharded": setup_of(depth=3, world_size=2, precision="bf16", shard="full"),
+    "two ranks, DDP": setup_of(depth=4, world_size=2, optimizer="adamw", shard="none"),
+    "two ranks, DDP, bf16, two micro-steps": setup_of(
+        depth=4, world_size=2, optimizer="adamw", shard="none", precision="bf16", grad_accum_steps=2
+    ),
+    "three ranks, bf16, two micro-steps": setup_of(depth=4, world_size=3, precision="bf16", grad_accum_steps=2),
+}
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "setup",
-    [
-        pytest.param(setup_of(depth=3, world_size=2, activation_checkpointing=True), marks=pytest.mark.soak),
-        pytest.param(
-            setup_of(depth=4, world_size=2, precision="bf16", logits_budget_bytes=MIB), marks=pytest.mark.soak
-        ),
-        setup_of(depth=3, world_size=2, precision="bf16", shard="full"),
-        pytest.param(setup_of(depth=4, world_size=2, optimizer="adamw", shard="none"), marks=pytest.mark.soak),
-        pytest.param(
-            setup_of(depth=4, world_size=2, optimizer="adamw", shard="none", precision="bf16", grad_accum_steps=2),
-            marks=pytest.mark.soak,
-        ),
-        pytest.param(setup_of(depth=4, world_size=3, precision="bf16", grad_accum_steps=2), marks=pytest.mark.soak),
-    ],
-    ids=[
-        "two ranks, checkpointed",
-        "two ranks, bf16, chunks",
-        "two ranks, weights sharded",
-        "two ranks, DDP",
-        "two ranks, DDP, bf16, two micro-steps",
-        "three ranks, bf16, two micro-steps",
-    ],
-)
-def test_traced_bytes_of_a_rank_are_those_that_it_has_beside_real_others(setup: MemorySetup, tmp_path: Path):
-    check_against_profiler(setup, profiled_rank_0(setup, tmp_path))
+@pytest.mark.parametrize("name", mostly_soak(RANKS, short={"two ranks, weights sharded"}))
+def test_traced_bytes_of_a_rank_are_those_that_it_has_beside_real_others(name: str, tmp_path: Path):
+    check_against_profiler(RANKS[name], profiled_rank_0(RANKS[name], tmp_path))
 
 
 def profiled_rank_0(setup: MemorySetup, folder: Path) -> dict[str, int]:
@@ -206,13 +196,7 @@ ONE_SIDED = {  # activations, or tables, outweigh all else
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.soak) if name == "gradients go into DDP's buckets" else name
-        for name in ONE_SIDED
-    ],
-)
+@pytest.mark.parametrize("name", mostly_soak(ONE_SIDED, short={*ONE_SIDED} - {"gradients go into DDP's buckets"}))
 def test_the_closed_form_of_a_backward_is_the_trace_within_half_a_per_cent(name: str):
     setup = ONE_SIDED[name]
     planned = next(phase.bytes for phase in phases(setup) if phase.name == "backward")

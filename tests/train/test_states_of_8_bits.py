@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from real_steps import setup_of
+from rows import mostly_soak
 from runs import Workshop, events, final_bits, metrics
 from state_ranks import run_exact, run_ways, ways_of, whole
 from test_optim_dist import facts_of_ranks, same_bits
@@ -107,12 +108,9 @@ SETUPS = {
         depth=4, device="cuda", precision="bf16", optimizer="adamw", vocab_size=32_768, offload="optimizer"
     ),
 }
-SHORT = ("a GPU, offloaded",)  # outside of make soak
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.soak) for name in SETUPS]
-)
+@pytest.mark.parametrize("name", mostly_soak(SETUPS, short={"a GPU, offloaded"}))
 def test_traced_bytes_are_those_of_the_closed_form(name):
     setup = replace(SETUPS[name], optimizer_states="8bit")
     traced, planned = trace_steps(setup).peaks, {phase.name: phase.bytes for phase in phases(setup)}

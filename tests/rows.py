@@ -1,7 +1,7 @@
 """Many small cases in one test: as tests of their own, each costs pytest and xdist about five milliseconds."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -30,3 +30,8 @@ def with_rows(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Ca
         return test_all
 
     return decorate
+
+
+def mostly_soak(names: Iterable[str], *, short: Collection[str]) -> list[Any]:
+    """Parameters of a test, of which all but the short ones belong to `make soak`."""
+    return [name if name in short else pytest.param(name, marks=pytest.mark.soak) for name in names]

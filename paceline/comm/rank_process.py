@@ -27,7 +27,7 @@ from paceline.comm.sweep import measures, wait_all
 from paceline.heartbeat import OperationHeartbeat
 from paceline.rundir import RunDir, write_atomic
 from paceline.train.buckets import SegmentSum, start_all_gather
-from paceline.train.process import answer_with_stacks, broadcast_object, init_distributed, shutdown
+from paceline.train.process import answer_with_stacks, broadcast_object, finish_work, init_distributed, shutdown
 
 # of each rank's part: odd sizes, and sizes at which algorithms change
 NUMELS = (1, 3, 64, 1_000, 4_097, 65_537, 1_048_583)
@@ -284,8 +284,7 @@ def check_barrier(ranks: Ranks, heartbeat: OperationHeartbeat) -> list[dict[str,
         store.set("comm/late", "")
         store.get("comm/late")  # only the answer shows that the store has it
     dist.barrier()
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize()
+    finish_work(ranks.device)
     if store.check(["comm/late"]):
         return []
     check = Check("barrier", torch.float32, 1, all_reduce, tuple(range(ranks.world_size)))

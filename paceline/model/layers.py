@@ -201,16 +201,22 @@ def sum_by_row(dy: Tensor, idx: Tensor, num_rows: int) -> Tensor:
     return cast(Tensor, torch.ops.aten.embedding_dense_backward(dy.float(), idx, num_rows, -1, False))
 
 
-def no_values(dy: Tensor, idx: Tensor, num_rows: int) -> Tensor:
-    """Returns the shape of embedding_gradient without values, for tracing."""
-    return dy.new_empty(num_rows, dy.shape[-1], dtype=torch.float32)
-
-
 # not torch.library.custom_op: its first call imports the compiler, which takes longer than the whole start of a small run
 OPS = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-call]
-OPS.define("embedding_gradient(Tensor dy, Tensor idx, SymInt num_rows) -> Tensor")  # type: ignore[no-untyped-call]
-OPS.impl("embedding_gradient", sum_by_row, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("paceline::embedding_gradient", no_values, lib=OPS)
+
+
+def define_op(
+    schema: str, function: Callable[..., Any], fake: Callable[..., Any], *, key: str = "CompositeExplicitAutograd"
+) -> None:
+    """Makes the function an op, torch.ops.paceline.NAME. fake: returns its results without values, for tracing."""
+    name = schema.partition("(")[0]
+    OPS.define(schema)  # type: ignore[no-untyped-call]
+    OPS.impl(name, function, key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"paceline::{name}", fake, lib=OPS)
+
+
+GRADIENT = "embedding_gradient(Tensor dy, Tensor idx, SymInt num_rows) -> Tensor"
+define_op(GRADIENT, sum_by_row, lambda dy, idx, rows: dy.new_empty(rows, dy.shape[-1], dtype=torch.float32))
 
 
 def softcap(logits: Tensor) -> Tensor:
@@ -367,15 +373,8 @@ def run_fused(z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool, grad
     return capped_nats_fused_(z, targets, vocab_size, with_grad, grad_scale, cap=SOFTCAP)
 
 
-def no_nats(z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool, grad_scale: Tensor | None) -> Tensor:
-    """Returns the shape of capped_nats_ without values, for tracing."""
-    return z.new_empty(len(z), dtype=torch.float32)
-
-
-ARGUMENTS = "Tensor(a!) z, Tensor targets, int vocab_size, bool with_grad, Tensor? grad_scale"
-OPS.define(f"capped_nats_({ARGUMENTS}) -> Tensor")  # type: ignore[no-untyped-call]
-OPS.impl("capped_nats_", run_fused, "CUDA")  # type: ignore[no-untyped-call]
-torch.library.register_fake("paceline::capped_nats_", no_nats, lib=OPS)
+NATS = "capped_nats_(Tensor(a!) z, Tensor targets, int vocab_size, bool with_grad, Tensor? grad_scale) -> Tensor"
+define_op(NATS, run_fused, lambda z, *_: z.new_empty(len(z), dtype=torch.float32), key="CUDA")
 
 
 @functools.cache

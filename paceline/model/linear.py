@@ -40,7 +40,7 @@ from paceline.model.formats import (
     transposed,
     uniform,
 )
-from paceline.model.layers import OPS
+from paceline.model.layers import define_op
 
 # N tokens of a micro-batch; I in_features, O out_features; M rows and K columns of any operand, which is summed over K
 
@@ -184,13 +184,9 @@ def no_codes(x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: b
     return by_rows, by_columns
 
 
-OPS.define("largest(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
-OPS.impl("largest", run_largest, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("paceline::largest", lambda x: x.new_empty((), dtype=torch.float32), lib=OPS)
+define_op("largest(Tensor x) -> Tensor", run_largest, lambda x: x.new_empty((), dtype=torch.float32))
 CAST = "cast(Tensor x, Tensor amax, ScalarType dtype, bool rows, bool columns) -> (Tensor, Tensor)"
-OPS.define(CAST)  # type: ignore[no-untyped-call]
-OPS.impl("cast", run_cast, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("paceline::cast", no_codes, lib=OPS)
+define_op(CAST, run_cast, no_codes)
 
 
 def weight_operands(weight: Tensor, name: str, *, native: bool) -> tuple[Operand, Operand]:
@@ -245,9 +241,7 @@ def no_product(a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, dtype: 
 
 
 ARGUMENTS = "Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, ScalarType dtype"
-OPS.define(f"block_product({ARGUMENTS}) -> Tensor")  # type: ignore[no-untyped-call]
-OPS.impl("block_product", run_block_product, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("paceline::block_product", no_product, lib=OPS)
+define_op(f"block_product({ARGUMENTS}) -> Tensor", run_block_product, no_product)
 
 
 class _LowProduct(Function):

@@ -19,10 +19,8 @@ from itertools import accumulate
 
 from paceline.plan.cost import RunSetup, attention_pairs
 from paceline.plan.shapes import (
-    ELEMENT_BYTES,
     FP32,
     INT64,
-    NARROW,
     has_value_embed,
     layer_weights,
     smear_gate_width,
@@ -55,10 +53,6 @@ class MemorySetup(RunSetup):
 
     attention: str
     compiled: bool
-
-    @cached_property
-    def element_bytes(self) -> int:
-        return ELEMENT_BYTES[self.precision]
 
     @cached_property
     def one_graph(self) -> bool:
@@ -175,7 +169,7 @@ def head_bytes(setup: MemorySetup) -> int:
     return (2 if middle_is_last else 1) * setup.stream_bytes + setup.num_tokens * setup.element_bytes
 
 
-def chunk_sizes(setup: MemorySetup) -> tuple[int, int]:
+def chunk_sizes(setup: RunSetup) -> tuple[int, int]:
     """Returns loss_chunks of a setup."""
     return loss_chunks(
         setup.num_tokens,
@@ -291,7 +285,7 @@ def backward_parts(
             most = total
 
     if gathered[-1].tables:  # lm_head's gradient beside the buffer that it goes to
-        handed = loss_bytes(setup)[0] + _sent_width(setup) * table + gathered[-1].tables
+        handed = loss_bytes(setup)[0] + setup.sent_bytes * table + gathered[-1].tables
         add(held[-1] + head_bytes(setup), handed, gathered[-1].parts())
     for layer in reversed(range(model.n_layer)):
         extra = gathered[layer + 1]
@@ -349,7 +343,7 @@ def _layer_backward_bytes(setup: MemorySetup, layer: int, saved: int, *, buffer:
     streams = 1 + (layer < n_layer - 1) + (n_layer // 2 < layer)
     second += 4 * stream if setup.activation_checkpointing == "relu" else 0  # its input, beside its positive part
     second_forward = 5 * stream if setup.activation_checkpointing is True else 0  # x, and the MLP before its ReLU
-    cast = FP32 * 4 * setup.model.n_embd**2 if buffer and _sent_width(setup) != _width(setup) else 0
+    cast = FP32 * 4 * setup.model.n_embd**2 if buffer and setup.sent_bytes != _width(setup) else 0
     handed = buffer and buffer + max(weight + cast, 4 * stream)  # or the gradients before and behind the ReLU
     scores = _scores_over_mlp(setup) + weight + buffer
     return streams * stream + second + max(second_forward, 4 * stream + weight, handed, scores)
@@ -361,20 +355,15 @@ def _embedding_bytes(setup: MemorySetup, rows_bytes: int, table: int, *, buffer:
     buffer: that it is copied to in the end, where it does not lie yet.
     """
     widened = 0 if setup.element_bytes == FP32 else rows_bytes * FP32 // setup.element_bytes
-    width = _width(setup) if setup.one_graph else _sent_width(setup)
+    width = _width(setup) if setup.one_graph else setup.sent_bytes
     made = FP32 * table + max(rows_bytes + widened, width * table if width != FP32 else 0)
-    return max(made, _sent_width(setup) * table + buffer) if buffer else made
+    return max(made, setup.sent_bytes * table + buffer) if buffer else made
 
 
 def _layer_gradient_bytes(setup: MemorySetup) -> int:
     """Returns the gradients that a layer's graph makes, one of them also where the buffer that it goes to has another dtype."""
     # each is freed once its fp32 copy is made
-    return _sent_width(setup) * layer_weights(setup.model) + _width(setup) * 4 * setup.model.n_embd**2
-
-
-def _sent_width(setup: MemorySetup) -> int:
-    """Returns the bytes of an element of the gradients that autograd leaves, as they are sent."""
-    return NARROW if setup.sends_narrow else FP32
+    return setup.sent_bytes * layer_weights(setup.model) + _width(setup) * 4 * setup.model.n_embd**2
 
 
 def _handed_over_bytes(setup: MemorySetup) -> int:

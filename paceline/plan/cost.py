@@ -89,6 +89,10 @@ class RunSetup:
         return self.device_batch_size * self.model.sequence_len
 
     @cached_property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.precision]
+
+    @cached_property
     def shards_weights(self) -> bool:
         """Whether each rank has a part of the weights alone, and gathers the others when it uses them."""
         return shards_weights(world_size=self.world_size, shard=self.shard)
@@ -98,6 +102,11 @@ class RunSetup:
         """Whether gradients are sent in bf16."""
         bf16, accum = self.precision == "bf16", self.grad_accum_steps
         return sends_narrow(bf16=bf16, grad_accum_steps=accum, world_size=self.world_size, shard=self.shard)
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """Bytes of an element of the gradients that autograd leaves, as they are sent."""
+        return NARROW if self.sends_narrow else FP32
 
     @cached_property
     def layout(self) -> ShardPlan:
@@ -132,8 +141,6 @@ def step_messages(setup: RunSetup) -> Messages:
     if setup.shard == "none":
         return Messages((), (), ddp_buckets(shapes))
     plan = setup.layout
-    grad_bytes = NARROW if setup.sends_narrow else FP32
-    weight_bytes = ELEMENT_BYTES[setup.precision]
     numels = [bucket.segment * setup.world_size for bucket in plan.buckets]
     small = FP32 * sum(shape.numel for shape in plan.replicated)
     gathered = sums = tuple(range(len(numels)))
@@ -142,8 +149,8 @@ def step_messages(setup: RunSetup) -> Messages:
         gathered = tuple(number for moment in schedule for number in moment.gather) * setup.grad_accum_steps
         sums = tuple(number for moment in schedule for number in moment.complete) * setup.grad_accum_steps
     return Messages(
-        tuple(grad_bytes * numels[number] for number in sums),
-        tuple(weight_bytes * numels[number] for number in gathered),
+        tuple(setup.sent_bytes * numels[number] for number in sums),
+        tuple(setup.element_bytes * numels[number] for number in gathered),
         (small,),
     )
 

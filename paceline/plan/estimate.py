@@ -134,23 +134,14 @@ class MemoryEstimate:
     offloaded_bytes: int  # masters and states in the host's memory
     ratio: float
     source: str
-    on_gpu: bool
-
-    @property
-    def peak(self) -> Phase:
-        return max(self.phases, key=lambda phase: phase.bytes)
-
-    def named_parts(self) -> list[tuple[str, float]]:
-        """Returns the parts of what the device must have; the last holds those under a thousandth."""
-        sizes = {name: self.ratio * size for name, size in self.peak.parts.items()}
-        return named_parts(sizes, self.process.expected, on_gpu=self.on_gpu)
 
     def to_json(self) -> dict[str, Any]:
         """Returns what plan.json holds; bytes are whole numbers, share is the expected part of the card, 0 to 1."""
         process, card = self.process, self.card_bytes
+        peak = max(self.phases, key=lambda phase: phase.bytes)
         return {
-            "peak_phase": self.peak.name,
-            "parts": {name: round(self.ratio * size) for name, size in self.peak.parts.items()},
+            "peak_phase": peak.name,
+            "parts": {name: round(self.ratio * size) for name, size in peak.parts.items()},
             "phases": {phase.name: phase.bytes for phase in self.phases},
             "allocated_bytes": self.allocated.rounded(),
             "process_bytes": process.rounded(),
@@ -186,13 +177,12 @@ def estimate_memory(
     else:
         process = process_bytes(allocated, world_size=setup.world_size, consumer=consumer)
     source = calibration.source if calibration else "arithmetic alone: nothing was measured on this kind of device yet"
-    on_gpu = setup.device == "cuda"
     offloaded = fullest_state(setup).on_host
-    return MemoryEstimate(planned, allocated, process, card_bytes or None, copies, offloaded, ratio, source, on_gpu)
+    return MemoryEstimate(planned, allocated, process, card_bytes or None, copies, offloaded, ratio, source)
 
 
 def named_parts(parts: Mapping[str, float], need: float, *, on_gpu: bool) -> list[tuple[str, float]]:
-    """Returns parts by their names on the screen, and what the device must have besides; together they are need."""
+    """Returns parts by their names on the screen, and what the device must have besides, with parts under a thousandth."""
     named = [(NAMES[name], size) for name, size in parts.items() if size >= 0.001 * need]
     others = "CUDA, kernels, fragments" if on_gpu else "Python, PyTorch, copies"
     return [*named, (others, need - sum(size for _, size in named))]

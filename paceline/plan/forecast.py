@@ -26,10 +26,10 @@ from paceline.plan.history import load_calibration, load_too_large
 from paceline.plan.links import faster_links, link_of
 from paceline.plan.machine import Machine
 from paceline.plan.memory import checkpoint_bytes
-from paceline.plan.planner import SETUP_FIELDS, Measured, Plan, make_plan, threads_of
+from paceline.plan.planner import SETUP_FIELDS, Plan, make_plan, threads_of
 from paceline.plan.precision import precision_name
 from paceline.plan.shapes import MIN_STEPS, choose_eval_tokens, num_params, steps_of_time
-from paceline.plan.sizing import fuller_plans
+from paceline.plan.sizing import Measured, fuller_plans
 from paceline.plan.speeds import load_speeds
 from paceline.plan.step_time import StepSetup, StepTime, sending_seconds, step_time
 from paceline.units import (

@@ -107,7 +107,10 @@ def calibration_of(records: Iterable[MemoryRecord], device_name: str, setup: Mem
     if not alike:
         return None
     planned = peak_phase(setup).bytes
-    with_process = [record for record in alike if _same_ranks(record, setup) and record.driver_bytes is not None]
+    several = setup.world_size > 1  # one rank loads no NCCL and opens no connections
+    with_process = [
+        record for record in alike if (record.world_size > 1) == several and record.driver_bytes is not None
+    ]
     if setup.device == "cpu":
         # no allocator reports its own share there; the checkpoint's copies are in the process too, and known
         measured, allocated, process = _newest(with_process), None, None
@@ -181,11 +184,6 @@ def fit_line(points: tuple[tuple[int, int], ...], constant: Range, slope: Range)
 def _noise(size_mib: float) -> float:
     """Returns by how many MiB a process of this size may be beside the line."""
     return NOISE_MIB + NOISE_SHARE * abs(size_mib)
-
-
-def _same_ranks(record: MemoryRecord, setup: MemorySetup) -> bool:
-    """Returns whether both have one rank, which loads no NCCL and opens no connections, or both have several."""
-    return (record.world_size > 1) == (setup.world_size > 1)
 
 
 def _newest(records: Iterable[MemoryRecord]) -> list[MemoryRecord]:

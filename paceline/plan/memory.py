@@ -24,9 +24,9 @@ from paceline.plan.algorithms import algorithm_of
 from paceline.plan.cost import RunSetup
 from paceline.plan.offloading import NUM_BUFFERS, copies_in_batch, offloaded_batches, row_batches
 from paceline.plan.precision import code_bytes, working_bytes
-from paceline.plan.shapes import ELEMENT_BYTES, FP32, MATRIX, NARROW, ParamShape, param_shapes
-from paceline.plan.sharding import Bucket, GatheredBytes, batch_sizes, gather_schedule, parts_of, row_size
-from paceline.plan.states import decoded_bytes, has_codes, state_bytes_of
+from paceline.plan.shapes import FP32, MATRIX, NARROW, ParamShape, param_shapes
+from paceline.plan.sharding import Bucket, GatheredBytes, gather_schedule, matrix_batches, parts_of, row_size
+from paceline.plan.states import decoded_bytes, has_codes, stored_states
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
     num_layers, gathered = setup.model.n_layer, gathered_bytes(setup)
     forward, loss = gathered[num_layers].parts(), gathered[num_layers + 1].parts()
     in_backward = [gathered[-2 - part] for part in range(num_layers + 2)]
+    backward = backward_parts(setup, saved, before=before, added=added, gathered=in_backward)
     moments = {
         "forward": {
             "gradients": before,
@@ -98,17 +99,11 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
             "loss": sum(loss_bytes(setup)),
             **loss,
         },
-        "backward": _with_working(
-            backward_parts(setup, saved, before=before, added=added, gathered=in_backward), quantized
-        ),
+        "backward": backward | {"working": backward["working"] + quantized},
         "optimizer": {"gradients": state.gradients, **updating},
         "evaluation": {"gradients": state.gradients, "activations": 0, **_evaluation_parts(setup)},
     }
     return tuple(Phase(name, base | parts) for name, parts in moments.items())
-
-
-def _with_working(parts: dict[str, int], extra: int) -> dict[str, int]:
-    return {**parts, "working": parts["working"] + extra}
 
 
 def _evaluation_parts(setup: MemorySetup) -> dict[str, int]:
@@ -157,7 +152,7 @@ def _gathered_bytes(setup: RunSetup, checkpointing: bool | str, backward: bool) 
         first = {number for number, last in enumerate(last_parts) if in_backward and part == last}
         matrices = {number for number in first if plan.buckets[number].placements[0].param.group == MATRIX}
         sizes = (grad_bytes * total(buckets) for buckets in (filled, matrices, first - matrices))
-        moments.append(GatheredBytes(ELEMENT_BYTES[setup.precision] * setup.world_size * total(live), *sizes))
+        moments.append(GatheredBytes(setup.element_bytes * setup.world_size * total(live), *sizes))
         filled |= first
     return tuple(moments)
 
@@ -189,9 +184,8 @@ def _update_bytes(setup: RunSetup) -> int:
                 numels = [(rows.hi - rows.lo) * prod(shapes[rows.number][1:]) for rows in batch]
                 largest = max(largest, decoded_bytes(algorithm, numel=sum(numels), largest=max(numels)))
             continue
-        start = 0
-        for count in batch_sizes(shapes, together=not on_cpu):
-            shape, start = shapes[start], start + count
+        for matrices in matrix_batches(shapes, together=not on_cpu):
+            shape, count = shapes[matrices.start], len(matrices)
             numel = FP32 * count * prod(shape)
             working = algorithm.working_bytes(shape, count, FP32 if on_cpu else NARROW)
             working -= numel if moves_masters and count > 1 else 0
@@ -239,8 +233,7 @@ def state_bytes(setup: RunSetup, *, rank: int) -> StateBytes:
         states = states_of((shape, shape.shape[0]) for shape in param_shapes(setup.model))
         return StateBytes(FP32 * numel, FP32 * numel, masters=0, states=states, communication=0)
     plan, world_size, sharded = setup.layout, setup.world_size, setup.shards_weights
-    width = FP32 if setup.precision == "fp32" else NARROW
-    grad_width = NARROW if setup.sends_narrow else FP32
+    width, grad_width = setup.element_bytes, setup.sent_bytes
     segments = sum(bucket.segment for bucket in plan.buckets)
     owned = [(share.param, share.hi - share.lo) for bucket in plan.buckets for share in bucket.shares(rank)]
     owned_numel = sum(rows * row_size(param) for param, rows in owned)
@@ -281,4 +274,4 @@ def checkpoint_bytes(setup: RunSetup) -> int:
 def _bytes_of_states(setup: RunSetup, param: ParamShape, rows: int) -> int:
     """Returns the bytes of the states of some rows."""
     algorithm = algorithm_of(setup.optimizer, param.group, optimizer_states=setup.optimizer_states)
-    return state_bytes_of(algorithm, param.shape, rows=rows)
+    return sum(tensor.num_bytes for tensor in stored_states(algorithm, param.shape, rows=rows))

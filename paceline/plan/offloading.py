@@ -19,7 +19,7 @@ from paceline.errors import PlanError
 from paceline.plan.algorithms import Algorithm, Shape, algorithm_of
 from paceline.plan.cost import RunSetup
 from paceline.plan.shapes import FP32
-from paceline.plan.sharding import ALIGNMENT, batch_sizes
+from paceline.plan.sharding import ALIGNMENT, matrix_batches
 from paceline.plan.states import WORKING_COPIES, StoredTensor, stored_states
 from paceline.units import MIB
 
@@ -116,7 +116,8 @@ def _moved_batches(setup: RunSetup) -> tuple[MovedBatch, ...]:
         shapes = [(share.hi - share.lo, *share.param.shape[1:]) for share in shares]
         algorithm = algorithm_of(setup.optimizer, shares[0].param.group, optimizer_states=setup.optimizer_states)
         if bucket.whole:
-            groups = _matrices(shapes, together=setup.device != "cpu")
+            matrices = matrix_batches(shapes, together=setup.device != "cpu")
+            groups = [[RowRange(number, 0, shapes[number][0]) for number in batch] for batch in matrices]
         else:
             groups = row_batches(shapes, num_copies=copies_in_batch(algorithm, masters=masters))
         for group in groups:
@@ -141,15 +142,6 @@ def staged_seconds(moves: Sequence[float], updates: Sequence[float]) -> float:
         updated = max(updated, arrived) + update
         sent.append(max(updated, sent[-1] if sent else 0.0) + move)
     return sent[-1] if sent else 0.0
-
-
-def _matrices(shapes: Sequence[Shape], *, together: bool) -> list[list[RowRange]]:
-    """Returns which matrices are updated together, with all of their rows."""
-    groups, start = [], 0
-    for count in batch_sizes(shapes, together=together):
-        start, first = start + count, start
-        groups.append([RowRange(number, 0, shapes[number][0]) for number in range(first, start)])
-    return groups
 
 
 def _moved_batch(

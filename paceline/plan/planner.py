@@ -15,12 +15,11 @@ from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, group_settings, rate_notes
 from paceline.plan.cost import LOGITS_MIB, RunSetup, flops_per_token
-from paceline.plan.estimate import Calibrate
 from paceline.plan.machine import AttentionCase, Machine
 from paceline.plan.offloading import choose_offload
 from paceline.plan.precision import LowPrecision, choose_low_precision, choose_precision, precision_notes
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, width_of_depth
-from paceline.plan.sizing import SIZE_KEYS, DoesNotFit, TooLarge, choose_fit, divisors
+from paceline.plan.sizing import NOTHING_MEASURED, SIZE_KEYS, DoesNotFit, Measured, choose_fit, divisors
 from paceline.units import MIB, format_bytes, format_number_of, parse_duration
 
 SETUP_FIELDS = tuple(field.name for field in fields(RunSetup))
@@ -85,22 +84,6 @@ class Plan(RunSetup):
             values["low_precision"] = LowPrecision(**low)
         known = {field.name for field in fields(Plan)}
         return Plan(**{name: value for name, value in values.items() if name in known})
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What is known of the machine; by default nothing.
-
-    calibrate: what was measured of such models. too_large: whether a size ran out of memory. step_seconds: the expected time of a
-    step, by which the fastest of the setups that fit is chosen.
-    """
-
-    calibrate: Calibrate = lambda *_: None
-    too_large: TooLarge = lambda *_: False
-    step_seconds: Callable[[Machine, MemorySetup, bool | None], float | None] = lambda *_: None
-
-
-NOTHING_MEASURED = Measured()
 
 
 def make_plan(
@@ -194,14 +177,7 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         optimizer_states=config.optimizer_states,
         low_precision=choose_low_precision(config, model, gpu=gpu),
     )
-    sized = choose_fit(
-        config,
-        setup,
-        machine,
-        calibrate=measured.calibrate,
-        too_large=measured.too_large,
-        step_seconds=lambda candidate: measured.step_seconds(machine, candidate, compiled),
-    )
+    sized = choose_fit(config, setup, machine, measured=measured, compile=compiled)
     return Plan(
         **{name: getattr(sized.setup, name) for name in SETUP_FIELDS},
         device_name=gpu.name if gpu else "CPU",
@@ -220,13 +196,12 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         memory_share=sized.share,
         memory=sized.estimate.to_json(),
         time=config.time,
-        notes=(*sized.notes, *_notes(config, setup, total_batch_size=total, num_steps=num_steps)),
+        notes=(
+            *sized.notes,
+            *precision_notes(setup.low_precision, model, bf16_finish=config.bf16_finish),
+            *rate_notes(config, total_batch_size=total, num_steps=num_steps),
+        ),
     )
-
-
-def _notes(config: Config, setup: MemorySetup, *, total_batch_size: int, num_steps: int) -> list[str]:
-    notes = precision_notes(setup.low_precision, setup.model, bf16_finish=config.bf16_finish)
-    return [*notes, *rate_notes(config, total_batch_size=total_batch_size, num_steps=num_steps)]
 
 
 def threads_of(machine: Machine, world_size: int) -> int:

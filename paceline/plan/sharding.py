@@ -221,14 +221,13 @@ def compiles_by_block(*, world_size: int, shard: str) -> bool:
     return world_size > 1 and shard != "none"
 
 
-def batch_sizes(shapes: Sequence[tuple[int, ...]], *, together: bool) -> Iterator[int]:
-    """Yields how many neighbours each update takes: one, or where `together` those of one shape, up to BATCH_NUMEL elements."""
-    for shape, neighbours in groupby(shapes):
-        remaining = len(list(neighbours))
+def matrix_batches(shapes: Sequence[tuple[int, ...]], *, together: bool) -> Iterator[range]:
+    """Yields the neighbours of each update: one, or where `together` those of one shape, up to BATCH_NUMEL elements."""
+    for shape, members in groupby(range(len(shapes)), key=lambda number: shapes[number]):
+        first, *others = members
+        end = first + 1 + len(others)
         most = max(1, BATCH_NUMEL // prod(shape)) if together else 1
-        while remaining:
-            yield min(most, remaining)
-            remaining -= min(most, remaining)
+        yield from (range(start, min(start + most, end)) for start in range(first, end, most))
 
 
 def row_size(param: ParamShape) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.config import Config
 from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
-from paceline.plan.estimate import Calibrate, MemoryEstimate, estimate_memory
+from paceline.plan.estimate import Calibrate, MemoryEstimate, estimate_memory, named_parts
 from paceline.plan.machine import Machine
 from paceline.plan.shapes import NARROW, RUNGS, model_of_depth, num_params
 from paceline.units import MIB, format_bytes, format_number_of, format_percent
@@ -33,7 +33,22 @@ HOST_SHARE = 0.9
 Estimate = Callable[[MemorySetup], MemoryEstimate]
 # device name, setup, its bytes -> whether it failed here before
 TooLarge = Callable[[str, MemorySetup, int | None], bool]
-StepSeconds = Callable[[MemorySetup], float | None]  # the expected time of a step; None where it is not known
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of the machine; by default nothing.
+
+    calibrate: what was measured of such models. too_large: whether a size ran out of memory. step_seconds: the expected time of a
+    step, by which the fastest of the setups that fit is chosen; None where it is not known.
+    """
+
+    calibrate: Calibrate = lambda *_: None
+    too_large: TooLarge = lambda *_: False
+    step_seconds: Callable[[Machine, MemorySetup, bool | None], float | None] = lambda *_: None
+
+
+NOTHING_MEASURED = Measured()
 
 
 class DoesNotFit(PlanError):
@@ -61,7 +76,7 @@ class Solver:
     estimate: Estimate
     most_rows: int | None  # a larger micro-batch is no faster on this device
     too_large: Callable[[MemorySetup], bool]  # whether it ran out of memory here before
-    step_seconds: StepSeconds
+    step_seconds: Callable[[MemorySetup], float | None]
 
     def fit(self, setup: MemorySetup, budget_bytes: float | None) -> MemorySetup | None:
         """Returns the fastest setup within budget_bytes; None if nothing fits.
@@ -146,17 +161,11 @@ class SizedSetup:
 
 
 def choose_fit(
-    config: Config,
-    setup: MemorySetup,
-    machine: Machine,
-    *,
-    calibrate: Calibrate,
-    too_large: TooLarge,
-    step_seconds: StepSeconds,
+    config: Config, setup: MemorySetup, machine: Machine, *, measured: Measured, compile: bool | None
 ) -> SizedSetup:
     """Returns the setup, sized to the machine's memory; raises DoesNotFit with the changes that may help.
 
-    setup: as the config has it. One device's rows of a step, over all micro-steps, stay as many.
+    setup: as the config has it. compile: the plan's. One device's rows of a step, over all micro-steps, stay as many.
     """
     gpu = machine.gpus[0] if setup.device == "cuda" else None
     device_name = gpu.name if gpu else "CPU"
@@ -165,7 +174,7 @@ def choose_fit(
     @cache
     def estimate(candidate: MemorySetup) -> MemoryEstimate:
         consumer = gpu.spec.consumer if gpu and gpu.spec else None
-        calibration = calibrate(device_name, candidate)
+        calibration = measured.calibrate(device_name, candidate)
         return estimate_memory(candidate, card_bytes=card_bytes, consumer=consumer, calibration=calibration)
 
     rows_are_open = config.device_batch_size is None  # rows that the user sets are the user's
@@ -178,8 +187,8 @@ def choose_fit(
         share_rows=setup.device_batch_size * setup.grad_accum_steps,
         estimate=estimate,
         most_rows=max(1, most // setup.model.sequence_len) if most else None,
-        too_large=lambda candidate: rows_are_open and too_large(device_name, candidate, card_bytes or None),
-        step_seconds=step_seconds,
+        too_large=lambda candidate: rows_are_open and measured.too_large(device_name, candidate, card_bytes or None),
+        step_seconds=lambda candidate: measured.step_seconds(machine, candidate, compile),
     )
     budget = ceiling(share, card_bytes) if card_bytes else None
     fitting = solver.fit(setup, budget)
@@ -237,9 +246,11 @@ def does_not_fit(config: Config, setup: MemorySetup, solver: Solver, *, share: f
     least = solver.with_rows(least, 1) if solver.rows else least
     needs = solver.estimate(least)
     assert needs.card_bytes is not None
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in needs.named_parts())
+    on_gpu = setup.device == "cuda"
+    named = named_parts(needs.to_json()["parts"], needs.process.expected, on_gpu=on_gpu)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in named)
     allowed = f"{format_percent(share)} of its " if share < 1 else ""
-    device = "GPU" if setup.device == "cuda" else "process"
+    device = "GPU" if on_gpu else "process"
     low, need, high = (format_bytes(size) for size in astuple(needs.process))
     needed = f"{need} ({low} to {high})"
     if needs.process.expected <= ceiling(share, needs.card_bytes) and needs.process.high > needs.card_bytes:

@@ -50,11 +50,6 @@ def stored_states(algorithm: Algorithm, shape: Shape, *, rows: int) -> tuple[Sto
     return tuple(stored)
 
 
-def state_bytes_of(algorithm: Algorithm, shape: Shape, *, rows: int) -> int:
-    """Returns the bytes of the states of some rows of a parameter."""
-    return sum(tensor.num_bytes for tensor in stored_states(algorithm, shape, rows=rows))
-
-
 def block_size(row_numel: int) -> int:
     """Returns the elements of a block: the most, up to BLOCK, that divide a row. A model's rows are multiples of its head_dim."""
     return next(size for size in range(min(BLOCK, row_numel), 0, -1) if row_numel % size == 0)

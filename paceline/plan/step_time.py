@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from paceline.plan.activations import loss_chunks
+from paceline.plan.activations import chunk_sizes
 from paceline.plan.algorithms import ALGORITHMS, OTHERS, with_states
 from paceline.plan.cost import (
     LOGITS_MIB,
@@ -28,8 +28,8 @@ from paceline.plan.gpu_table import GpuSpec
 from paceline.plan.links import Link, host_link, link_of_speeds
 from paceline.plan.offloading import offloaded_batches, staged_seconds
 from paceline.plan.precision import Gain, gain_of, precision_name
-from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, has_value_embed, layer_weights, num_params, window_sizes
-from paceline.plan.sharding import batch_sizes
+from paceline.plan.shapes import has_value_embed, layer_weights, num_params, window_sizes
+from paceline.plan.sharding import matrix_batches
 from paceline.plan.speeds import Speeds, assumed_speeds, with_fused_ops
 from paceline.plan.states import codec_bytes
 from paceline.units import MIB, format_percent
@@ -239,18 +239,9 @@ def micro_step_parts(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
 def _extra_chunks(setup: StepSetup) -> int:
     """Returns the loss's chunks beyond those of LOGITS_MIB, with which its speed is measured: each adds to lm_head's gradient."""
 
-    def count(budget_bytes: int) -> int:
-        chunk, _ = loss_chunks(
-            setup.num_tokens,
-            vocab=setup.model.padded_vocab_size,
-            element_bytes=ELEMENT_BYTES[setup.precision],
-            budget_bytes=budget_bytes,
-            device=setup.device,
-            in_place=setup.device != "cpu",
-        )
-        return -(-setup.num_tokens // chunk)
-
-    return max(0, count(setup.logits_budget_bytes) - count(LOGITS_MIB * MIB))
+    usual = replace(setup, logits_budget_bytes=LOGITS_MIB * MIB)
+    count, usual_count = (-(-setup.num_tokens // chunk_sizes(one)[0]) for one in (setup, usual))
+    return max(0, count - usual_count)
 
 
 def _gradient_seconds(setup: StepSetup, speeds: Speeds) -> float:
@@ -269,12 +260,11 @@ def _gradient_seconds(setup: StepSetup, speeds: Speeds) -> float:
 def _optimizer_seconds(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
     """Returns the update's time on the rank with the most to do, by algorithm."""
     shapes, elements = update_work(setup)
-    row, matrices, start = ALGORITHMS[setup.optimizer], 0.0, 0
-    for count in batch_sizes(shapes, together=setup.device != "cpu"):
-        matrices += _matrices_seconds(setup, speeds, shapes[start], count)
-        start += count
+    matrices_s = 0.0
+    for batch in matrix_batches(shapes, together=setup.device != "cpu"):
+        matrices_s += _matrices_seconds(setup, speeds, shapes[batch.start], len(batch))
     elementwise, rows_s = _rows_seconds(setup, speeds, elements)
-    return {row.title: matrices, elementwise: rows_s}
+    return {ALGORITHMS[setup.optimizer].title: matrices_s, elementwise: rows_s}
 
 
 def _matrices_seconds(setup: StepSetup, speeds: Speeds, shape: tuple[int, ...], count: int) -> float:
@@ -321,8 +311,7 @@ def _message_seconds(setup: StepSetup, *, micro_s: float, whole_s: float) -> tup
     summing, gathering, last_share = sending_seconds(setup)
     hidden_share = HIDDEN_SHARE[setup.device]
     if setup.shards_weights:
-        width, grad_width = ELEMENT_BYTES[setup.precision], NARROW if setup.precision == "bf16" else FP32
-        forward_s = summing * width / grad_width
+        forward_s = summing * setup.element_bytes / setup.sent_bytes
         hidden_s = hidden_share * setup.grad_accum_steps * micro_s
         first_s = setup.grad_accum_steps * forward_s * last_share  # each micro-step begins with a message
         weights = max(first_s, forward_s - (1 - BACKWARD_SHARE) * hidden_s)

@@ -28,7 +28,7 @@ from paceline.plan.cost import mfu
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, append_event, append_json_line, resume_command, utc_now
 from paceline.train.optim import ShardedOptimizer
-from paceline.train.process import BusyClock, StopRequest, all_reduce_sum, peak_bytes
+from paceline.train.process import BusyClock, StopRequest, any_rank, peak_bytes
 from paceline.train.trouble import LossGuard, LossTrouble, find_trouble
 from paceline.train.updates import lr_mult, momentum_of_step, weight_decay_mult
 from paceline.units import format_bytes, format_duration, format_mfu
@@ -197,7 +197,7 @@ class Loop:
                 self.progress.beat(done, "eval")
                 gc.collect()
                 bpb = self._finite_bpb(done)
-                stopping = self._stop_is_requested()
+                stopping = any_rank(self.stop.is_set, self.device)  # all ranks then stop before the next step
             if last or stopping or due or done == start_step + 1 or done % self.config.log_every == 0:
                 self._log(done, values, bpb=bpb, step_ms=1000 * fmean(seconds))
                 seconds.clear()
@@ -232,12 +232,6 @@ class Loop:
                 self.run, "note", text=f"the evaluation at step {step:,} gave {bpb} as val_bpb, which is left out"
             )
         return None
-
-    def _stop_is_requested(self) -> bool:
-        """Whether at least one rank requested a stop during an evaluation: all ranks then stop before the next step. Collective."""
-        requests = torch.full((1,), float(self.stop.is_set), device=self.device)
-        all_reduce_sum(requests)
-        return requests.item() > 0
 
     def one_step(self, step: int) -> tuple[dict[str, Any], bool, bool]:
         """Does forward, backward, agreement and update. Collective.

@@ -35,7 +35,7 @@ from paceline.plan.host import probe_cpu_bf16
 from paceline.plan.speeds import Speeds
 from paceline.rundir import utc_now, write_atomic
 from paceline.train.buckets import SegmentSum, start_all_gather
-from paceline.train.process import ONEDNN_GAIN, all_reduce_sum, keep_freed_memory, onednn_gain, use_onednn
+from paceline.train.process import ONEDNN_GAIN, all_reduce_sum, finish_work, keep_freed_memory, onednn_gain, use_onednn
 from paceline.train.product_trial import low_linear_rate
 from paceline.train.updates import adamw_update, muon_update, newton_schulz_dtype
 
@@ -82,7 +82,7 @@ class Bench:
     def seconds(self, piece: Callable[[], object], *, repeats: int | None = None) -> float:
         """Of one call, the lower quartile: others on the machine only add. Collective; so is a piece with `repeats`."""
         piece()
-        self.wait()
+        finish_work(self.device)
         if self.world_size > 1:
             dist.barrier()
         times: list[float] = []
@@ -90,16 +90,12 @@ class Bench:
         while len(times) < fewest or (sum(times) < SHORTEST_S and len(times) < most):
             started = time.perf_counter()
             piece()
-            self.wait()
+            finish_work(self.device)
             times.append(time.perf_counter() - started)
         lower_quartile = statistics.quantiles(times, n=4)[0] if len(times) > 1 else times[0]
         total = torch.tensor([lower_quartile], dtype=torch.float64)
         all_reduce_sum(total)
         return float(total) / self.world_size
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def main() -> None:

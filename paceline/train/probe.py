@@ -27,7 +27,7 @@ from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, utc_now, write_atomic
 from paceline.train.loop import Loop, MicroBatch
 from paceline.train.optim import make_optimizer
-from paceline.train.process import StopRequest, broadcast_object, footprint, forget_peaks, run_rank
+from paceline.train.process import StopRequest, broadcast_object, finish_work, footprint, forget_peaks, run_rank
 from paceline.train.setup import compile_model, make_model, start_ranks, trial_ms
 
 NUM_STEPS = 2  # the first has no states and gradients of an earlier one
@@ -127,8 +127,7 @@ def median_s(work: Callable[[], object], device: torch.device) -> float:
     def seconds() -> float:
         started = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()  # a clock needs the work to be done
+        finish_work(device)
         return time.perf_counter() - started
 
     least, most = TIMED_REPEATS

@@ -88,6 +88,19 @@ def all_reduce_sum(tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
 
+def any_rank(is_true: bool, device: torch.device) -> bool:
+    """Returns on every rank whether it is true on at least one. Collective."""
+    count = torch.tensor([float(is_true)], device=device)
+    all_reduce_sum(count)
+    return bool(count.item())
+
+
+def finish_work(device: torch.device) -> None:
+    """Waits until a GPU has done what it was given, so that a clock may be read; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def broadcast_object(value: Any) -> Any:
     """Returns rank 0's value on every rank. Collective."""
     if not dist.is_initialized():

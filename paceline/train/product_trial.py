@@ -20,7 +20,7 @@ from paceline.model.linear import Linear, LowProducts, product_problem
 from paceline.plan.planner import Plan
 from paceline.plan.precision import MIN_GAIN, gain_text, loses
 from paceline.plan.shapes import layer_matrices, layer_weights
-from paceline.train.process import broadcast_object, forget_peaks
+from paceline.train.process import broadcast_object, finish_work, forget_peaks
 
 SHORTEST_S = 0.05  # a product is repeated for so long
 TURNS = 5  # in each of which both precisions are measured
@@ -94,13 +94,11 @@ def seconds_of(piece: Callable[[], None], device: torch.device) -> float:
     calls, passed = 1, 0.0
     while passed < SHORTEST_S:
         calls *= 2
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        finish_work(device)
         started = time.perf_counter()
         for _ in range(calls):
             piece()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # a clock needs the work to be done
+        finish_work(device)
         passed = time.perf_counter() - started
     return passed / calls
 

@@ -108,11 +108,9 @@ def median_times(steps: Sequence[tuple[float, float]]) -> dict[str, float]:
 def trace_steps(
     loop: Loop, steps: range, path: Path, *, memory: bool = False
 ) -> tuple[list[dict[str, Any]], list[tuple[float, float]]]:
-    """Returns the events and the times of the steps but the first, in which the profiler starts. Collective.
+    """Returns the events, which it also writes to a file, and the times of the steps but the first, in which the profiler starts.
 
-    The events are also written to a file.
-
-    memory: records allocations too, each of which takes time.
+    memory: records allocations too, each of which takes time. Collective.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if loop.device.type == "cuda" else [])]
     cycle = schedule(wait=0, warmup=1, active=len(steps) - 1, repeat=1)

@@ -37,9 +37,10 @@ from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
 from paceline.train.loop import Loop
 from paceline.train.process import (
     ONEDNN_GAIN,
-    all_reduce_sum,
     answer_with_collectives,
+    any_rank,
     broadcast_object,
+    finish_work,
     forget_peaks,
     init_distributed,
     keep_freed_memory,
@@ -108,9 +109,7 @@ def choose_matmul(plan: Plan) -> Plan:
         use = gain >= ONEDNN_GAIN
         reason = f"oneDNN is {gain:.2f} times as fast on rank 0's CPU" if gain else "oneDNN would not keep them fp32"
     if use:
-        inexact = torch.tensor([float(not onednn_is_exact())])
-        all_reduce_sum(inexact)
-        if use := not inexact.item():
+        if use := not any_rank(not onednn_is_exact(), torch.device("cpu")):
             use_onednn()
         else:
             reason = "oneDNN would not keep them fp32 on every rank's CPU"
@@ -144,9 +143,7 @@ def choose_attention(plan: Plan, device: torch.device) -> tuple[Plan, list[str]]
         if times and name not in FLASH:
             break
         problem, ms = try_attention(plan, name, device)
-        ranks_without = torch.tensor([float(problem is not None)], device=device)
-        all_reduce_sum(ranks_without)
-        if ranks_without.item():
+        if any_rank(problem is not None, device):
             problems[name] = problem or "not on every rank"
         else:
             times[name] = ms
@@ -182,12 +179,10 @@ def attention_ms(plan: Plan, name: str, device: torch.device) -> float:
     for window, num_layers in Counter(window_sizes(model)).items():
         mask, times = make_mask(model.sequence_len, window, device, way=name), []
         for _ in range(ATTENTION_TRIALS):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            finish_work(device)
             started = time.perf_counter()
             with_gradients(partial(attend, mask=mask, window=window, way=name), inputs)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # a clock needs the work to be done
+            finish_work(device)
             times.append(1000 * (time.perf_counter() - started))
         total_ms += num_layers * median(times[1:])  # the first one compiles and allocates
     return total_ms
@@ -294,8 +289,7 @@ def trial_ms(loop: Loop) -> float:
         loop.begin(0, 0)
         with loop.optimizer.micro_step(last=False):
             loop.forward(idx, targets).backward()  # type: ignore[no-untyped-call]
-        if idx.is_cuda:
-            torch.cuda.synchronize()  # a clock needs the work to be done
+        finish_work(loop.device)
         times.append(1000 * (time.perf_counter() - started))
     return median(times)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.plan.algorithms import ALGORITHMS, GroupSettings
 from paceline.plan.offloading import RowRange, copies_in_batch, row_batches
-from paceline.plan.sharding import batch_sizes
+from paceline.plan.sharding import matrix_batches
 from paceline.train import updates
 from paceline.train.buckets import Owned
 from paceline.train.state_codes import decoded, encode_states
@@ -142,10 +142,8 @@ def make_batches(shares: Sequence[Owned], *, whole: bool, together: bool) -> Ite
     decoded.
     """
     if whole:
-        end = 0
-        for count in batch_sizes([share.shape.shape for share in shares], together=together):
-            start, end = end, end + count
-            yield MatrixBatch(shares[start:end])
+        for batch in matrix_batches([share.shape.shape for share in shares], together=together):
+            yield MatrixBatch([shares[number] for number in batch])
     elif shares and (shares[0].on_host or shares[0].algorithm.codes):
         first, shapes = shares[0], [tuple(share.master.shape) for share in shares]
         copies = copies_in_batch(first.algorithm, masters=first.master_on_host)

@@ -8,8 +8,9 @@ from paceline.plan.gpu_table import find_gpu
 from paceline.plan.history import load_too_large
 from paceline.plan.links import Link, link_of
 from paceline.plan.machine import Gpu, Machine, imagined_machine
-from paceline.plan.planner import Measured, Plan, make_plan
+from paceline.plan.planner import Plan, make_plan
 from paceline.plan.replan import MakePlan
+from paceline.plan.sizing import Measured
 from paceline.plan.speeds import Speeds
 from paceline.plan.step_time import StepSetup
 

@@ -124,16 +124,6 @@ def test_the_deepest_model_that_ends_in_time_and_no_deeper():
     assert found.deeper.startswith(f"depth {found.depth + 1} takes ")
 
 
-def test_more_time_never_gives_a_shallower_model():
-    depths = [advice_for(hours).depth for hours in (0.1, 0.3, 1, 3, 10, 30)]
-    assert depths == sorted(depths) and depths[-1] > depths[0]
-
-
-def test_memory_bounds_the_depth():
-    found = advice_for(1000)
-    assert (found.depth, found.deeper) == (30, "depth 31 does not fit in memory with these settings")
-
-
 def test_a_deeper_model_that_fits_again_as_its_weights_are_sharded_is_found():
     gap = partial(run_of_depth, too_large=lambda depth: 20 < depth < 24 or depth > 26)
     found = advice_for(1000, gap)
@@ -193,18 +183,12 @@ def test_bits_per_byte_are_known_between_the_measured_depths_of_that_text_alone(
     assert bpb(12).low <= 0.854 <= bpb(12).high and bpb(24).expected == pytest.approx(0.718)
     assert bpb(12).expected > bpb(16).expected > bpb(24).expected
     assert (bpb(8), bpb(26), bpb(12, "builtin")) == (None, None, None)
-
-
-def test_another_vocabulary_has_no_expected_bits_per_byte():
     assert expected_bpb(replace(LIKE, vocab_size=65_536), data="climbmix", val_data=None) is None
 
 
 def test_a_budget_buys_hours():
     assert time_of_budget(50, price=Price(2.5, "gpu-hour"), num_gpus=2, watts=None) == pytest.approx(10 * 3600)
     assert time_of_budget(9, price=Price(0.5, "kWh"), num_gpus=2, watts=1000) == pytest.approx(10 * 3600)
-
-
-def test_a_budget_by_the_kwh_needs_the_watts():
     with pytest.raises(PlanError) as error:
         time_of_budget(9, price=Price(0.5, "kWh"), num_gpus=2, watts=None)
     assert "--watts" in error.value.fix

@@ -20,7 +20,7 @@ from paceline.plan.algorithms import (
 )
 from paceline.plan.shapes import MATRIX, REFERENCE_BATCH, param_shapes
 from paceline.plan.speeds import RATES
-from paceline.plan.states import state_bytes_of
+from paceline.plan.states import stored_states
 from paceline.plan.step_time import LIMITS
 
 UPDATES = Path(paceline.__file__).parent / "train" / "updates.py"
@@ -61,7 +61,8 @@ def test_states_of_a_matrix_are_counted_by_their_shapes():
         "second_momentum_buffer": (8, 1),
     }
     sizes = [
-        state_bytes_of(row, shape, rows=shape[0]) for row, shape in ((muon, (8, 3)), (muon, (3, 8)), (adamw, (8, 3)))
+        sum(state.num_bytes for state in stored_states(row, shape, rows=shape[0]))
+        for row, shape in ((muon, (8, 3)), (muon, (3, 8)), (adamw, (8, 3)))
     ]
     assert sizes == [4 * 32, 4 * 32, 4 * 48]
 

@@ -189,14 +189,16 @@ def test_what_another_pytorch_took_does_not_count():
     assert calibration_of([*old, of_day(3)], CARD, LARGE) == calibration_of([of_day(3)], CARD, LARGE)
 
 
+MEASURED = {  # by one rank, on a CPU
+    "copies_bytes": 0, "compile_tried": False, "torch": "2.13.0", "allocated_bytes": None, "reserved_bytes": None,
+}  # fmt: skip
+
+
 def test_on_a_cpu_the_overhead_beyond_plan_and_copies_is_added_to_the_next_plan():
     plan = make_plan(SMALL, LAPTOP, vocab_size=512, num_rows=0)
     peak = plan.memory["allocated_bytes"]["expected"]
-    measured = {"allocated_bytes": None, "reserved_bytes": None, "torch": "2.13.0", "time": RECORD.time}
-    ranks = [
-        {**measured, "compile_tried": False, "copies_bytes": 500, "driver_bytes": peak + 500 + extra}
-        for extra in (290 * MIB, 300 * MIB)
-    ]
+    measured = {**MEASURED, "time": RECORD.time, "copies_bytes": 500}
+    ranks = [{**measured, "driver_bytes": peak + 500 + extra} for extra in (290 * MIB, 300 * MIB)]
     record = record_of(plan, ranks, source="books")
     assert (record.planned_bytes, record.driver_bytes) == (peak, peak + 500 + 300 * MIB)
     calibration = calibration_of([record], "CPU", ON_CPU)
@@ -211,17 +213,14 @@ def test_a_cpu_process_that_tried_compiling_is_not_kept():
 
 def test_a_rank_without_a_figure_leaves_the_figure_unknown():
     plan = make_plan(SMALL, LAPTOP, vocab_size=512, num_rows=0)
-    known = {"allocated_bytes": 5, "reserved_bytes": 6, "driver_bytes": 7, "copies_bytes": 0, "compile_tried": False}
-    ranks = [{**known, "torch": "2.13.0", "time": RECORD.time, "driver_bytes": size} for size in (7, None)]
+    ranks = [{**MEASURED, "time": RECORD.time, "driver_bytes": size} for size in (7, None)]
     assert record_of(plan, ranks, source="books").driver_bytes is None
 
 
 def test_a_record_narrows_the_range_of_the_next_plan(tmp_path):
     before = make_plan(SMALL, LAPTOP, vocab_size=512, num_rows=0)
     peak = before.memory["allocated_bytes"]["expected"]
-    values = {"device_name": "CPU", "device": "cpu", "attention": "cpu", "compiled": False, "precision": "fp32"}
-    took = {"planned_bytes": peak, "allocated_bytes": None, "reserved_bytes": None, "driver_bytes": peak + GIB // 4}
-    keep_record(tmp_path, replace(RECORD, **values, **took))
+    keep_record(tmp_path, replace(CPU_RECORD, planned_bytes=peak, driver_bytes=peak + GIB // 4))
     after = make_plan(SMALL, LAPTOP, vocab_size=512, num_rows=0, measured=measured_here(tmp_path))
     low, high = (after.memory["process_bytes"][end] for end in ("low", "high"))
     assert low < peak + GIB // 4 < high
@@ -283,15 +282,8 @@ def test_the_last_figures_of_an_attempt_are_kept_and_none_of_one_whose_ranks_did
     run, plan = RunDir(tmp_path / "books"), make_plan(SMALL, LAPTOP, vocab_size=512, num_rows=0)
     run.path.mkdir()
     run.plan_json.write_text(plan.to_json())
-    figures = {
-        "copies_bytes": 0,
-        "compile_tried": False,
-        "torch": "2.13.0",
-        "allocated_bytes": None,
-        "reserved_bytes": None,
-    }
     for attempt, rank, size in [(1, 0, 9 * GIB), (2, 0, 1 * GIB), (2, 1, 2 * GIB), (2, 0, 3 * GIB), (3, 1, 5 * GIB)]:
-        append_event(run, "memory", attempt=attempt, rank=rank, step=20, driver_bytes=size, **figures)
+        append_event(run, "memory", attempt=attempt, rank=rank, step=20, driver_bytes=size, **MEASURED)
     for attempt in (1, 2, 3):
         keep_attempt(tmp_path, run, attempt)
     [attempt_record] = read_records(tmp_path)

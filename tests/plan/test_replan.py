@@ -11,9 +11,10 @@ from paceline.plan.activations import MemorySetup
 from paceline.plan.estimate import Calibration, Range
 from paceline.plan.machine import Machine
 from paceline.plan.memory import peak_phase
-from paceline.plan.planner import Measured, Plan, make_plan
+from paceline.plan.planner import Plan, make_plan
 from paceline.plan.precision import LowPrecision
 from paceline.plan.replan import changes_on_resume, fewer_ranks, format_change, replan, smaller_plan
+from paceline.plan.sizing import Measured
 
 
 def maker(ratio: float | None = None):

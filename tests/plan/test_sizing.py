@@ -15,9 +15,9 @@ from paceline.plan.estimate import estimate_memory
 from paceline.plan.forecast import measured_here
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Machine, imagined_machine
-from paceline.plan.planner import NOTHING_MEASURED, make_plan, memory_setup
+from paceline.plan.planner import make_plan, memory_setup
 from paceline.plan.shapes import RUNGS
-from paceline.plan.sizing import PROFILES, DoesNotFit, ceiling, divisors
+from paceline.plan.sizing import NOTHING_MEASURED, PROFILES, DoesNotFit, ceiling, divisors
 
 CARDS = ("RTX 3060", "RTX 4090", "RTX 5090", "H100", "H200")
 MACHINE = imagined_machine(find_gpu("RTX 5090"), gpus=2, hosts=1)

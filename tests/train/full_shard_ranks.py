@@ -123,5 +123,5 @@ def run_rank(rank: int, world_size: int, port: int, folder: Path, ways: tuple[st
         for name, shards in (("switched", ("full", "optimizer", "full")), ("unbroken", ("optimizer",) * 3)):
             (folder / name).mkdir(exist_ok=True)
             found[name] = switched(rank, 2, folder / name, shards, **ONE_MICRO_STEP)
-    torch.save(found, folder / f"{world_size}-{rank}.pt")
+    torch.save(found, folder / f"all-{world_size}-{rank}.pt")
     shutdown()

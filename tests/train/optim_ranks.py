@@ -13,7 +13,7 @@ from paceline.plan.algorithms import GroupSettings
 from paceline.plan.shapes import ParamShape
 from paceline.plan.sharding import parts_of
 from paceline.train.optim import FullyShardedOptimizer, ReplicatedOptimizer, ShardedOptimizer
-from paceline.train.process import all_reduce_sum, broadcast_object, init_distributed, shutdown
+from paceline.train.process import all_reduce_sum, any_rank, broadcast_object, init_distributed, shutdown
 
 SHAPES = (
     ParamShape("scale", (7,), "scalars"),
@@ -239,6 +239,7 @@ def first_phase(rank: int, world_size: int) -> dict[str, object]:
     total = torch.tensor([rank + 1.0])
     all_reduce_sum(total)
     found["sum"], found["broadcast"] = total.item(), broadcast_object(f"from {rank}")
+    found["any rank"] = [any_rank(rank == which, torch.device("cpu")) for which in (0, -1)]
     return found
 
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from optim_ranks import join_group
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.config import ModelConfig
 from paceline.plan.activations import MemorySetup
 from paceline.train.exact import run_steps
-from paceline.train.process import init_distributed, shutdown
+from paceline.train.process import shutdown
 
 PHASES = ("setup", "forward", "backward", "optimizer", "evaluation")
 KIB, MIB = 1 << 10, 1 << 20
@@ -80,13 +81,10 @@ def without_scratch(events: list[Any]) -> list[Any]:
     return [event for position, event in enumerate(events) if position not in scratch]
 
 
-def profile_as_rank(rank: int, world_size: int, port: int, setup: MemorySetup, path: Path) -> None:
+def profile_as_rank(rank: int, world_size: int, port: int, setup: MemorySetup, folder: Path) -> None:
     """One real process of several, over gloo."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
-    values = (rank, rank, world_size, "127.0.0.1", port, True)
-    os.environ.update(zip(names, map(str, values), strict=True))
-    init_distributed("cpu", timeout_s=300)
-    torch.save(profiled_peaks(setup, rank=rank), path)
+    join_group(rank, world_size, port)
+    torch.save(profiled_peaks(setup, rank=rank), folder / f"{rank}.pt")
     dist.barrier()
     shutdown()
     os._exit(0)  # as the worker ends: gloo's threads under DDP abort in the interpreter's own exit, now and then

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from full_shard_ranks import build, plan_of, train
+from full_shard_ranks import build, micro_batches, plan_of, train
 from optim_ranks import exact_grads, join_group, make_optimizer, rows
 from optim_ranks import train as train_tensors
 from torch import Tensor
@@ -39,7 +39,7 @@ def plan_with(world_size: int, states: str, *, offload: str = "none", **keys: ob
 
 
 def steps_of(rank: int, plan: Plan, *, saved: dict[str, Tensor] | None = None) -> dict[str, object]:
-    """All steps, or those after SAVED_AT from a checkpoint: losses, rows at SAVED_AT and at the end."""
+    """All steps, or those after SAVED_AT from a checkpoint: losses, rows at SAVED_AT and at the end, the model's own weights."""
     model, optimizer = build(plan, rank)
     facts: dict[str, object] = {}
     start = 0
@@ -52,14 +52,20 @@ def steps_of(rank: int, plan: Plan, *, saved: dict[str, Tensor] | None = None) -
         losses += train(model, optimizer, plan, rank, steps=range(step, step + 1))
         if step + 1 == SAVED_AT:
             facts["checkpoint"] = rows(optimizer)
-    return facts | {"losses": losses, "rows": rows(optimizer)}
+    idx = next(micro_batches(plan, 0, 0))
+    with torch.no_grad():
+        nats = model(idx, idx.roll(-1, 1), reduction="none")
+    norms = optimizer.norms(grad_scale=1.0)
+    weights = {} if plan.shard == "full" else {name: param.detach().clone() for name, param in model.named_parameters()}
+    return facts | {"losses": losses, "rows": rows(optimizer), "nats": nats, "norms": norms, "weights": weights}
 
 
 def whole(ranks: list[list]) -> dict[str, Tensor]:
-    """A checkpoint's tensors, in their dtypes, from the rows of all ranks."""
+    """A checkpoint's tensors, in their dtypes, from the rows of all ranks; NaN where a number has no row."""
     tensors: dict[str, Tensor] = {}
     for key, shape, lo, tensor in (piece for pieces in ranks for piece in pieces):
-        tensors.setdefault(key, torch.zeros(shape, dtype=tensor.dtype))[lo : lo + len(tensor)] = tensor
+        missing = torch.nan if tensor.is_floating_point() else 0
+        tensors.setdefault(key, torch.full(shape, missing, dtype=tensor.dtype))[lo : lo + len(tensor)] = tensor
     return tensors
 
 

@@ -168,54 +168,8 @@ def node_bytes(node: fx.Node) -> int:
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
-STEPS = {"bf16": compiled_setup(depth=1, precision="bf16", sequence_len=256, logits_budget_bytes=MIB)}
-# a graph for each layer; few words, since lm_head's gradient is a matter of the loss
-BLOCK_STEPS = {
-    "bf16, two micro-steps, gradients outweigh activations": compiled_setup(
-        depth=4,
-        precision="bf16",
-        device_batch_size=1,
-        vocab_size=128,
-        logits_budget_bytes=MIB,
-        world_size=2,
-        grad_accum_steps=2,
-    ),
-    "fp32": compiled_setup(depth=4, sequence_len=256, vocab_size=128, logits_budget_bytes=MIB, world_size=2),
-    "bf16, gradients outweigh activations": compiled_setup(
-        depth=4, precision="bf16", device_batch_size=1, vocab_size=128, logits_budget_bytes=MIB, world_size=2
-    ),
-    "bf16, depth 5, checkpointed": compiled_setup(
-        depth=5,
-        precision="bf16",
-        sequence_len=256,
-        vocab_size=128,
-        logits_budget_bytes=MIB,
-        world_size=2,
-        activation_checkpointing=True,
-    ),
-    "bf16, ReLU checkpointed": compiled_setup(
-        depth=4,
-        precision="bf16",
-        sequence_len=256,
-        vocab_size=128,
-        logits_budget_bytes=MIB,
-        world_size=2,
-        activation_checkpointing="relu",
-    ),
-    "bf16, MLPs checkpointed": compiled_setup(
-        depth=4,
-        precision="bf16",
-        sequence_len=256,
-        vocab_size=128,
-        logits_budget_bytes=MIB,
-        world_size=2,
-        activation_checkpointing="mlp",
-    ),
-    "bf16, shared keys": compiled_setup(
-        depth=4, precision="bf16", n_kv_head=1, sequence_len=256, vocab_size=128, logits_budget_bytes=MIB, world_size=2
-    ),
-}
-SOAK_STEPS = {
+STEPS = {
+    "bf16": compiled_setup(depth=1, precision="bf16", sequence_len=256, logits_budget_bytes=MIB),
     "fp32": compiled_setup(depth=4, sequence_len=256, logits_budget_bytes=MIB),
     "bf16, gradients outweigh activations": compiled_setup(
         depth=4, precision="bf16", device_batch_size=1, vocab_size=16384, logits_budget_bytes=MIB
@@ -231,6 +185,24 @@ SOAK_STEPS = {
 }  # fmt: skip
 
 
+def block_setup(**keys: Any) -> MemorySetup:
+    """A graph for each layer; few words, since lm_head's gradient is a matter of the loss."""
+    usual = {"depth": 4, "precision": "bf16", "sequence_len": 256, "vocab_size": 128, "logits_budget_bytes": MIB}
+    return compiled_setup(**{**usual, "world_size": 2, **keys})
+
+
+NARROW_ROWS = {"sequence_len": 128, "device_batch_size": 1}
+STEPS |= {
+    "by block, bf16, two micro-steps, gradients outweigh activations": block_setup(**NARROW_ROWS, grad_accum_steps=2),
+    "by block, fp32": block_setup(precision="fp32"),
+    "by block, bf16, gradients outweigh activations": block_setup(**NARROW_ROWS),
+    "by block, bf16, depth 5, checkpointed": block_setup(depth=5, activation_checkpointing=True),
+    "by block, bf16, ReLU checkpointed": block_setup(activation_checkpointing="relu"),
+    "by block, bf16, MLPs checkpointed": block_setup(activation_checkpointing="mlp"),
+    "by block, bf16, shared keys": block_setup(n_kv_head=1),
+}
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("setup", STEPS.values(), ids=STEPS)
 def test_a_compiled_step_allocates_what_is_planned(setup: MemorySetup, monkeypatch):
@@ -239,22 +211,8 @@ def test_a_compiled_step_allocates_what_is_planned(setup: MemorySetup, monkeypat
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("setup", SOAK_STEPS.values(), ids=SOAK_STEPS)
-def test_a_compiled_step_of_a_larger_model_allocates_what_is_planned(setup: MemorySetup, monkeypatch):
-    leave_kernels_out(monkeypatch)
-    check_step(setup, monkeypatch)
-
-
-@pytest.mark.soak
 def test_a_compiled_step_with_its_kernels_allocates_what_is_planned(monkeypatch):
     check_step(STEPS["bf16"], monkeypatch)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("setup", BLOCK_STEPS.values(), ids=BLOCK_STEPS)
-def test_a_step_with_a_graph_for_each_layer_allocates_what_is_planned(setup: MemorySetup, monkeypatch):
-    leave_kernels_out(monkeypatch)
-    check_step(setup, monkeypatch)
 
 
 def check_step(setup: MemorySetup, monkeypatch) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 from real_steps import PHASES, profile_as_rank, profiled_peaks, setup_of
-from torch.distributed import TCPStore
+from rows import mostly_soak
+from test_optim_dist import start
 
 from paceline.plan.activations import MemorySetup, chunk_sizes
 from paceline.plan.memory import fullest_state, peak_phase, phases, state_bytes
@@ -26,9 +27,7 @@ from paceline.train.exact import trace_steps
 
 MIB = 1 << 20
 PROFILED = {
-    "depth 2, checkpointed, two micro-steps": setup_of(depth=2, activation_checkpointing=True, grad_accum_steps=2)
-}
-SOAK_PROFILED = {
+    "depth 2, checkpointed, two micro-steps": setup_of(depth=2, activation_checkpointing=True, grad_accum_steps=2),
     "depth 3, bf16, replicated AdamW": setup_of(depth=3, precision="bf16", optimizer="adamw", shard="none"),
     "depth 4, bf16, chunks, shared keys": setup_of(depth=4, precision="bf16", logits_budget_bytes=MIB, n_kv_head=1),
     "depth 2": setup_of(depth=2),
@@ -49,12 +48,6 @@ def test_traced_bytes_are_those_that_the_profiler_counts(setup: MemorySetup):
     check_against_profiler(setup, profiled_peaks(setup))
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("setup", SOAK_PROFILED.values(), ids=SOAK_PROFILED)
-def test_traced_bytes_of_a_larger_model_are_those_that_the_profiler_counts(setup: MemorySetup):
-    check_against_profiler(setup, profiled_peaks(setup))
-
-
 def traced_bytes(setup: MemorySetup) -> int:
     return max(trace_steps(setup).peaks.values())
 
@@ -65,52 +58,29 @@ def check_against_profiler(setup: MemorySetup, profiled: dict[str, int]) -> None
     assert max(peaks.values()) == pytest.approx(max(profiled.values()), rel=0.001)
 
 
+RANKS = {
+    "two ranks, checkpointed": setup_of(depth=3, world_size=2, activation_checkpointing=True),
+    "two ranks, bf16, chunks": setup_of(depth=4, world_size=2, precision="bf16", logits_budget_bytes=MIB),
+    "two ranks, weights sharded": setup_of(depth=3, world_size=2, precision="bf16", shard="full"),
+    "two ranks, DDP": setup_of(depth=4, world_size=2, optimizer="adamw", shard="none"),
+    "two ranks, DDP, bf16, two micro-steps": setup_of(
+        depth=4, world_size=2, optimizer="adamw", shard="none", precision="bf16", grad_accum_steps=2
+    ),
+    "three ranks, bf16, two micro-steps": setup_of(depth=4, world_size=3, precision="bf16", grad_accum_steps=2),
+}
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "setup",
-    [
-        pytest.param(setup_of(depth=3, world_size=2, activation_checkpointing=True), marks=pytest.mark.soak),
-        pytest.param(
-            setup_of(depth=4, world_size=2, precision="bf16", logits_budget_bytes=MIB), marks=pytest.mark.soak
-        ),
-        setup_of(depth=3, world_size=2, precision="bf16", shard="full"),
-        pytest.param(setup_of(depth=4, world_size=2, optimizer="adamw", shard="none"), marks=pytest.mark.soak),
-        pytest.param(
-            setup_of(depth=4, world_size=2, optimizer="adamw", shard="none", precision="bf16", grad_accum_steps=2),
-            marks=pytest.mark.soak,
-        ),
-        pytest.param(setup_of(depth=4, world_size=3, precision="bf16", grad_accum_steps=2), marks=pytest.mark.soak),
-    ],
-    ids=[
-        "two ranks, checkpointed",
-        "two ranks, bf16, chunks",
-        "two ranks, weights sharded",
-        "two ranks, DDP",
-        "two ranks, DDP, bf16, two micro-steps",
-        "three ranks, bf16, two micro-steps",
-    ],
-)
-def test_traced_bytes_of_a_rank_are_those_that_it_has_beside_real_others(setup: MemorySetup, tmp_path: Path):
-    check_against_profiler(setup, profiled_rank_0(setup, tmp_path))
+@pytest.mark.parametrize("name", mostly_soak(RANKS, short={"two ranks, weights sharded"}))
+def test_traced_bytes_of_a_rank_are_those_that_it_has_beside_real_others(name: str, tmp_path: Path):
+    check_against_profiler(RANKS[name], profiled_rank_0(RANKS[name], tmp_path))
 
 
 def profiled_rank_0(setup: MemorySetup, folder: Path) -> dict[str, int]:
     context = multiprocessing.get_context("forkserver")
     # torch and its compiler, which DDP and checkpointing bring in, are imported once, not by every rank
     context.set_forkserver_preload(["paceline.train.exact", "torch._dynamo"])
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    world_size = setup.world_size
-    ranks = [
-        context.Process(target=profile_as_rank, args=(rank, world_size, store.port, setup, folder / f"{rank}.pt"))
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(timeout=300)
-    for rank in ranks:
-        rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0] * world_size
+    start(context, setup.world_size, setup, folder, run=profile_as_rank)
     return torch.load(folder / "0.pt")
 
 
@@ -226,13 +196,7 @@ ONE_SIDED = {  # activations, or tables, outweigh all else
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.soak) if name == "gradients go into DDP's buckets" else name
-        for name in ONE_SIDED
-    ],
-)
+@pytest.mark.parametrize("name", mostly_soak(ONE_SIDED, short={*ONE_SIDED} - {"gradients go into DDP's buckets"}))
 def test_the_closed_form_of_a_backward_is_the_trace_within_half_a_per_cent(name: str):
     setup = ONE_SIDED[name]
     planned = next(phase.bytes for phase in phases(setup) if phase.name == "backward")

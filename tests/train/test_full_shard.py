@@ -1,12 +1,9 @@
 """Sharded weights (`--shard full`) on 1, 2 and 3 real ranks over gloo, against replicated ones."""
 
-import multiprocessing
-from pathlib import Path
-
 import pytest
 import torch
 from full_shard_ranks import WAYS, run_rank
-from test_optim_dist import gathered, same_bits, start
+from test_optim_dist import facts_of_ranks, gathered, same_bits
 
 pytestmark = pytest.mark.dist
 
@@ -14,23 +11,14 @@ WORLD_SIZES = (1, 2, 3)
 EAGER = tuple(name for name in WAYS if name != "compiled")
 
 
-def run(folder: Path, *, world_sizes: tuple[int, ...], ways: tuple[str, ...]) -> dict[int, list[dict]]:
-    """What each rank of each world size found."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paceline.train.setup", "torch._dynamo"])
-    for world_size in world_sizes:
-        start(context, world_size, folder, ways, run=run_rank)
-    return {n: [torch.load(folder / f"{n}-{rank}.pt") for rank in range(n)] for n in world_sizes}
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[int, list[dict]]:
-    return run(tmp_path_factory.mktemp("ranks"), world_sizes=WORLD_SIZES, ways=EAGER)
+    return facts_of_ranks(tmp_path_factory.mktemp("ranks"), WORLD_SIZES, run_rank, EAGER)
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> list[dict]:
-    return run(tmp_path_factory.mktemp("compiled"), world_sizes=(2,), ways=("compiled",))[2]
+    return facts_of_ranks(tmp_path_factory.mktemp("compiled"), (2,), run_rank, ("compiled",))[2]
 
 
 def all_rows(ranks: list[dict], name: str) -> dict[str, torch.Tensor]:

@@ -249,7 +249,7 @@ def test_a_stop_that_any_rank_requests_in_an_evaluation_ends_the_run_without_ano
         stop.is_set = stop.training and requested_by == "this rank"
         return 1.5
 
-    monkeypatch.setattr(loop, "all_reduce_sum", lambda sums: sums.add_(requested_by == "another rank"))
+    monkeypatch.setattr(loop, "any_rank", lambda is_true, device: is_true or requested_by == "another rank")
     lines = run_made_up(MadeUpLoop, tmp_path, evaluate, num_steps=6, every=2, stop=stop)
     assert [(line["step"], line.get("val_bpb")) for line in lines] == [(0, 1.5), (1, None), (2, 1.5)]
 

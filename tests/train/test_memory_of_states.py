@@ -1,7 +1,9 @@
 """plan/memory.py against every tensor that really lives when a model and its optimizer stand ready for an update."""
 
-import pytest
+from itertools import product
+
 import torch
+from rows import with_rows
 
 from paceline.config import ModelConfig
 from paceline.model.gpt import DTYPES, GPT
@@ -47,15 +49,23 @@ def ready_for_an_update(
     return made
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("world_size, rank, accum", [(1, 0, 1), (2, 0, 1), (3, 2, 1), (3, 1, 4)])
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_the_planned_bytes_are_those_that_live(precision, world_size, rank, accum, optimizer):
-    layout = {"world_size": world_size, "rank": rank, "optimizer": optimizer, "precision": precision}
-    made = ready_for_an_update(**layout, accum=accum)
-    setup = RunSetup(CONFIG, "cpu", world_size, precision, optimizer, "optimizer", 1, accum)
-    planned = state_bytes(setup, rank=rank)
-    assert live_bytes(made) == planned.total
+LAYOUTS = [(1, 0, 1), (2, 0, 1), (3, 2, 1), (3, 1, 4)]  # world size, rank, micro-steps
+OPTIMIZERS, STATES = ("muon", "adamw"), ("fp32", "8bit")
+
+
+@with_rows(
+    ("layout", "optimizer", "precision", "states"),
+    [
+        *product(LAYOUTS, OPTIMIZERS, ("fp32", "bf16", "fp16"), ["fp32"]),
+        *((layout, optimizer, "bf16", "8bit") for layout, optimizer in product(LAYOUTS, OPTIMIZERS)),
+    ],
+)
+def test_the_planned_bytes_are_those_that_live(layout, optimizer, precision, states):
+    world_size, rank, accum = layout
+    options = {"world_size": world_size, "rank": rank, "optimizer": optimizer, "precision": precision}
+    made = ready_for_an_update(**options, accum=accum, optimizer_states=states)
+    setup = RunSetup(CONFIG, "cpu", world_size, precision, optimizer, "optimizer", 1, accum, optimizer_states=states)
+    assert live_bytes(made) == state_bytes(setup, rank=rank).total
 
 
 def test_replicated_adamw_holds_sixteen_bytes_a_parameter():
@@ -65,11 +75,9 @@ def test_replicated_adamw_holds_sixteen_bytes_a_parameter():
     assert live_bytes(made) == planned.total == 16 * sum(p.numel() for p in made.module.parameters())
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_checkpoint_holds_the_pieces_of_all_ranks(optimizer):
-    pieces = [
-        p for rank in range(2) for p in ready_for_an_update(world_size=2, rank=rank, optimizer=optimizer).pieces()
-    ]
-    assert checkpoint_bytes(RunSetup(CONFIG, "cpu", 2, "fp32", optimizer, "optimizer", 1, 1)) == sum(
-        p.tensor.numel() * p.tensor.element_size() for p in pieces
-    )
+@with_rows(("optimizer", "states"), product(OPTIMIZERS, STATES))
+def test_a_checkpoint_holds_the_pieces_of_all_ranks(optimizer, states):
+    options = {"world_size": 2, "optimizer": optimizer, "optimizer_states": states}
+    pieces = [piece for rank in range(2) for piece in ready_for_an_update(rank=rank, **options).pieces()]
+    setup = RunSetup(CONFIG, "cpu", 2, "fp32", optimizer, "optimizer", 1, 1, optimizer_states=states)
+    assert checkpoint_bytes(setup) == sum(piece.tensor.nbytes for piece in pieces)

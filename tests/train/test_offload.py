@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
-from offload_ranks import OFFLOADS, WAYS, run_rank, whole
+from offload_ranks import OFFLOADS, WAYS, run_rank
 from optim_ranks import LR, SHAPES, Tensors, make_optimizer, random_grads
+from state_ranks import whole
 from test_optim_dist import facts_of_ranks, same_bits
 
 from paceline.config import Config, check_config

@@ -2,6 +2,7 @@
 
 import pytest
 from real_steps import setup_of
+from rows import mostly_soak
 
 from paceline.plan.memory import fullest_state, peak_phase, phases, staging_bytes
 from paceline.train import offload
@@ -18,16 +19,11 @@ SETUPS = {
     "four ranks, weights sharded, fp32": setup_of(depth=4, **GPU, world_size=4, shard="full", vocab_size=8192),
 }
 LONG = {"muon, bf16", "two ranks", "four ranks, weights sharded, fp32"}
-PLANNED = (
-    "backward",
-    "optimizer",
-    "evaluation",
-)  # at their peaks; the trace sees no more of a forward than of the loss
+# at their peaks; the trace sees no more of a forward than of the loss
+PLANNED = ("backward", "optimizer", "evaluation")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak) if name in LONG else name for name in SETUPS]
-)
+@pytest.mark.parametrize("name", mostly_soak(SETUPS, short={*SETUPS} - LONG))
 def test_traced_bytes_are_those_of_the_closed_form(name):
     setup = SETUPS[name]
     traced, planned = trace_steps(setup).peaks, {phase.name: phase.bytes for phase in phases(setup)}

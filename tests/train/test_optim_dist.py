@@ -40,12 +40,14 @@ def start(context, world_size: int, *args: object, run=run_rank) -> None:
     assert [rank.exitcode for rank in ranks] == [0] * world_size
 
 
-def facts_of_ranks(folder: Path, world_sizes: tuple[int, ...], run: Callable[..., None]) -> dict[int, list[dict]]:
+def facts_of_ranks(
+    folder: Path, world_sizes: tuple[int, ...], run: Callable[..., None], *args: object
+) -> dict[int, list[dict]]:
     """What each rank of each world size has written into `all-WORLD_SIZE-RANK.pt`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["paceline.train.setup", "torch._dynamo"])
     for world_size in world_sizes:
-        start(context, world_size, folder, run=run)
+        start(context, world_size, folder, *args, run=run)
     return {n: [torch.load(folder / f"all-{n}-{rank}.pt") for rank in range(n)] for n in world_sizes}
 
 
@@ -193,6 +195,7 @@ def test_rank_0_alone_saves_replicated_states(folder, world_size):
 def test_sums_and_broadcasts_reach_every_rank(folder, world_size):
     assert results(folder, world_size, "sum") == [world_size * (world_size + 1) / 2] * world_size
     assert results(folder, world_size, "broadcast") == ["from 0"] * world_size
+    assert results(folder, world_size, "any rank") == [[True, False]] * world_size
 
 
 def test_a_world_size_without_a_rendezvous_is_refused(monkeypatch):

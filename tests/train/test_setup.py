@@ -76,15 +76,15 @@ def test_without_flash_kernels_the_others_are_tried_in_their_order(monkeypatch):
 def test_what_rank_0_takes_holds_for_all_and_what_one_rank_lacks_for_none(monkeypatch):
     Trials(monkeypatch, fa3=10.0, cudnn=20.0, flash=15.0)
 
-    def add_others(tensor):  # another rank has no FlashAttention 3
-        tensor += float(len(reduced) == 0)
-        reduced.append(tensor)
+    def any_rank(is_true, device):  # another rank has no FlashAttention 3
+        answers.append(is_true or not answers)
+        return answers[-1]
 
-    reduced: list[torch.Tensor] = []
-    monkeypatch.setattr(setup, "all_reduce_sum", add_others)
+    answers: list[bool] = []
+    monkeypatch.setattr(setup, "any_rank", any_rank)
     monkeypatch.setattr(setup, "broadcast_object", lambda value: "cudnn" if value == "flash" else value)
     assert choose_attention(planned(), CPU)[0].attention == "cudnn"
-    assert len(reduced) == 3
+    assert answers == [True, False, False]
 
 
 def test_a_way_that_the_plan_has_is_checked_and_never_replaced(monkeypatch):

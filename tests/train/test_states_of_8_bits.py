@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from real_steps import setup_of
+from rows import mostly_soak
 from runs import Workshop, events, final_bits, metrics
 from state_ranks import run_exact, run_ways, ways_of, whole
-from test_memory_of_states import CONFIG, live_bytes, ready_for_an_update
 from test_optim_dist import facts_of_ranks, same_bits
 
-from paceline.plan.cost import RunSetup
-from paceline.plan.memory import checkpoint_bytes, peak_phase, phases, state_bytes
+from paceline.plan.memory import peak_phase, phases
 from paceline.train.exact import trace_steps
 from paceline.train.state_codes import decode
 
@@ -93,29 +92,6 @@ def test_offloading_keeps_the_bits(found):
         assert same_bits(one, other)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.parametrize("world_size, rank, precision", [(1, 0, "fp32"), (2, 1, "bf16"), (3, 2, "fp16")])
-def test_the_planned_bytes_are_those_that_live(world_size, rank, precision, optimizer):
-    layout = {"world_size": world_size, "rank": rank, "optimizer": optimizer, "precision": precision}
-    made = ready_for_an_update(**layout, optimizer_states="8bit")
-    setup = RunSetup(CONFIG, "cpu", world_size, precision, optimizer, "optimizer", 1, 1)
-    planned, fp32 = (state_bytes(replace(setup, optimizer_states=states), rank=rank) for states in ("8bit", "fp32"))
-    assert live_bytes(made) == planned.total
-    assert planned.states < 0.27 * fp32.states
-
-
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_checkpoint_holds_the_pieces_of_all_ranks(optimizer):
-    made = [
-        ready_for_an_update(world_size=2, rank=rank, optimizer=optimizer, optimizer_states="8bit") for rank in range(2)
-    ]
-    pieces = [piece for one in made for piece in one.pieces()]
-    planned = checkpoint_bytes(
-        RunSetup(CONFIG, "cpu", 2, "fp32", optimizer, "optimizer", 1, 1, optimizer_states="8bit")
-    )
-    assert planned == sum(piece.tensor.nbytes for piece in pieces)
-
-
 SETUPS = {
     "muon": setup_of(depth=4),
     "AdamW, bf16": setup_of(depth=6, precision="bf16", optimizer="adamw"),
@@ -132,12 +108,9 @@ SETUPS = {
         depth=4, device="cuda", precision="bf16", optimizer="adamw", vocab_size=32_768, offload="optimizer"
     ),
 }
-SHORT = ("a GPU, offloaded",)  # outside of make soak
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.soak) for name in SETUPS]
-)
+@pytest.mark.parametrize("name", mostly_soak(SETUPS, short={"a GPU, offloaded"}))
 def test_traced_bytes_are_those_of_the_closed_form(name):
     setup = replace(SETUPS[name], optimizer_states="8bit")
     traced, planned = trace_steps(setup).peaks, {phase.name: phase.bytes for phase in phases(setup)}

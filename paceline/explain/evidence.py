@@ -44,6 +44,7 @@ WHOLE_BYTES = 1 << 20  # a health file up to this size is read whole
 NUM_SAMPLES = 200  # of a longer one
 MAX_LINE_BYTES = 16 << 10
 WHOLE_METRICS = 2 << 20  # bytes: metrics up to this size are read whole
+WORSE = 1.02  # times the validation loss before the first step
 NUM_CHANGED = 8  # lines from where values become NaN
 MAX_EVALUATIONS = 4000  # of more, some
 KERNEL_LOG_BYTES = 1 << 20  # from the end of a file
@@ -183,7 +184,17 @@ def clock_texts(host: str, samples: Sequence[Sample]) -> list[str]:
 
 def judge_run(run: RunDir, *, since: float, until: float) -> list[CurveFinding]:
     """What is wrong with the curves of a run up to a time; with memory and speed since another."""
-    return judge_curves(read_run_series(run, since=since, until=until))
+    series = read_run_series(run, since=since, until=until)
+    return judge_curves(series) or worse_than_untrained(series)
+
+
+def worse_than_untrained(series: Sequence[MetricSeries]) -> list[CurveFinding]:
+    """A run whose last evaluation is worse than the one before its first step."""
+    return [
+        CurveFinding("loss-diverged", item, 0, "higher from its first value on, that before the first step")
+        for item in series
+        if item.kind == VALIDATION and item.steps[0] == 0 < item.steps[-1] and item.values[-1] > WORSE * item.values[0]
+    ]
 
 
 def read_run_series(run: RunDir, *, since: float = math.nan, until: float = math.nan) -> list[MetricSeries]:

@@ -667,3 +667,16 @@ def test_a_script_is_explained_by_its_files_of_metrics_and_its_lines_unless_its_
     written, cause, step = SCRIPTS[name]
     explanation = explain_run(script_run(tmp_path / "r", **written))
     assert (explanation.cause, explanation.step) == (cause, step)
+
+
+@pytest.mark.parametrize(("last", "cause"), [(4.7, "loss-diverged"), (4.1, "healthy"), (2.9, "healthy")])
+def test_a_run_that_ends_worse_than_before_its_first_step_has_diverged(last, cause, tmp_path):
+    run = own_run(tmp_path / "books")
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for record in records:
+        record.pop("val_bpb", None)
+    records[-1]["val_bpb"] = last
+    run.metrics.write_text("".join(f"{json.dumps(record)}\n" for record in [{"step": 0, "val_bpb": 4.1}, *records]))
+    explanation = explain_run(run)
+    assert explanation.cause == cause
+    assert ("a tenth as high" in explanation.fix) == (cause != "healthy")

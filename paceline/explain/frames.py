@@ -101,6 +101,10 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         "version-mismatch", 0.7, r"(?:Attribute|Type|Key)Error: ",
         r"(?s)\bkeras[/\\][^\n]*\", line \d+, in load_model\b.*\n[^\n]*packages[/\\][^\n]*\Z",
     ),
+    (  # in a worker of a loader that was forked
+        "cuda-forked", 0.92, r"RuntimeError: CUDA error: initialization error",
+        r"\butils[/\\]data[/\\]_utils[/\\]worker\.py",
+    ),
     # a byte that is no command of pickle's format
     ("version-mismatch", 0.7, r"KeyError: \d{1,3}$", r"\bpickle\.py\", line \d+, in load\Z"),
     (  # RANK, WORLD_SIZE or MASTER_PORT
@@ -112,7 +116,8 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     (  # the folder of an output is missing
         "user-code-exception", 0.5, "FileNotFoundError",
         r"\bin (?:mkdir|makedirs|savefig|print_\w+|open_file_cm|to_csv|to_parquet|to_json|to_filename|imsave|imwrite"
-        r"|write_text|write_bytes)\b|\blogging[/\\]__init__\.py\", line \d+, in _open\b",
+        r"|write_text|write_bytes)\b|\blogging[/\\]__init__\.py\", line \d+, in _open\b"
+        r"|\bserialization\.py\", line \d+, in save\b",
     ),
     ("user-code-exception", 0.5, r"FileNotFoundError: .*\n.*\bopen\(", ""),  # likewise, by the statement
     # Ultralytics makes it then

@@ -22,6 +22,7 @@ def traceback(error, *frames, statement="run()"):
     traceback(MISSING, ("train.py", "main"), statement="with open(path, 'wb') as file:"),
     traceback(MISSING, (f"{PACKAGE}/joblib/numpy_pickle.py", "dump"), statement="with open(filename, 'wb') as f:"),
     traceback(MISSING, (f"{PACKAGE}/nibabel/filebasedimages.py", "to_filename"), *[("openers.py", "__init__")] * 5),
+    traceback(MISSING, (f"{PACKAGE}/torch/serialization.py", "save"), (f"{PACKAGE}/torch/serialization.py", "__init__")),
     traceback(MISSING, ("/usr/lib/python3.11/pathlib.py", "write_text"), ("/usr/lib/python3.11/pathlib.py", "open")),
     traceback(MISSING, ("/usr/lib/python3.11/logging/__init__.py", "_open")),
 ])  # fmt: skip
@@ -495,3 +496,13 @@ def test_a_saved_model_that_keras_or_pickle_cannot_read_is_of_another_version():
     assert verdict(traceback(error, ("train.py", "load_model"), ("train.py", "parse"))).cause == "user-code-exception"
     assert verdict(traceback("KeyError: 118", ("/usr/lib/python3.11/pickle.py", "load"))).cause == "version-mismatch"
     assert verdict(traceback("KeyError: 118", ("train.py", "load"))).cause == "user-code-exception"
+
+
+def test_cuda_that_does_not_start_in_a_loader_s_worker_was_forked():
+    error = "RuntimeError: CUDA error: initialization error"
+    worker = (
+        (f"{PACKAGE}/torch/utils/data/_utils/worker.py", "_worker_loop"),
+        (f"{PACKAGE}/torch/utils/data/dataset.py", "<genexpr>"),
+    )
+    assert verdict(traceback(error, *worker)).cause == "cuda-forked"
+    assert verdict(traceback(error, (f"{PACKAGE}/torch/cuda/__init__.py", "_lazy_init"))).cause != "cuda-forked"

@@ -182,7 +182,7 @@ def clock_texts(host: str, samples: Sequence[Sample]) -> list[str]:
     return texts
 
 
-def judge_run(run: RunDir, *, since: float, until: float) -> list[CurveFinding]:
+def judge_run(run: RunDir, *, since: float = math.nan, until: float = math.nan) -> list[CurveFinding]:
     """What is wrong with the curves of a run up to a time; with memory and speed since another."""
     series = read_run_series(run, since=since, until=until)
     return judge_curves(series) or worse_than_untrained(series)

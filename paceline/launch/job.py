@@ -18,7 +18,9 @@ from typing import Any
 
 from paceline.config import Config, cache_dir
 from paceline.errors import Finding, PacelineError, PlanError
-from paceline.explain.evidence import read_samples
+from paceline.explain.curve_verdict import add_findings
+from paceline.explain.evidence import judge_run, read_samples
+from paceline.explain.explanation import HEALTHY, Explanation, format_summary
 from paceline.launch.attempts import Job
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import Digest, OnMetrics
@@ -224,6 +226,9 @@ class TrainingJob(Job):
         best = better_checkpoint(run.checkpoints, status.step or 0)
         take = "eval, sample and export take it with --step"
         best_lines = [f"best    val_bpb {best.val_bpb:.4f} at step {best.step:,}; {take} {best.step}"] if best else []
+        if findings := judge_run(run):
+            shown = format_summary(add_findings(Explanation(HEALTHY), findings))
+            best_lines.append(f"note    {shown}: paceline explain {run.quoted}")
         lines = [
             "",
             f"done    {format_number_of(status.step or 0, 'step')}{own_steps} in {format_duration(seconds)}, val_bpb {bpb}",

@@ -270,6 +270,15 @@ def test_the_closing_lines_name_a_checkpoint_that_is_clearly_better(job_on):
     assert "best    val_bpb 1.0000 at step 30; eval, sample and export take it with --step 30" in lines
 
 
+@pytest.mark.parametrize("last, is_noted", [(4.8, True), (3.1, False)])
+def test_the_closing_lines_say_what_is_wrong_with_the_curves(job_on, last, is_noted):
+    job = job_on(lambda: TWO)
+    for step, val_bpb in ((0, 4.1), (20, 5.3), (40, last)):
+        append_json_line(job.run.metrics, {"step": step, "val_bpb": val_bpb})
+    lines = job.closing_lines(Outcome("finished", 0, 1, []), seconds=5.0, time_line="time")
+    assert any(line.startswith("note    the loss diverges: val_bpb is 4.1 at step 0") for line in lines) == is_noted
+
+
 def test_what_a_resume_cannot_change_is_refused_with_a_command_that_works(job_on, tmp_path, monkeypatch):
     run, text = job_on(lambda: TWO).run, tmp_path / "t.txt"
     run.config_toml.write_text(format_toml(replace(CONFIG, name="run", data=str(text))))

@@ -234,7 +234,7 @@ def advise_depth(
 ) -> tuple[Advice, list[str]]:
     """Returns the deepest model whose whole run ends within --time or --budget, and lines about the time that is left and the text.
 
-    It is trained longer than by the rules where that fills the time, unless --tokens-per-param is set. num_rows: of one epoch of the
+    It is trained longer than by the rules where that fills the time, unless --tokens-per-param is set. num_rows: of an epoch of the
     text, an estimate too; 0 where it is not known.
     """
     fixed = [name for name in ("n_embd", "n_kv_head", "num_steps") if getattr(config, name) is not None]

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from paceline.errors import UsageError, nearest, nearest_choice
 from paceline.other_names import OTHER_OPTIONS
+from paceline.terminal import HelpFormatter
 from paceline.units import format_list, likely_number, whole_number
 
 T = TypeVar("T")
@@ -270,17 +271,6 @@ def normalize(args: Sequence[str], *, command: str, options: type) -> list[str]:
     return [*words, "--", *others] if others else words
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    """Keeps the paragraphs of a docstring and the lines of its examples, and shows a switch without a value."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        fill, parts = super()._fill_text, text.split("\n\n")
-        return "\n\n".join(part if part.startswith("examples:") else fill(part, width, indent) for part in parts)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        return str(action.metavar or super()._format_action_invocation(action))
-
-
 def make_parser(command: str, options: type) -> argparse.ArgumentParser:
     """The parser of a command; the dataclass's docstring ends with its examples, lines that begin with `$ `."""
     parameters = parameters_of(options)
@@ -292,12 +282,15 @@ def make_parser(command: str, options: type) -> argparse.ArgumentParser:
         elif parameter.positional:
             text = f"{parameter.value_name} ..." if parameter.many else parameter.value_name
             usage.insert(2, text if parameter.default is ... else f"[{text}]")
+    own = (
+        parameters if "config" not in parameters else inspect.get_annotations(options)
+    )  # the others are keys of a config
     prose, _, examples = inspect.cleandoc(options.__doc__ or "").partition("\n\n$ ")
     parser = argparse.ArgumentParser(
         usage=" ".join(usage),
         description=prose,
         epilog="examples:\n  " + examples.replace("\n$ ", "\n  "),
-        formatter_class=partial(HelpFormatter, max_help_position=30),
+        formatter_class=partial(HelpFormatter, max_help_position=30, own=own),
         allow_abbrev=False,
     )
     add_parameters(parser, options)

@@ -1,6 +1,6 @@
 """
 Text on the screen: the progress of long work, as a bar or a line on a terminal and as plain lines in a pipe; tables of facts;
-and the columns that texts take.
+the columns that texts take; and the lines of --help.
 
 Every command prints through a PlainStream, so no run's name, log or exception can steer the terminal. Files of --out are
 written here too.
@@ -8,6 +8,7 @@ written here too.
 Rich is imported when a bar is drawn.
 """
 
+import argparse
 import errno
 import fcntl
 import os
@@ -17,10 +18,12 @@ import signal
 import sys
 import termios
 import time
+import tomllib
 import unicodedata
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, TextIO
@@ -309,3 +312,32 @@ def has_input() -> bool:
     except OSError:  # it is closed, or a device
         return False
     return is_piped and waiting[0] > 0
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Keeps the paragraphs of a docstring and the lines of its examples, and shows a switch without a value.
+
+    own: the options that are no keys of a config; of the others it shows what the config tiny sets, which is used without CONFIG.
+    """
+
+    def __init__(self, *args: Any, own: Collection[str], **settings: Any):
+        super().__init__(*args, **settings)
+        self._own = own
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill, parts = super()._fill_text, text.split("\n\n")
+        return "\n\n".join(part if part.startswith("examples:") else fill(part, width, indent) for part in parts)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return str(action.metavar or super()._format_action_invocation(action))
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        value, text = tiny_values().get(action.dest), str(action.help)
+        return text if value is None or action.dest in self._own or f"[{value}]" in text else f"{text} (tiny: {value})"
+
+
+@cache
+def tiny_values() -> dict[str, Any]:
+    """Returns the keys that the config tiny sets."""
+    values: dict[str, Any] = tomllib.loads(Path(__file__).with_name("configs").joinpath("tiny.toml").read_text("utf-8"))
+    return values

@@ -8,6 +8,7 @@ empty or cut ends it with an error that names the file.
 import json
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ from paceline.rundir import (
     read_text,
     resume_command,
     unreadable_file,
+    write_atomic,
 )
 
 T = TypeVar("T")
@@ -144,18 +146,21 @@ def read_run_file(path: Path, parse: Callable[[str], T]) -> T:
         return parse(text)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, tomllib.TOMLDecodeError) and (line := toml_line(text, error)):
-            fix = f"correct that line in {shlex.quote(str(path))}, or restore the file, such as from a copy of the run"
+            fix = f"correct that line in {shlex.quote(str(path))}, or {restore_fix(path)}"
             raise PacelineError(f"{path} is not valid TOML: {line}", fix=fix) from error
         tells_line = isinstance(error, (json.JSONDecodeError, tomllib.TOMLDecodeError))
         raise damaged(path, f"is damaged: {error}" if tells_line else "is damaged") from error
 
 
 def toml_line(text: str, error: tomllib.TOMLDecodeError) -> str:
-    """Returns the line that is not TOML and what is wrong with it; empty where the error has no line."""
-    if (place := re.search(r"(.*) \(at line (\d+), column \d+\)$", str(error), re.DOTALL)) is None:
+    """Returns the line that is not TOML, the last one of a cut file, and what is wrong; empty where the error has no place."""
+    place = re.search(r"(.*) \(at (?:line (\d+), column \d+|end of document)\)$", str(error), re.DOTALL)
+    if place is None:
         return ""
-    line = text.split("\n")[int(place[2]) - 1].strip()
-    return f"line {place[2]}, `{line[:MAX_LINE]}`: {place[1]}"
+    lines = text.rstrip().split("\n")
+    number = int(place[2] or len(lines))
+    where = f"line {number}, `{lines[number - 1].strip()[:MAX_LINE]}`" if number <= len(lines) else f"line {number}"
+    return f"{where}: {place[1]}" + ("" if place[2] else ", and the file ends there")
 
 
 def damaged(path: Path, problem: str) -> PacelineError:
@@ -165,7 +170,35 @@ def damaged(path: Path, problem: str) -> PacelineError:
         other += f" with its weights: paceline train --init-from {run.quoted} --name NEW"
     elif path != run.config_toml:
         other += f" with paceline train {shlex.quote(str(run.config_toml))} --name NEW"
-    return PacelineError(f"{path} {problem}", fix=f"restore it, such as from a copy of the run, or {other}")
+    return PacelineError(f"{path} {problem}", fix=f"{restore_fix(path)}, or {other}")
+
+
+def restore_fix(path: Path) -> str:
+    """Returns how a file of a run folder comes back: config.toml from the events of the run's attempts."""
+    run = RunDir(path.parent)
+    if path != run.config_toml or not launched_config(run):
+        return "restore it, such as from a copy of the run"
+    code = "import sys; from paceline.typed_fields import restore_config; restore_config(sys.argv[1])"
+    return f"write it as the last attempt had it: {shlex.join([sys.executable, '-c', code, str(run.path)])}"
+
+
+def launched_config(run: RunDir) -> dict[str, Any]:
+    """Returns the config of the last attempt of paceline's own trainer that an event has; empty without one."""
+    with suppress(OSError):
+        configs = [event.get("config") for event in read_json_lines(run.events) if event.get("event") == "launch"]
+        return next((config for config in reversed(configs) if isinstance(config, dict) and "depth" in config), {})
+    return {}
+
+
+def restore_config(folder: str) -> None:
+    """Writes the config.toml of a run from its events; a damaged one is kept as config.toml.damaged."""
+    run = RunDir(Path(folder))
+    values = {key: value for key, value in launched_config(run).items() if value is not None}
+    with suppress(FileNotFoundError):
+        run.config_toml.replace(f"{run.config_toml}.damaged")
+    # JSON's strings are TOML's, except for the one character that JSON does not escape
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items()]
+    write_atomic(run.config_toml, "".join(lines).replace("\x7f", "\\u007f"))
 
 
 def damaged_files(run: RunDir) -> list[str]:

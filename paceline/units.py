@@ -11,6 +11,7 @@ from typing import Any
 
 GIB = 1 << 30
 MIB = 1 << 20
+BYTES_PER_TOKEN = 4  # of text, as a rule
 REPORTED_BY_SHELLS = {4, 6, 7, 8, 9, 11, 15}  # signals, as 128 + number; programs themselves return 129 and 130 too
 
 

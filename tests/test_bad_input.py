@@ -192,7 +192,7 @@ CASES = [
     ("eval without its text", lambda d: ["eval", run_without(d, "dataset.json", None)], 1, "dataset.json is missing", "--name NEW"),
     ("eval with an empty config", lambda d: ["eval", run_without(d, "config.toml", "")], 1, "config.toml is empty", "new run"),
     ("resume with a config that is cut", lambda d: ["resume", run_without(d, "config.toml", "depth = ")], 1,
-     "config.toml is damaged: Invalid value (at ", "restore it"),
+     "config.toml is not valid TOML: line 1, `depth =`: Invalid value, and the file ends there", "correct that line in "),
     ("a run whose config has a wrong value", lambda d: ["resume", run_without(d, "config.toml", "depth = 2\nnum_steps = lots\n")],
      1, "config.toml is not valid TOML: line 2, `num_steps = lots`: Invalid value", "correct that line in "),
     ("train with a config with a wrong value", lambda d: ["train", put(d, "a.toml", "depth = 2\nnum_steps = lots\n")], 1,

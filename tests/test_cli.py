@@ -18,8 +18,9 @@ import paceline
 from paceline import options, run_options
 from paceline.cli import COMMANDS, run_command
 from paceline.command_line import parameters_of, parse
-from paceline.config import KEYS
+from paceline.config import KEYS, Config
 from paceline.errors import UsageError
+from paceline.terminal import tiny_values
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -111,6 +112,17 @@ def test_the_help_of_train_shows_every_key_with_its_default(capsys):
         assert f"--{key.replace('_', '-')}" in text
     headings = re.findall(r"^(\w+):$", text, re.MULTILINE)
     assert headings[1:5] == ["run", "text", "model", "batch"] and headings.index("trouble") < headings.index("Slurm")
+
+
+def test_the_help_shows_what_tiny_sets_where_a_command_takes_a_config(capsys):
+    run_command(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for key, value in tiny_values().items():
+        assert f"(tiny: {value})" in text or getattr(Config, key) == value
+    assert "tokens of the tokenizer that is trained [32768] (tiny: 4096)" in text
+    for name in ("resume", "emit compose", "watch"):
+        run_command([*name.split(), "--help"])
+        assert ("(tiny: " in capsys.readouterr().out) == (name == "emit compose")
 
 
 def test_the_help_of_data_prepare_shows_the_keys_that_it_uses_and_all_others_are_taken(capsys):

@@ -1,6 +1,8 @@
 """One way to configure: defaults < file < flags, every wrong value refused with what would be right."""
 
 import shlex
+import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from paceline.config import KEYS, Config, cache_dir, format_flags
 from paceline.config_file import format_toml, load_config, resolve_config
 from paceline.errors import PacelineError, UsageError
 from paceline.options import ConfigOptions
+from paceline.rundir import RunDir, append_event
 from paceline.typed_fields import find_training_run
 
 USAGE = "paceline train [CONFIG] [--key value ...] [options]"
@@ -584,3 +587,33 @@ def test_an_export_beside_the_runs_does_not_hide_the_run_of_its_name(trained):
 
 def test_nanogpt_s_value_for_random_weights_is_auto(tmp_path):
     assert load_config(write(tmp_path / "a.py", "init_from = 'scratch'\n"), {})[0].init_from is None
+
+
+def test_a_config_that_is_cut_is_written_again_from_the_run_s_events(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(Path("runs/old"))
+    run.path.mkdir(parents=True)
+    append_event(run, "launch", config=asdict(Config(depth=2)))
+    config = Config(depth=3, name="old", data='B\u00fccher \U0001f642\x7f"', unembedding_lr=1e-05, packing="best-fit")
+    append_event(run, "launch", config=asdict(config))
+    run.events.write_text(run.events.read_text() + '{"event": "lau')
+    run.config_toml.write_text("depth = 3\ndata = ")
+    with pytest.raises(PacelineError) as error:
+        find_training_run("old", runs_dir="runs")
+    assert error.value.message.endswith("line 2, `data =`: Invalid value, and the file ends there")
+    command = error.value.fix.partition(" as the last attempt had it: ")[2]
+    subprocess.run(shlex.split(command), check=True)
+    assert load_config(run.config_toml, {})[0] == config
+    assert (run.path / "config.toml.damaged").read_text() == "depth = 3\ndata = "
+    assert find_training_run("old", runs_dir="runs").config_toml == run.config_toml
+
+
+def test_a_config_without_events_has_no_command_that_writes_it(tmp_path):
+    run = RunDir(tmp_path / "old")
+    run.path.mkdir()
+    run.config_toml.write_text("depth = 3\ndata = ")
+    for event in ({}, {"config": None}, {"config": {"command": ["x"]}}):  # of a script, of an earlier version
+        append_event(run, "launch", **event)
+        with pytest.raises(PacelineError) as error:
+            find_training_run(str(run.path), runs_dir="runs")
+        assert error.value.fix.endswith("or restore it, such as from a copy of the run")

@@ -421,13 +421,38 @@ def test_the_batch_may_follow_the_rows_of_a_sweep(capsys):
     )
 
 
-def test_time_that_is_left_is_offered_to_the_same_depth(capsys):
+def test_the_command_below_the_advice_fills_the_time(capsys):
     lines = plan(capsys, *TWO, "--time", "12h").splitlines()
     [offer] = [line for line in lines if " remain, as depths come in steps of width: " in line]
     tokens_per_param, depth = re.search(r"--tokens-per-param ([\d.]+) trains depth (\d+)", offer).groups()
-    longer = json.loads(plan(capsys, *TWO, "--time", "12h", "--tokens-per-param", tokens_per_param, "--json"))
-    assert longer["advice"]["depth"] == int(depth)
+    [command] = [line for line in lines if line.startswith("next")]
+    assert command.endswith(f" --depth {depth} --total-batch-size auto --tokens-per-param {tokens_per_param}")
+    longer = json.loads(plan(capsys, *TWO, "--time", "12h", "--json"))
+    assert longer["advice"]["num_tokens"] == longer["num_steps"] * longer["total_batch_size"]
     assert 11 < longer["cost"]["run"]["hours"]["expected"] <= 12
+    words = [*TWO, "--time", "12h", "--tokens-per-param", tokens_per_param]
+    assert " remain, " not in plan(capsys, *words)
+    assert json.loads(plan(capsys, *words, "--json"))["num_steps"] == longer["num_steps"]
+    shorter = json.loads(plan(capsys, *TWO, "--time", "12h", "--tokens-per-param", "12", "--json"))
+    assert shorter["num_steps"] < 0.7 * longer["num_steps"]
+
+
+def test_a_plan_says_how_often_a_text_is_read_that_is_not_prepared(capsys, tmp_path):
+    (tmp_path / "books.txt").write_bytes(b"a line\n" * 300_000)  # 525,000 tokens of 4 bytes
+    books = ["--gpu", "RTX 5090", "--data", str(tmp_path / "books.txt")]
+    assert " tokens, about 2 epochs of the text\n" in plan(capsys, *books, "--num-steps", "2")
+    remark = "epochs of the text: more than about four improve the model little"
+    text = plan(capsys, *books, "--time", "12h")
+    depth = re.match(r"advice  depth (\d+) for ", text)[1]
+    assert re.search(rf"\ntext    about \d,\d00 {remark}\.\n +Use about [\d.]+ GiB of text, or a smaller model ", text)
+    assert re.search(rf"\nlength  .* tokens, about \d,\d00 {remark}\n", text)
+    assert " remain, " not in text and f" --depth {depth} --total-batch-size auto --num-steps " in text
+    assert "epochs of the text" not in plan(capsys, *TWO, "--num-steps", "1", "--data", "hf:someone/books")
+    assert "given in epochs" in refused(capsys, *books, "--epochs", "2")[0]  # which an estimate does not answer
+    assert re.search(
+        r"\ntext    [\d.]+B tokens are 4 epochs of about [\d.]+ GiB of text: --data SOURCE\n",
+        plan(capsys, *TWO, "--time", "12h"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -461,7 +486,7 @@ def test_the_advice_has_no_command_for_hosts_without_names_or_where_balanced_is_
 def test_what_is_left_of_a_budget_is_money(capsys):
     text = plan(capsys, *TWO, "--time", "100h", "--budget", "10", "--price", "1/gpu-hour")
     left, spent = re.search(
-        r"^ +([\d.]+) of 10 remain, as .* trains depth 16 for ([\d.]+) in 4h", text, re.MULTILINE
+        r" ([\d.]+) of 10 remain, as .* trains depth 16 for ([\d.]+) in 4h", text, re.MULTILINE
     ).groups()
     assert 1 < float(left) < 3
     assert 9 < float(spent) <= 10

@@ -16,6 +16,7 @@ map the shards, are imported when they are needed.
 
 import hashlib
 import json
+import math
 import re
 import shlex
 import sys
@@ -24,10 +25,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from paceline.config import Config, cache_dir
-from paceline.data.corpus import META, Progress, list_files
+from paceline.data.corpus import META, Progress, list_files, tokens_of_sizes
 from paceline.data.readers import SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file, tokenizer_vocab_size
 from paceline.errors import PacelineError, expand_home
@@ -95,7 +96,7 @@ def prepare(
     if (path / META).exists():
         return open_dataset(path)
 
-    from paceline.data.writer import new_folder, write_dataset
+    from paceline.data.writer import new_folder, print_notes, write_dataset
 
     custom_tokenizer = None if content is None else Tokenizer(content, name=str(tokenizer))
     with new_folder(path, progress=progress) as folder:
@@ -147,19 +148,6 @@ def print_texts_note(datasets: Sequence[TokenDataset]) -> None:
         print(f"note    {what}: --data SOURCE measures all of them on one text", file=sys.stderr)
 
 
-def print_notes(source: str, meta: dict[str, Any]) -> None:
-    """Says which text was left out or split, to stderr."""
-    if meta["empty_rows"]:
-        rows = format_number_of(meta["empty_rows"], "row")
-        print(f"note    {source}: left out {rows} whose text is null or empty", file=sys.stderr)
-    if meta["num_split_files"]:
-        split = format_number_of(meta["num_split_files"], ".txt file")
-        print(f"note    {source}: {split} split into documents at each <|endoftext|>; .md keeps it", file=sys.stderr)
-    if meta["num_shared_documents"]:
-        shared = format_number_of(meta["num_shared_documents"], "document")
-        print(f"note    {source}: val_bpb comes out too low, as --val-data has {shared} of it too", file=sys.stderr)
-
-
 def vocab_size_of(config: Config, meta: Mapping[str, Any] | None) -> int:
     """Returns the vocabulary that a run of this config has: of its prepared text, else of its tokenizer file.
 
@@ -182,11 +170,19 @@ def print_vocab_size_note(config: Config, actual: int, *, set_keys: Collection[s
         print(f"note    {text}", file=sys.stderr)
 
 
-def known_sizes(config: Config, *, set_keys: Collection[str] = ()) -> tuple[int, int]:
-    """Returns for a plan the rows of one epoch of this config's text, and its vocabulary. set_keys: those of the command line.
+class TextSizes(NamedTuple):
+    """The rows of one epoch, 0 where the text is not prepared on this host; then about_rows is an estimate, 0 without one."""
 
-    The rows are 0 where the text is paceline's own or is not prepared on this host; the vocabulary is vocab_size, and a note
-    says so, where the tokenizer file cannot be read here.
+    num_rows: int
+    vocab_size: int
+    about_rows: int = 0
+
+
+def known_sizes(config: Config, *, set_keys: Collection[str] = ()) -> TextSizes:
+    """Returns for a plan what is known of this config's text. set_keys: those of the command line.
+
+    Both numbers of rows are 0 for paceline's own text that nobody asked for: the plan may be for any. The vocabulary is vocab_size,
+    and a note says so, where the tokenizer file cannot be read here.
     """
     meta = prepared_meta(config)
     try:
@@ -195,9 +191,29 @@ def known_sizes(config: Config, *, set_keys: Collection[str] = ()) -> tuple[int,
         print(f"note    a vocabulary of {config.vocab_size:,} is assumed: {error.message}", file=sys.stderr)
         vocab_size = config.vocab_size
     print_vocab_size_note(config, vocab_size, set_keys=set_keys)
-    if config.data == Config.data or config.packing != "stream" or meta is None:
-        return 0, vocab_size
-    return -(-(meta["splits"]["train"]["num_tokens"] - 1) // config.sequence_len), vocab_size
+    if config.data == Config.data and "data" not in set_keys:
+        return TextSizes(0, vocab_size)
+    num_tokens = about_tokens(config) if meta is None else meta["splits"]["train"]["num_tokens"]
+    rows = -(-max(0, num_tokens - 1) // config.sequence_len)
+    is_exact = meta is not None and config.packing == "stream"
+    return TextSizes(rows, vocab_size) if is_exact else TextSizes(0, vocab_size, rows)
+
+
+def about_tokens(config: Config) -> int:
+    """Estimates the tokens to train on: by the nearest vocabulary that the same text is prepared for, else by its bytes."""
+    folder, known = expand_home(cache_dir(config)) / "data", dict[float, int]()
+    with suppress(PacelineError):
+        files = list_files(config.data, val_source=config.val_data, text_field=config.text_field)
+        name_of = partial(dataset_path, files, cache_dir=cache_dir(config))
+        for path in folder.glob(f"*/{META}"):
+            with suppress(OSError, ValueError, LookupError, TypeError):  # damaged
+                meta = json.loads(path.read_bytes())
+                trained, ratio = meta["requested_vocab_size"], meta["vocab_size"] / config.vocab_size
+                digest, is_alike = None if trained else meta["tokenizer_hash"], meta["num_files"] == len(files)
+                if is_alike and path.parent == name_of(tokenizer_hash=digest, vocab_size=trained):
+                    known[abs(math.log(ratio))] = meta["splits"]["train"]["num_tokens"]
+        return known[min(known)] if known else tokens_of_sizes(files)
+    return 0
 
 
 def prepared_meta(config: Config) -> dict[str, Any] | None:
@@ -342,10 +358,7 @@ def format_prepared(dataset: TokenDataset, config: Config, *, file: str | None, 
     """
     facts = data_info(dataset)
     train, val = (facts["splits"][name]["num_tokens"] for name in ("train", "val"))
-    files, documents = (
-        format_number_of(facts["num_files"], "file"),
-        format_number_of(facts["num_documents"], "document"),
-    )
+    files, documents = (format_number_of(facts[f"num_{name}s"], name) for name in ("file", "document"))
     seconds = (facts.get("train_tokenizer_s") or 0.0) + facts["tokenize_s"]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (keys or {}).items()]
     took = f"{seconds:.1f}s" if seconds < 60 else format_duration(seconds)

@@ -27,6 +27,7 @@ from paceline.data.readers import Document, ReadNotes, SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer_on
 from paceline.file_systems import NoLocks, cannot_write, try_lock
 from paceline.rundir import utc_now
+from paceline.units import format_number_of
 
 Batch = tuple[list[Document], list[npt.NDArray[Any]], float]  # documents, the tokens of each, source bytes read so far
 # of text encoded at a time: enough to keep cores busy, little enough that Ctrl-C is answered at once
@@ -145,6 +146,19 @@ def write_dataset(
         "train_tokenizer_s": round(trained - start, 3),
         "tokenize_s": round(time.monotonic() - trained, 3),
     }
+
+
+def print_notes(source: str, meta: dict[str, Any]) -> None:
+    """Says which text was left out or split, to stderr."""
+    if meta["empty_rows"]:
+        rows = format_number_of(meta["empty_rows"], "row")
+        print(f"note    {source}: left out {rows} whose text is null or empty", file=sys.stderr)
+    if meta["num_split_files"]:
+        split = format_number_of(meta["num_split_files"], ".txt file")
+        print(f"note    {source}: {split} split into documents at each <|endoftext|>; .md keeps it", file=sys.stderr)
+    if meta["num_shared_documents"]:
+        shared = format_number_of(meta["num_shared_documents"], "document")
+        print(f"note    {source}: val_bpb comes out too low, as --val-data has {shared} of it too", file=sys.stderr)
 
 
 class SplitWriter:

@@ -90,7 +90,7 @@ def cluster_job(options: EmitOptions) -> ClusterJob:
         raise UsageError("the length is given in epochs, and a plan does not read the text", fix=fix)
     machine = machine_of(options.gpu, options.gpus, num_hosts(config))
     texts, flags = place_texts(config)
-    cache, (_, vocab_size) = cache_dir(config), known_sizes(config)
+    cache, vocab_size = cache_dir(config), known_sizes(config).vocab_size
     config_there = replace(config, hosts=None)
     plan = forecast(config_there, machine, cache=cache, vocab_size=vocab_size, num_rows=0, is_whole=False).plan
     preempt = [f"--preempt-from={options.preempt_from}"] if options.preempt_from else []

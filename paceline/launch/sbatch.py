@@ -297,7 +297,7 @@ def plan_job(config: Config, partition: Partition, *, nodes: int, gpus: int | No
             machine = imagined_machine(find_gpu(partition.gpu_kind or ""), gpus=gpus, hosts=nodes)
     if machine is None or config.epochs is not None:
         return None
-    return forecast(config, machine, cache=cache_dir(config), vocab_size=known_sizes(config)[1], num_rows=0)
+    return forecast(config, machine, cache=cache_dir(config), vocab_size=known_sizes(config).vocab_size, num_rows=0)
 
 
 def check_length(length: JobLength, estimate: Forecast | None) -> None:

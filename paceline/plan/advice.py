@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from paceline.config import LENGTH_KEYS, Config, ModelConfig, format_flags
 from paceline.config_file import PACKAGED, find_config, load_config
-from paceline.errors import Finding, PlanError, UsageError
+from paceline.errors import Change, Finding, PlanError, UsageError
 from paceline.options import PlanOptions
 from paceline.plan.estimate import Range
 from paceline.plan.shapes import num_evaluations
@@ -124,10 +124,17 @@ class Advice:
     seconds: Range
     val_bpb: Range | None
     deeper: str = ""
+    tokens_per_param: float | None = None  # of a run that is longer than by the config's, so that it fills the time
 
     @property
     def depth(self) -> int:
         return self.setup.model.n_layer
+
+    @property
+    def length(self) -> Change:
+        """Returns the keys of the config that set it."""
+        longer = {"tokens_per_param": self.tokens_per_param, "num_steps": None}
+        return longer if self.tokens_per_param else {"num_steps": self.num_steps}
 
     @property
     def num_tokens(self) -> int:
@@ -195,15 +202,15 @@ def advise(
 
 def longer_run(
     advice: Advice, run_of_depth: Callable[..., Advice], config: Config, *, time_s: float, budget: float | None
-) -> str:
-    """Returns a line with what uses the time that the advice leaves; empty where it leaves little, or nothing does.
+) -> tuple[str, Advice]:
+    """Returns a line with what uses the time that the advice leaves, and the advice that does; no line where it leaves little.
 
-    Where memory ends first, it has the flags with which a deeper model fits; else the tokens_per_param. budget: the money that
-    time_s costs; None where the time is the limit.
+    Where memory ends first, the line has the flags with which a deeper model fits; else the tokens_per_param. budget: the money
+    that time_s costs; None where the time is the limit.
     """
     used = advice.seconds.expected / time_s
     if used > LITTLE_LEFT:
-        return ""
+        return "", advice
 
     def fits(depth: int, **keys: Any) -> Advice | None:
         with suppress(PlanError):
@@ -212,18 +219,19 @@ def longer_run(
         return None
 
     left = f"{budget * (1 - used):,.2f} of {budget:g}" if budget else format_duration(time_s - advice.seconds.expected)
-    remain = f"        {left} remain, as"
+    remain = f"        at {config.tokens_per_param:g} tokens per parameter {left} remain, as"
     memory_ends, deeper = "does not fit" in advice.deeper, advice.depth + 1
     changes = fuller_plans(config, advice.setup.device, advice.setup.precision) if memory_ends else ()
     if flags := [format_flags(change) for change in changes if fits(deeper, **change)]:
-        return f"{remain} memory ends first: depth {deeper} fits with {' or with '.join(flags)}"
+        return f"{remain} memory ends first: depth {deeper} fits with {' or with '.join(flags)}", advice
     more = math.floor(10 * config.tokens_per_param / used) / 10
     if not (longer := fits(advice.depth, tokens_per_param=more)):
-        return ""
+        return "", advice
     why = "memory ends first" if memory_ends else "depths come in steps of width"
     cost = f"{budget * longer.seconds.expected / time_s:,.2f} in " if budget else ""
     trains = f"trains depth {advice.depth} for {cost}{format_duration(longer.seconds.expected)}"
-    return f"{remain} {why}: --tokens-per-param {more:g} {trains}"
+    line = f"{remain} {why}: --tokens-per-param {more:g} {trains}"
+    return line, replace(longer, deeper=advice.deeper, tokens_per_param=more)
 
 
 def train_command(config: Config, file: str | None) -> str | None:
@@ -241,14 +249,14 @@ def train_command(config: Config, file: str | None) -> str | None:
     return f"paceline train {shlex.quote(name)} {format_flags(change)}"
 
 
-def format_advice(advice: Advice, *, limit: str, more: str, command: str | None) -> str:
-    """Returns the lines about the depth for a time or a budget. limit: either in the user's words. more: longer_run."""
+def format_advice(advice: Advice, *, limit: str, more: Iterable[str], command: str | None) -> str:
+    """Returns the lines about the depth for a time or a budget. limit: either in the user's words. more: other lines, or empty."""
     bpb = advice.val_bpb
     return (
         f"advice  depth {advice.depth} for {format_count(advice.num_tokens)} tokens is the most that"
         f" {limit} allows; {advice.deeper}\n"
         f"        val_bpb {f'{bpb.low:.3f} to {bpb.high:.3f}' if bpb else 'n/a: not measured on this text'}"
-        + (f"\n{more}" if more else "")
+        + "".join(f"\n{line}" for line in more if line)
         + (f"\nnext    {command}" if command else "")
     )
 

@@ -28,7 +28,7 @@ from paceline.plan.machine import Machine
 from paceline.plan.memory import checkpoint_bytes
 from paceline.plan.planner import SETUP_FIELDS, Plan, make_plan, threads_of
 from paceline.plan.precision import precision_name
-from paceline.plan.shapes import MIN_STEPS, choose_eval_tokens, num_params, steps_of_time
+from paceline.plan.shapes import MIN_STEPS, choose_eval_tokens, format_epochs, num_params, steps_of_time
 from paceline.plan.sizing import Measured, fuller_plans
 from paceline.plan.speeds import load_speeds
 from paceline.plan.step_time import StepSetup, StepTime, sending_seconds, step_time
@@ -63,6 +63,7 @@ class Forecast:
     step: StepTime
     run: RunCost | None
     levers: tuple[Lever, ...] | None  # None: not looked for
+    about_rows: int = 0  # as TextSizes has it: for the reader, no step follows from it
 
 
 def forecast(
@@ -222,8 +223,8 @@ def format_plan(plan: Plan, *, source: str) -> list[str]:
     return [model, f"text    {source}", *lines, *(f"note    {note}" for note in plan.notes)]
 
 
-def plan_lines(plan: Plan) -> list[str]:
-    """Returns model, step, length and device in a line each."""
+def plan_lines(plan: Plan, *, about_rows: int = 0) -> list[str]:
+    """Returns model, step, length and device in a line each. about_rows: as TextSizes has it."""
     model, accum = plan.model, plan.grad_accum_steps
     processes = format_number_of(plan.world_size, "CPU process", "CPU processes")
     on_cpu = f"{processes} x {format_number_of(plan.threads, 'thread')}"
@@ -238,9 +239,8 @@ def plan_lines(plan: Plan) -> list[str]:
     states += "" if plan.optimizer_states == "fp32" else ", 8-bit states"
     tokens = format_count(plan.num_steps * plan.total_batch_size)
     length = f"{format_number_of(plan.num_steps, 'step')}, {tokens} tokens"
-    if plan.epochs:
-        length += f", {plan.epochs:.3g} epochs" if plan.epochs < 100 else f", {plan.epochs:,.0f} epochs"
-        length += ": more than about four improve the model little" if plan.epochs > 10 else ""
+    epochs = format_epochs(plan.epochs) or format_epochs(plan.epochs_of(about_rows), is_estimate=True)
+    length += f", {epochs}" if epochs else ""
     if plan.time is not None:
         length += ", the fewest of a run by time" * (plan.num_steps == MIN_STEPS)
         about = f": about {length}" if plan.cost.get("seconds") else ""
@@ -295,7 +295,7 @@ def format_forecast(forecast: Forecast) -> str:
     """Returns the screen of a forecast, as wide as the terminal; longer lines continue under their first word."""
     width = min(120, shutil.get_terminal_size((120, 24)).columns)  # longer lines are not read
     blocks = [
-        plan_lines(forecast.plan),
+        plan_lines(forecast.plan, about_rows=forecast.about_rows),
         memory_lines(forecast.plan, bar_width=max(10, min(BAR_WIDTH, width - BEFORE_BAR))),
         time_lines(forecast),
         assumed_lines(forecast),

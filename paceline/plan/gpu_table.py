@@ -42,6 +42,7 @@ class GpuSpec:
     pcie_gen: int | None  # None: not known, or the host is reached by another link
     pcie_lanes: int | None
     nvlink_bytes_per_s: float | None  # each direction, all links of the card; a bridge may have to be bought
+    peer_bytes_per_s: float | None  # each direction, to each other GPU of the host
     watts: int  # board power as shipped
 
 
@@ -73,6 +74,7 @@ def make_spec(name: str, row: Mapping[str, Any]) -> GpuSpec:
         "pcie_gen": pcie_gen,
         "pcie_lanes": pcie_lanes,
         "nvlink_bytes_per_s": row["nvlink_gb_per_s"] * 1e9 if "nvlink_gb_per_s" in row else None,
+        "peer_bytes_per_s": row["peer_gb_per_s"] * 1e9 if "peer_gb_per_s" in row else None,
         "watts": row["watts"],
     }
     known = [figure for figure, value in figures.items() if value is not None]

@@ -23,6 +23,7 @@ THROUGH_HOST_SHARE = 0.45  # of a lane's rate: 15 of 31.5 GB/s and 28 of 63 were
 DIRECT_SHARE = 0.85  # 54 of 63 GB/s
 ETHERNET_SHARE = 0.9  # of the wire, for TCP's headers and framing
 INFINIBAND_SHARE = 0.92
+FABRIC_SHARE = 0.75  # 48 of 64 GB/s: AMD's figure of what is usable of a link between two MI300X
 NVLINK_SHARE = 0.8  # 360 of 450 GB/s: NCCL's all-reduce on an 8x H100 board, without NVLink SHARP
 INFINIBAND_GBITS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}  # four lanes
 LATENCY_S = {"pcie": 30e-6, "nvlink": 15e-6, "ib": 20e-6, "ethernet": 100e-6}
@@ -164,6 +165,9 @@ def inner_link(spec: GpuSpec | None, *, num_gpus: int, device: str) -> Link | No
         return None
     if spec.nvlink_bytes_per_s is not None and not spec.consumer:
         return _nvlink(spec.nvlink_bytes_per_s, source=f"assumed: the NVLinks of {spec.name} all connected")
+    if spec.peer_bytes_per_s is not None:
+        rate = FABRIC_SHARE * spec.peer_bytes_per_s * (num_gpus - 1)
+        return Link("Infinity Fabric", rate, LATENCY_S["nvlink"], f"assumed: a link between any two {spec.name}", 0.25)
     if spec.pcie_gen is None or spec.pcie_lanes is None:
         return None
     lanes, slots = slot_lanes(spec.pcie_lanes, spec.consumer, num_gpus)

@@ -7,16 +7,20 @@ the table stays usable, with `spec` None.
 """
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.config import ATTENTION, FLASH, MAX_HOSTS, Config, ModelConfig
-from paceline.errors import PlanError, UsageError
+from paceline.errors import PacelineError, PlanError, UsageError
 from paceline.plan.gpu_table import COUNTED, GpuSpec, find_gpu, spec_of
 from paceline.plan.host import probe_cpu_bf16, probe_cpu_cores, probe_memory_bytes
 from paceline.plan.nvml import list_gpus, visible_devices
 from paceline.plan.shapes import window_sizes
 from paceline.units import MIB
+
+NO_CUDA = "Torch not compiled with CUDA enabled"  # PyTorch's own words
 
 
 @dataclass(frozen=True)
@@ -203,3 +207,18 @@ def needs_no_link(compared: Sequence[str], gpus: int | None, machine: Machine) -
     """Returns whether this is one card alone in a comparison that has several cards elsewhere. gpus: of names without a number."""
     counts = (int(counted[1]) if (counted := COUNTED.fullmatch(name)) else gpus or 1 for name in compared)
     return len(machine.gpus) == machine.hosts == 1 < max(counts, default=1)
+
+
+def run_module(module: str, *args: str, stdin: str = "") -> str:
+    """Returns what a module of paceline prints as a process of its own; raises PacelineError where it fails."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", module, *args], input=stdin, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
+        last = next((line for line in reversed(lines) if line.strip()), "no output")
+        if NO_CUDA in last:
+            fix = "paceline check prints which wheel to install; or --device cpu"
+            raise PacelineError("this PyTorch was built without CUDA, so it cannot use the GPUs here", fix=fix)
+        raise PacelineError(f"{module} ended with {done.returncode}: {last}", fix=f"python -m {module}")
+    return done.stdout

@@ -65,7 +65,11 @@ class Plan(RunSetup):
 
     @property
     def epochs(self) -> float | None:
-        return self.num_steps * self.rows_per_step / self.num_rows if self.num_rows else None
+        return self.epochs_of(self.num_rows)
+
+    def epochs_of(self, num_rows: int) -> float | None:
+        """Returns how often the run reads a text of so many rows; None where there are none."""
+        return self.num_steps * self.rows_per_step / num_rows if num_rows else None
 
     def to_json(self) -> str:
         """Returns the text of plan.json."""

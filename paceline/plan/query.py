@@ -5,8 +5,6 @@
 """
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -37,9 +35,9 @@ from paceline.plan.advice import (
 from paceline.plan.forecast import Forecast, forecast, format_exact, format_forecast, format_kwh, format_seconds
 from paceline.plan.gpu_table import COUNTED
 from paceline.plan.links import read_link
-from paceline.plan.machine import Machine, machine_of, needs_no_link, num_hosts
+from paceline.plan.machine import Machine, machine_of, needs_no_link, num_hosts, run_module
 from paceline.plan.planner import Plan, make_model_config, memory_setup
-from paceline.plan.shapes import batch_of_horizon, choose_num_steps, num_params
+from paceline.plan.shapes import batch_of_horizon, choose_num_steps, num_params, text_remark
 from paceline.plan.sizing import DoesNotFit, divisors
 from paceline.plan.speeds import Speeds, keep_speeds
 from paceline.terminal import progress_line, table_lines
@@ -58,10 +56,8 @@ NOT_BESIDE = {  # options of which the first would leave the others unused
 COLUMNS = ("rows", "batch", "memory", "of card", "fits", "checkpointing", "step", "tok/s", "mfu", "run", "kWh")
 VERDICTS = {"fits": "yes", "does not fit": "no", "undecidable": "perhaps", None: "n/a"}
 NO_ROWS = "--follow-rows needs --sweep device_batch_size"
-# returns the rows of one epoch of the text, 0 if not known, and its vocabulary, which depend on TEXT_KEYS
-SizesOf = Callable[[Config], tuple[int, int]]
+SizesOf = Callable[[Config], tuple[int, int, int]]  # prepare.TextSizes of the text, which depend on TEXT_KEYS
 TEXT_KEYS = ("data", "val_data", "text_field", "tokenizer", "vocab_size", "sequence_len", "packing")
-NO_CUDA = "Torch not compiled with CUDA enabled"  # PyTorch's own words
 
 
 def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], sizes_of: SizesOf) -> str:
@@ -84,9 +80,9 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], sizes_o
 
     def forecast_of(changed: Config, gpu: str | None = options.gpu, **settings: bool) -> Forecast:
         is_same_text = all(getattr(changed, key) == getattr(config, key) for key in TEXT_KEYS)
-        num_rows, vocab_size = sizes if is_same_text else sizes_of(changed)
+        num_rows, vocab_size, about_rows = sizes if is_same_text else sizes_of(changed)
         machine = planned_machine(options, gpu, hosts or num_hosts(config))
-        return forecast(
+        result = forecast(
             changed,
             machine,
             cache=cache_dir(changed),
@@ -97,6 +93,7 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], sizes_o
             price=price,
             **settings,
         )
+        return replace(result, about_rows=about_rows)
 
     one_of_many = partial(forecast_of, is_whole=False)
     if options.measure:
@@ -107,12 +104,10 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine], sizes_o
         return table("GPU", [(name, partial(one_of_many, config, name)) for name in compared], as_json=options.json)
     if options.sweep is not None:
         return sweep(lambda change: resolve({**options.keys, **change}, print_notes=False), options, one_of_many)
-    advice, more = None, ""
+    advice, more = None, list[str]()
     if options.time or options.budget:
-        advice, more = advise_depth(config, options, price, one_of_many)
-        if options.config is not None and advice.depth != config.depth:
-            more = f"{more}\n        depth {config.depth} of {options.config} is not taken; train takes it".lstrip("\n")
-        config = with_values(config, depth=advice.depth, num_steps=advice.num_steps, time=None)
+        advice, more = advise_depth(config, options, price, one_of_many, num_rows=sizes[0] or sizes[2])
+        config = with_values(config, depth=advice.depth, time=None, **advice.length)
     result = forecast_of(config)
     if price is not None and (result.run is None or result.run.money is None):
         raise without_cost(result, options)
@@ -230,9 +225,18 @@ def measure_here(forecast: Forecast, options: PlanOptions, *, cache: Path) -> No
 
 
 def advise_depth(
-    config: Config, options: PlanOptions, price: Price | None, forecast_of: Callable[..., Forecast]
-) -> tuple[Advice, str]:
-    """Returns the deepest model whose whole run ends within --time or --budget, and a line about the time that is left."""
+    config: Config,
+    options: PlanOptions,
+    price: Price | None,
+    forecast_of: Callable[..., Forecast],
+    *,
+    num_rows: int,
+) -> tuple[Advice, list[str]]:
+    """Returns the deepest model whose whole run ends within --time or --budget, and lines about the time that is left and the text.
+
+    It is trained longer than by the rules where that fills the time, unless --tokens-per-param is set. num_rows: of an epoch of the
+    text, an estimate too; 0 where it is not known.
+    """
     fixed = [name for name in ("n_embd", "n_kv_head", "num_steps") if getattr(config, name) is not None]
     fixed += ["depth"] if "depth" in options.keys else []
     if fixed:
@@ -261,7 +265,14 @@ def advise_depth(
         spent=partial(format_spent, options=options, limits=limits),
     )
     budget = options.budget if limits.get("budget") == time_s else None
-    return advice, longer_run(advice, run_of_depth, config, time_s=time_s, budget=budget)
+    text_tokens = None if config.data == Config.data and "data" not in options.keys else num_rows * config.sequence_len
+    remark, line = partial(text_remark, text_tokens=text_tokens, tokens_per_param=config.tokens_per_param), ""
+    if text_tokens is None or not remark(advice.setup.model, advice.num_tokens):  # a longer run needs the text
+        line, longer = longer_run(advice, run_of_depth, config, time_s=time_s, budget=budget)
+        advice = advice if "tokens_per_param" in options.keys else longer
+    taken = options.config is None or advice.depth == config.depth
+    unused = "" if taken else f"        depth {config.depth} of {options.config} is not taken; train takes it"
+    return advice, [line, unused, remark(advice.setup.model, advice.num_tokens)]
 
 
 def sweep(
@@ -363,7 +374,7 @@ def forecast_json(
     forecast: Forecast, *, exact: Mapping[str, Any] | None = None, advice: Advice | None = None
 ) -> dict[str, Any]:
     """Returns what --json prints: the plan as plan.json, with levers, the trace and the advice."""
-    values: dict[str, Any] = json.loads(forecast.plan.to_json())
+    values: dict[str, Any] = json.loads(forecast.plan.to_json()) | {"about_rows": forecast.about_rows}
     if forecast.levers is not None:
         values["levers"] = [asdict(lever) for lever in forecast.levers]
     if exact is not None:
@@ -378,18 +389,3 @@ def exact_facts(plan: Plan) -> dict[str, Any]:
     setup = json.dumps(asdict(memory_setup(plan)))
     facts: dict[str, Any] = json.loads(run_module("paceline.train.exact", stdin=setup).splitlines()[-1])
     return facts
-
-
-def run_module(module: str, *args: str, stdin: str = "") -> str:
-    """Returns what a module of paceline prints as a process of its own; raises PacelineError where it fails."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", module, *args], input=stdin, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
-        last = next((line for line in reversed(lines) if line.strip()), "no output")
-        if NO_CUDA in last:
-            fix = "paceline check prints which wheel to install; or --device cpu"
-            raise PacelineError("this PyTorch was built without CUDA, so it cannot use the GPUs here", fix=fix)
-        raise PacelineError(f"{module} ended with {done.returncode}: {last}", fix=f"python -m {module}")
-    return done.stdout

@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from paceline.config import Config, ModelConfig
+from paceline.units import BYTES_PER_TOKEN, format_bytes, format_count
 
 FP32, NARROW, INT64 = 4, 2, 8  # bytes of an element
 ELEMENT_BYTES = {"fp32": FP32, "bf16": NARROW, "fp16": NARROW}  # by the config's precision
@@ -32,6 +33,7 @@ MIN_STEPS = 60  # of a run whose length is a time: with fewer steps the loss har
 EVAL_SHARE = 0.1  # of a run's time, for all its evaluations
 EVAL_COST = 0.5  # of evaluating a token, in the time of training on one; the forward alone is a third
 MAX_EVAL_TOKENS = 1 << 20
+MANY_EPOCHS, GOOD_EPOCHS = 10, 4  # more than four improve the model little: arXiv 2305.16264
 SHORT_WINDOW_MULTIPLE = 128
 
 
@@ -163,6 +165,36 @@ def choose_num_steps(config: Config, model: ModelConfig, *, total_batch_size: in
         rows_per_step = total_batch_size // model.sequence_len
         return max(1, -(-int(config.epochs * num_rows) // rows_per_step))
     return max(1, round(horizon_tokens(model, tokens_per_param=config.tokens_per_param) / total_batch_size))
+
+
+def format_epochs(epochs: float | None, *, is_estimate: bool = False) -> str:
+    """Returns how often a run reads its text, and beyond MANY_EPOCHS that this is too often; empty where it is not known."""
+    if not epochs:
+        return ""
+    digits = 2 if is_estimate else 3
+    shown = (
+        f"{epochs:.{digits}g}" if epochs < 100 else f"{round(epochs, (2 - len(str(int(epochs)))) * is_estimate):,.0f}"
+    )
+    remark = ": more than about four improve the model little" if epochs > MANY_EPOCHS else ""
+    return f"about {shown} epochs of the text{remark}" if is_estimate else f"{shown} epochs{remark}"
+
+
+def text_remark(model: ModelConfig, num_tokens: int, *, tokens_per_param: float, text_tokens: int | None) -> str:
+    """Returns what to do where a text is too little to train a model on so many tokens; empty where it is enough, or not known.
+
+    text_tokens: of one epoch; 0: not known; None: no text is chosen, and the line says how much it takes.
+    """
+    epochs, enough = num_tokens / (text_tokens or math.inf), format_bytes(num_tokens * BYTES_PER_TOKEN / GOOD_EPOCHS)
+    if text_tokens is None:
+        return f"text    {format_count(num_tokens)} tokens are {GOOD_EPOCHS} epochs of about {enough} of text: --data SOURCE"
+    if epochs <= MANY_EPOCHS:
+        return ""
+    models = (model_of_depth(model, depth) for depth in range(1, model.n_layer))
+    lengths = [horizon_tokens(smaller, tokens_per_param=tokens_per_param) for smaller in models]
+    depth = sum(length <= GOOD_EPOCHS * text_tokens for length in lengths)
+    smaller = f"--depth {depth}" if depth else f"paceline train tiny --epochs {GOOD_EPOCHS}"
+    remark = f"{format_epochs(epochs, is_estimate=True)}.\n        Use about {enough} of text"
+    return f"text    {remark}, or a smaller model and fewer steps: {smaller}"
 
 
 def steps_of_time(time_s: float, *, step_s: float, eval_s: float | None = None, eval_every: int = 0) -> int:

@@ -278,6 +278,16 @@ def findings_of(id: str, hosts: list[dict[str, Any]], intent: dict[str, Any]) ->
     return [finding for finding in find_findings(hosts, Intent(**intent)) if finding.id == id]
 
 
+def test_too_few_threads_cost_as_many_times_as_cores_stay_idle():
+    for cores, times in ((2, 2), (16, 16)):
+        host = changed(HOSTS["cpu_box"], {"env.OMP_NUM_THREADS": "1", "host.cpu.cores": cores})
+        [finding] = findings_of("omp-threads-few", [host], {**CPU, "nproc": 1})
+        assert (
+            finding.what
+            == f"OMP_NUM_THREADS=1 for one process, on {cores} cores: a step may take up to {times} times as long"
+        )
+
+
 @with_rows("case", CASES)
 def test_a_verdict_fires_on_its_fault_and_is_silent_without_it(case):
     id, host, changes, intent, severity = case

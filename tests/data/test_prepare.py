@@ -103,6 +103,27 @@ def test_a_text_under_a_field_that_is_named_is_prepared_and_found_again(tmp_path
     assert prepared_meta(replace(config, text_field="title")) is None
 
 
+def test_a_text_that_is_not_prepared_has_an_estimate_of_its_rows_for_the_reader(source, tmp_path):
+    config = Config(data=str(source), vocab_size=32_768, cache_dir=str(tmp_path / "cache"), sequence_len=16)
+    num_bytes = sum(path.stat().st_size for path in source.iterdir())
+    by_bytes = -(-(num_bytes // 4 - 1) // 16)
+    assert known_sizes(config) == (0, 32_768, by_bytes)
+    (source / "packed.txt.gz").write_bytes(bytes(1600))
+    assert known_sizes(config).about_rows == -(-((num_bytes + 4800) // 4 - 1) // 16)
+    (source / "packed.txt.gz").unlink()
+    tokens = {
+        size: prepared(source, tmp_path, vocab_size=size).meta["splits"]["train"]["num_tokens"] for size in (300, 320)
+    }
+    assert known_sizes(config) == (0, 32_768, -(-(tokens[320] - 1) // 16))
+    assert known_sizes(replace(config, vocab_size=301)).about_rows == -(-(tokens[300] - 1) // 16)
+    assert known_sizes(replace(config, vocab_size=300, packing="best-fit"))[::2] == (0, -(-(tokens[300] - 1) // 16))
+    (source / "00.txt").write_text("another text\n")
+    assert known_sizes(config).about_rows not in (0, -(-(tokens[320] - 1) // 16))
+    assert known_sizes(replace(config, data="hf:someone/books")) == (0, 32_768, 0)
+    assert known_sizes(Config(cache_dir=config.cache_dir)) == (0, 32_768, 0)
+    assert known_sizes(Config(cache_dir=config.cache_dir), set_keys={"data"}).about_rows > 100
+
+
 def test_a_text_for_validation_is_measured_on_and_no_document_of_the_source_is_held_out(source, tmp_path, capsys):
     other = tmp_path / "valid.txt"
     other.write_text("another text\n" * 9)

@@ -376,7 +376,7 @@ def test_the_plan_for_a_partition_takes_its_gpus_and_says_how_many_jobs_it_needs
     options = PlanOptions(slurm=True, slurm_args="--time=4:00:00", keys=keys)
 
     def answer(options, hosts=lambda config: pytest.fail("no host is asked")):
-        return add_jobs(options, hosts, lambda _: (0, 32_768))
+        return add_jobs(options, hosts, lambda _: (0, 32_768, 0))
 
     text = answer(options)
     assert "H100" in text and " jobs of 4h00m: the run needs " in text

@@ -13,7 +13,16 @@ from paceline.units import MIB
 HOSTS = Path(__file__).parents[1] / "check" / "hosts"
 GPUS = gpu_table()
 BY_NAME = {gpu.name: gpu for gpu in GPUS}
-FIGURES = ("memory_mib", "bytes_per_s", "capability", "pcie_gen", "pcie_lanes", "nvlink_bytes_per_s", "watts")
+FIGURES = (
+    "memory_mib",
+    "bytes_per_s",
+    "capability",
+    "pcie_gen",
+    "pcie_lanes",
+    "nvlink_bytes_per_s",
+    "peer_bytes_per_s",
+    "watts",
+)
 
 DRIVER = {  # (name, MiB) as drivers printed them, old ones too -> row
     ("NVIDIA GeForce RTX 5090", 32607): "RTX 5090",

@@ -43,6 +43,11 @@ def test_cards_with_nvlink_use_it():
     assert scenario("H100", gpus=8).bytes_per_s == pytest.approx(360e9, rel=0.05)
 
 
+def test_gpus_that_are_linked_to_each_other_one_send_over_as_many_links_as_there_are_others():
+    assert scenario("MI300X", gpus=2).name == "Infinity Fabric"
+    assert [scenario("MI300X", gpus=gpus).bytes_per_s for gpus in (2, 4, 8)] == [48e9, 144e9, 336e9]
+
+
 def test_a_link_that_comm_measured_with_these_devices_replaces_the_assumed_one():
     link = scenario(comm=COMM)
     assert link.bytes_per_s == pytest.approx(20e9)  # half of the bytes cross the link between two ranks

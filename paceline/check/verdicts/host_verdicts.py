@@ -204,8 +204,9 @@ def omp_threads_few(host: Host) -> Cases:
     value, cores, ranks = host.env("OMP_NUM_THREADS") or "", host.at("host.cpu.cores"), host.num_ranks
     threads = parse_threads(value)
     if threads and cores and not host.uses_cuda and 2 * threads * ranks <= cores:
-        what = f"OMP_NUM_THREADS={value} for each of {ranks} processes, on {cores} cores"
-        yield Case(what, "unset OMP_NUM_THREADS")
+        who = f"each of {ranks} processes" if ranks > 1 else "one process"
+        most = f"a step may take up to {cores // (threads * ranks)} times as long"
+        yield Case(f"OMP_NUM_THREADS={value} for {who}, on {cores} cores: {most}", "unset OMP_NUM_THREADS")
 
 
 def package_missing(host: Host) -> Cases:

@@ -13,13 +13,12 @@ from paceline.errors import PlanError
 from paceline.hub import reach_fix
 from paceline.plan.algorithms import ALGORITHMS
 from paceline.plan.planner import grad_accum_steps
-from paceline.units import MIB, format_bytes, format_list, format_number_of
+from paceline.units import BYTES_PER_TOKEN, MIB, format_bytes, format_list, format_number_of
 
 SLOW_BYTES_PER_S = 50e6
 FEW_INODES = 1000
 NO_ROOM = MIB  # not even for logs
 SMALL_TMP = 256 * MIB
-BYTES_PER_TOKEN = 4  # of text, as a rule
 TEXTS = (("text", "--data", "builtin"), ("text.val", "--val-data", "auto"))  # facts, key, and a value that works
 PLACES = (("run_dir", "the run folder", "--runs-dir ~/runs"), ("cache", "the cache", "--cache-dir ~/.cache/paceline"))
 TMP = ("tmp", "the folder for temporary files", "export TMPDIR=~")

@@ -24,7 +24,7 @@ WHOLE_COMMANDS = ("resume",)  # values that are not of a log, and whose words ar
 MAX_CASE_RECORDS = 20  # searched for the case of a cause
 MAX_SURVIVED = 3  # causes named
 MAX_PLACES = 3  # where ranks waited, and ranks at each
-RANK_PREFIX = re.compile(r"^\W*rank[ _:=]?\d+\W*", re.IGNORECASE)
+RANK_PREFIX = re.compile(r"^\W*(?:(?:CRITICAL|ERROR|FATAL)\b\W*)?(?:rank[ _:=]?\d+\W*)?", re.IGNORECASE)
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!(?:torch|numpy)[/\\])(?P<name>[\w-]+)[/\\]")
 IN_PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?P<path>.+)")

@@ -74,7 +74,7 @@ SHELL_WORD = r"Killed|Aborted|Terminated|Bus error|User defined signal [12]"  # 
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b(?! was installed)"
     r"|[Ss]ignal:? \d+|Segmentation fault|core dumped"
-    rf"|^(?:.*: line \d+: +\d+ )?(?:{SHELL_WORD}|Illegal instruction)\b|Signals\.SIG"
+    rf"|^(?:.*: line \d+: +\d+ )?(?:{SHELL_WORD}|Illegal instruction)\b(?! \d)|Signals\.SIG"
     r"|^fish: Job \d+, .* terminated by signal"
     r"|^(?:zsh: |\[\d+\] +[-+] +\d+ )(?:killed|segmentation fault|abort|bus error|terminated|illegal hardware instruction)\b"
 )

@@ -47,7 +47,7 @@ OUTERMOST = re.compile(r"in (?:<module>|_run_module_as_main)(?:  .*)?$")  # a pa
 CANCELLED_JOB = re.compile(r"\*\*\* (?:JOB|STEP) (?P<job>\d+)\S* (?:ON \S+ )?CANCELLED")
 UNCOMPILED = re.compile(r"(?:Syntax|Indentation|Tab)Error")  # without a caller: Python could not begin to run it
 SHELL_END = re.compile(  # of a program, as what has started it reports
-    r"ChildFailedError|^(?:[^'\"]*: line \d+: +\d+ +)?(?:Killed|Aborted|Terminated|Segmentation fault|Bus error)\b"
+    r"ChildFailedError|^(?:[^'\"]*: line \d+: +\d+ +)?(?:Killed|Aborted|Terminated|Segmentation fault|Bus error)\b(?! \d)"
     r"|(?<!['\"])srun: error: .*(?:[Ee]xited with|Killed|Terminated|Aborted|Segmentation)|exits with return code = -?[1-9]"
     r"|^Port \d+ is in use by another program|^FatalError: `"  # Flask; a signal, as Paddle's C++ reports it
     r"|^\S+\.py: error: "  # argparse, before the program did anything

@@ -165,6 +165,8 @@ def places_of(records: Iterable[Record]) -> dict[int, str]:
 
 def describe_survived(events: Sequence[Event], *, num_logs: int) -> tuple[str, ...]:
     """A note on the errors after which a healthy run continued: causes, each with its first line."""
+    fatal = [event for event in events if event.cause.severity == "fatal"]
+    events = [event for event in fatal if event.cause.follows is not True] or fatal
     likeliest: dict[tuple[str | None, int], Event] = {}
     for event in sorted(events, key=lambda event: -event.score):
         likeliest.setdefault((event.record.source, event.record.line), event)

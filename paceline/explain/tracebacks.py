@@ -62,7 +62,9 @@ IGNORED = re.compile(
 SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 # how a program shows an exception that it caught: its type and message, or its repr
 SHOWN = re.compile(r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))(?:: (?P<message>\S.*)|\((?P<arguments>.+)\))$")
-ENDED_PROCESS = re.compile(r"(?:\S*Exception: )process (?P<rank>\d{1,4}) terminated with (?:signal|exit code)")
+ENDED_PROCESS = re.compile(
+    r"(?:\S*Exception: )process (?P<rank>\d{1,4}) terminated with (?:signal|exit code (?P<code>[1-9]))"
+)
 WRAPPER = re.compile(
     r"ChildFailedError|WorkerGroupFailureException|ProcessRaisedException|ProcessExitedException|CalledProcessError|SpawnException"
     r"|^(?:\w+\.)*\w+: Caught \w+ in (?:DataLoader worker|replica|pin memory|\w+) |ray\.exceptions\.RayTaskError"
@@ -299,7 +301,9 @@ class TracebackReader:
             text += f"\n{statement}"
         child = UNREADABLE.match(text) and any(map(SPAWN_CHILD.search, error.frames[-2:]))
         kind: RecordKind = "banner" if child or WRAPPER.search(text) else "exception"
-        rank = int(match["rank"]) if (match := ENDED_PROCESS.match(text)) else error.record.rank
+        rank = error.record.rank
+        if match := ENDED_PROCESS.match(text):
+            rank, kind = int(match["rank"]), "exit" if match["code"] else kind
         frames = tuple(error.frames[-MAX_FRAMES:])
         return [replace(error.record, kind=kind, text=text or CUT_OFF, rank=rank, frames=frames)]
 

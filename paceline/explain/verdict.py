@@ -142,7 +142,7 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
             unexplained = [*errors, *unexplained]
     if not candidates:
         quiet = explain_unknown(logs, unexplained, progress) if unexplained else explain_quiet(logs, progress, values)
-        notes = (*describe_survived(fatal, num_logs=len(logs)), *describe_doubts(logs))
+        notes = (*describe_survived(events if fatal else [], num_logs=len(logs)), *describe_doubts(logs))
         return replace(quiet, notes=notes) if quiet.cause == HEALTHY else quiet
     exit_record = silent_exit(candidates, unexplained)
     candidates += last_words(exit_record, logs) if exit_record else []

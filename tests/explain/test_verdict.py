@@ -2140,3 +2140,22 @@ def test_a_log_that_ends_while_lightnings_ranks_join_is_not_healthy():
     joined = "Initializing distributed: GLOBAL_RANK: {}, MEMBER: {}/2\n"
     assert verdict("Seed set to 1\nGPU available: False, used: False\n" + joined.format(0, 1)).cause == "unknown"
     assert verdict(joined.format(0, 1) + joined.format(1, 2) + STEPS).cause == "healthy"
+
+
+def test_a_spawned_process_that_ended_itself_is_the_rank_unless_another_error_says_more():
+    end = raised(None, "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with exit code 7")
+    end = end.replace("in main", "in <module>")
+    explanation = verdict(STEPS + end)
+    assert (explanation.cause, explanation.rank, "exit code 7" in explanation.summary) == (
+        "user-code-exception",
+        1,
+        True,
+    )
+    assert "sample 1841" in verdict(STEPS + raised(1, BUG) + end).summary
+
+
+def test_a_programs_own_sentence_about_what_it_killed_is_no_report_of_a_shell():
+    steps = "Killed 3 zombie workers left by the previous run\n" + STEPS
+    assert (verdict(steps).cause, verdict(steps).notes) == ("healthy", ())
+    assert verdict(STEPS + "Killed\n").cause == "host-oom-killed"
+    assert verdict(STEPS + "run.sh: line 3: 4411 Killed                  python train.py\n").cause == "host-oom-killed"

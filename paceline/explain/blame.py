@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from paceline.explain.collectives import DESYNC, STATUS, CollectiveHang
 from paceline.explain.explanation import RECORDED, Record
+from paceline.explain.lines import KILLED_LAUNCHER
 from paceline.explain.log import Log
 from paceline.explain.matches import PROGRAM_ENDED, WAITING, Event
 from paceline.explain.reader import BANNER_RANK
@@ -38,6 +39,7 @@ WORLD = re.compile(
 OWN_RANK = re.compile(r"\bGLOBAL_RANK: (?P<rank>\d{1,6}), MEMBER: \d")
 STOPPED_BY_LAUNCHER = re.compile(r"-15\b|-9\b|SIGTERM|SIGKILL")
 NUMBER = re.compile(r"\d+")
+OWN_ERROR = re.compile(r"\W*(?:CRITICAL|ERROR|FATAL)\b")  # as a logger of the program marks it
 WAITS_FOR_RANK = re.compile(  # as a rank says of itself
     r"(?i)\bwait\w* (?:for|on) (?:rank \d|(?:all |the )*other ranks\b|all (?:the )?ranks\b)"
 )
@@ -54,6 +56,8 @@ def culprit_rank(
     """The rank that caused the event; candidates are all events that may have ended the run. hang: of its collectives."""
     if (rank := rank_in_text(event)) is not None or event.cause.id in EXTERNAL:
         return rank
+    if KILLED_LAUNCHER.search(event.record.text):
+        return None
     if world_size(logs) == 1:
         return 0
     same_cause = [other for other in candidates if other.cause.id == event.cause.id]
@@ -174,10 +178,10 @@ def late_rank(waiting: Sequence[Event], logs: Sequence[Log], *, hang: Collective
     return only_silent_rank({record.rank for record in (*(event.record for event in waiting), *exited)}, logs)
 
 
-def reports_of_leaving(logs: Sequence[Log]) -> list[Record]:
+def reports_of_leaving(logs: Sequence[Log], late_rank: int | None) -> list[Record]:
     """The last report of one rank that it stops early or skips a step, if no other rank that prints reports it as well.
 
-    And if this rank and others did not take steps together behind it.
+    And if this rank and others did not take steps together behind it. Else the last error that the late rank alone logged.
     """
     reports = [record for log in logs for record in log.records if record.kind == "line" and LEFT.search(record.text)]
     ranks = {record.rank for record in reports}
@@ -187,7 +191,16 @@ def reports_of_leaving(logs: Sequence[Log]) -> list[Record]:
     printing = {rank for _, rank in progress}
     behind = {rank for line, rank in progress if reports and line > reports[-1].line}
     is_alone = len(ranks) == 1 and None not in ranks and not ranks < behind - {None}
-    return reports[-1:] if is_alone and (printing - {None, *ranks} or ranks != {0}) else []
+    if is_alone and (printing - {None, *ranks} or ranks != {0}):
+        return reports[-1:]
+    return [error for log in logs for error in own_error(late_rank, log)][-1:]
+
+
+def own_error(rank: int | None, log: Log) -> list[Record]:
+    """The last line that a rank marks as an error and of which no other rank has the like."""
+    errors = [record for record in log.records if record.kind == "line" and OWN_ERROR.match(record.text)]
+    shapes = {shape_of(error.text) for error in errors if error.rank != rank}
+    return [error for error in errors if rank == error.rank is not None and shape_of(error.text) not in shapes][-1:]
 
 
 def only_silent_rank(reporting: Set[int | None], logs: Sequence[Log]) -> int | None:

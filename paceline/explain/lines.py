@@ -117,6 +117,9 @@ RECOVERED = (  # what a program does in place of what failed
     r"|\b(?:going to|using) \S+ instead\b(?! of)|\btrying port \d|\bsome optimizations will not be enabled\b"
     r"|, (?:trying|installing|downloading|creating|continuing|using|rebuilding|resuming|(?:start|train)ing from scratch)\b"
 )
+KILLED_LAUNCHER = re.compile(  # as a shell reports it, of the program that starts all ranks
+    r": \d+ (?:Killed|Terminated) +(?:timeout .*)?(?:\S*/)?(?:torchrun|accelerate|deepspeed|mpirun|mpiexec|srun)\b"
+)
 IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b|\(ignor(?:ed|ing)\)|^\W*skip(?:ping|ped)?\b"
     r"|\bwill be skipped\b|^Warp CUDA error 100: "  # NVIDIA Warp then works on the CPU
@@ -273,6 +276,9 @@ def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:
         traceback = traceback_text(fields.get(name))
         if traceback and traceback not in message:
             yield from traceback.splitlines()
+    kind, value = first_text(fields, ("exc_type",)), first_text(fields, ("exc", "exc_value", "exc_message"))
+    if kind.isidentifier() and value and not any(map(fields.get, TRACEBACKS)):
+        yield f"{kind}: {value}"
     is_whole = "text" in fields and "record" in fields  # loguru's text
     for name in NESTED if depth < MAX_DEPTH and not is_whole else ():
         if isinstance(inner := fields.get(name), dict):

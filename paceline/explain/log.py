@@ -55,6 +55,7 @@ SHOWS_MACHINE = re.compile(
 )
 # of the training itself
 STARTER = re.compile(r"\b(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|mpiexec): ")
+MEMBER = re.compile(r"\bMEMBER: (?P<member>\d{1,6})/(?P<members>\d{1,6})\b")  # of Lightning's ranks, as they join
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -106,6 +107,12 @@ class Log:
     def is_serving(self) -> bool:
         """Whether it ends with requests that a server has answered."""
         return sum(SERVED.search(text) is not None for _, text in self.last_lines) >= MIN_SERVED
+
+    @property
+    def lacks_members(self) -> bool:
+        """Whether the log ends while ranks join, and the last one of them has not."""
+        members = [match for _, line in self.last_lines if (match := MEMBER.search(line))]
+        return bool(members) and not any(match["member"] == match["members"] for match in members)
 
     @property
     def has_one_process(self) -> bool:

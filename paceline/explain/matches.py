@@ -43,6 +43,8 @@ PEER_DIED = "peer-died"
 WAITING = {DESYNC, FIRST_TRANSFER, PEER_DIED}  # reported by ranks that wait for another
 
 STOPPED = re.compile(r"(?:Sending process|Unable to shutdown process) (?P<pid>\d+)\b")
+# torchrun's own signal, in the rest of a block that names the rank that failed first
+STOPPED_BEFORE_ROOT = re.compile(r"\s*traceback : Signal 15 \(SIGTERM\)")
 PID = re.compile(r"\b(?:pid:|PID) (?P<pid>\d+)\b")
 TERMINATED = re.compile(r"failed \(exitcode: -15\)")  # a worker, before torchrun's agent stopped others
 TERMINATED_WEIGHT = 0.7
@@ -95,6 +97,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     events = []
     stopped = {match["pid"] for record in log.records for match in STOPPED.finditer(record.text)}
     ended = min((record.line for record in log.records if PROGRAM_ENDED.search(record.text)), default=None)
+    root_cause = max((record.line for record in log.records if "Root Cause (first" in record.text), default=0)
     continuation, causes = continuation_of(log), load_catalogue().causes
     survived: Counter[str] = Counter()  # by the start of the text
     is_shut_down = any(CLOSED.search(record.text) for record in log.records)
@@ -109,6 +112,8 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         if ended is not None and record.line > ended and WARNING_LINE.search(record.text):
             matches = [match for match in matches if match[0].id != PEER_DIED]  # ranks leave one after the other
         is_line, is_return = record.kind == "line", is_shut_down and NCCL_RETURN.search(record.text)
+        if record.rank is None and record.line < root_cause and STOPPED_BEFORE_ROOT.match(record.text):
+            continue
         if is_line and (IGNORABLE.search(record.text) or is_return or record.line in announcements | warned):
             continue
         # TensorFlow's exception says no more than that its graph failed
@@ -117,6 +122,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         shape = shape_of(record.text)
         is_end = ended_program(record) or ENDS.search(record.text)
         continued = run_continued(record, log, continuation) or (survived[shape] >= 2 and not is_end)
+        continued = continued or (survived[shape] >= 1 and is_behind_steps(record, log))
         survived[shape] += continued
         # launchers write exits and signals as warnings too
         factor = WARNING if is_line and WARNING_LINE.search(record.text) else WEIGHTS.get(record.kind, ERROR_LINE)
@@ -215,11 +221,21 @@ def as_ended(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
     What follows such a one was in a buffer, as Python writes a file's lines late and tracebacks at once, or is little else. Before
     many lines, or before a run that finished, it was an earlier run's.
     """
+    firsts = {(event.place[0], event.record.text): event.record for event in reversed(events)}
+    shown = [
+        event
+        for event in events
+        if firsts[event.place[0], event.record.text].line < event.record.line
+        and is_behind_steps(event.record, logs[event.place[0]])
+    ]
     return [
         as_fatal(event)
         for event in events
         for log in [logs[event.place[0]]]
-        if event.run_continued and is_near_end(event.record, log) and not is_caught(event.record, log)
+        if event.run_continued
+        and event not in shown
+        and is_near_end(event.record, log)
+        and not is_caught(event.record, log)
         if ended_program(event.record) or is_forwarded(event.record, log)
     ]
 
@@ -227,6 +243,12 @@ def as_ended(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
 def as_fatal(event: Event) -> Event:
     """The event as one after which its run did not go on."""
     return replace(event, run_continued=False, score=event.score / CONTINUED) if event.run_continued else event
+
+
+def is_behind_steps(record: Record, log: Log) -> bool:
+    """Whether the work goes on behind a text that came before and is done, with steps that never begin again: it is a sample."""
+    steps = [step for _, _, step in log.last_progress if step is not None]
+    return record.line < min(log.progress.done_line or 0, log.last_progress_line) and steps == sorted(steps)
 
 
 def is_forwarded(record: Record, log: Log) -> bool:

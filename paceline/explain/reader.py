@@ -74,7 +74,7 @@ SHELL_WORD = r"Killed|Aborted|Terminated|Bus error|User defined signal [12]"  # 
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b(?! was installed)"
     r"|[Ss]ignal:? \d+|Segmentation fault|core dumped"
-    rf"|^(?:.*: line \d+: +\d+ )?(?:{SHELL_WORD}|Illegal instruction)\b|Signals\.SIG"
+    rf"|^(?:.*: line \d+: +\d+ )?(?:{SHELL_WORD}|Illegal instruction)\b(?! \d)|Signals\.SIG"
     r"|^fish: Job \d+, .* terminated by signal"
     r"|^(?:zsh: |\[\d+\] +[-+] +\d+ )(?:killed|segmentation fault|abort|bus error|terminated|illegal hardware instruction)\b"
 )
@@ -91,7 +91,7 @@ AFTER_BAR = re.compile(  # the shell's message about a process, or an error, beh
 )
 BANNER_RANK = re.compile(r"^\s*rank\s+: (?P<rank>\d+) \(local_rank: \d+\)")
 BANNER_HOST = re.compile(r"^\s*host\s+: (?P<host>\S+)")
-BANNER_LINE = re.compile(r"^\s*(?:time|error_file)\s+: ")
+BANNER_LINE = re.compile(r"^\s*(?:time|host|error_file)\s+: ")
 BANNER_TRACEBACK = re.compile(r"^\s*traceback : ")
 BANNER_EXIT = re.compile(r"^\s*exitcode\s+: ")
 RANK_IN_TEXT = re.compile(
@@ -365,7 +365,8 @@ class LogParser:
         elif rank is None and (match := RANK_IN_TEXT.search(text)):
             rank = int(match[match.lastgroup or 0])
         kind: RecordKind = "signal" if SIGNAL.search(english) else "exit" if EXIT.search(text) else "line"
-        if FORWARDED.search(text) or BANNER_LINE.match(text) or BANNER_HOST.match(text) or BANNER_RANK.match(text):
+        is_rest = rank is None and BANNER_TRACEBACK.match(text)  # of a block whose beginning is missing
+        if is_rest or FORWARDED.search(text) or BANNER_LINE.match(text) or BANNER_RANK.match(text):
             kind = "banner"
         return Record(kind, text, number, rank, host, line.time, step, source=self._source, device=line.device)
 

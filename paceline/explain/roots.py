@@ -10,14 +10,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.explain.blame import ranks_of_job
+from paceline.explain.blame import own_error, ranks_of_job
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, read_hang
 from paceline.explain.explanation import RECORDED, Record
 from paceline.explain.lines import WARNING_LINE
 from paceline.explain.log import Log
-from paceline.explain.matches import PEER_DIED, RACE, WAITING, Event, as_fatal
+from paceline.explain.matches import FALLBACK, GUESS, PEER_DIED, RACE, WAITING, Event, as_fatal
 from paceline.explain.run_bounds import ended_program
+from paceline.explain.sentences import RANK_PREFIX
 from paceline.explain.survival import STEPS_AFTER
 from paceline.explain.tracebacks import IGNORED_INTERRUPT
 
@@ -43,6 +44,8 @@ LEFT_OVER_TEXT = re.compile(  # of a file, a folder, a lock or a port
     r"(?i)^(?:\w+\.)*(?:OSError|FileExistsError|BlockingIOError|Timeout)\b.*(?:\bexists\b|\bnot empty\b|\block|\bin use\b)"
     r"|\bdatabase is locked\b|\block(?:file)? exists\b"
 )
+# of a collective or of the store, as the rank sees it that did not cause it
+LOST = re.compile(r"gloo/transport/|remote process exited|Connection was likely closed|Dist(?:Network|Backend)Error: ")
 DDP_CHECK = re.compile(r"DDP expects same model across all ranks|_verify_param_shape_across_processes")
 
 
@@ -219,6 +222,8 @@ def is_consequence(event: Event, others: Sequence[Event]) -> bool:
 
 def can_follow(event: Event, other: Event) -> bool:
     """Whether the event can be a consequence of the other one."""
+    if LOST.search(other.record.context) or LOST.search(event.record.context):
+        return not LOST.search(other.record.context)  # what fails while a rank handles a lost one
     is_abort, other_is_abort = (e.cause.id == ABORT and e.record.kind in ("exit", "signal") for e in (event, other))
     if is_abort and WATCHDOG.search(other.record.text):
         return True
@@ -266,3 +271,14 @@ def silent_exit(candidates: Sequence[Event], unexplained: Sequence[Record]) -> R
             return None
     exits = [record for record in unexplained if record.kind in ("exit", "signal") and record.rank not in ranks]
     return next((record for record in exits if not STOPPED.search(record.text)), None)
+
+
+def last_words(ended: Record, logs: Sequence[Log]) -> list[Event]:
+    """The error that a rank logged right before its silent exit: no step follows that can be its own."""
+    cause = load_catalogue().causes[FALLBACK]
+    return [
+        Event(error, cause, {"message": RANK_PREFIX.sub("", error.text)}, GUESS, False, (number, error.line), False)
+        for number, log in enumerate(logs)
+        for error in own_error(ended.rank, log)
+        if all(rank not in (None, ended.rank) or line < error.line for line, rank, _ in log.last_progress)
+    ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from paceline.explain.explanation import Record
 from paceline.explain.forwarded import ERROR_LEVEL
 from paceline.explain.line_measures import StepLoss
-from paceline.explain.lines import DIGITS, LogLine
+from paceline.explain.lines import DIGITS, KILLED_LAUNCHER, LogLine
 from paceline.explain.progress import EPOCH, ProgressTracker
 
 BUFFERED_LINES = 120  # that a buffer may still hold when a program ends
@@ -26,7 +26,8 @@ COMMAND = re.compile(  # as a shell prints it before it starts a program
     rf"\+{{1,4}} +{PROGRAM}|(?:\(\S{{1,40}}\) )?(?:\S{{1,60}}@\S{{1,60}} ?)?\$ +{PROGRAM}|nohup: ignoring input"
 )
 LAUNCHER = re.compile(  # written at once, so that no buffer held it
-    r"(?:\*+ ?)?Setting OMP_NUM_THREADS environment variable for each process|\[INFO\] \[runner\.py:\d+:main\] cmd = "
+    r"(?:\*+ ?|W torch/distributed/run\.py:\d+\] )?Setting OMP_NUM_THREADS environment variable for each process"
+    r"|\[INFO\] \[runner\.py:\d+:main\] cmd = "
     r"|\| NVIDIA-SMI \d|wandb: Tracking run with wandb version"
 )
 NEW_PROCESS = re.compile(  # Paddle's C++ writes it at once, when a process takes its GPU and joins the others
@@ -46,8 +47,8 @@ OUTERMOST = re.compile(r"in (?:<module>|_run_module_as_main)(?:  .*)?$")  # a pa
 CANCELLED_JOB = re.compile(r"\*\*\* (?:JOB|STEP) (?P<job>\d+)\S* (?:ON \S+ )?CANCELLED")
 UNCOMPILED = re.compile(r"(?:Syntax|Indentation|Tab)Error")  # without a caller: Python could not begin to run it
 SHELL_END = re.compile(  # of a program, as what has started it reports
-    r"ChildFailedError|^(?:.*: line \d+: +\d+ +)?(?:Killed|Aborted|Terminated|Segmentation fault|Bus error)\b"
-    r"|srun: error: .*(?:[Ee]xited with|Killed|Terminated|Aborted|Segmentation)|exits with return code = -?[1-9]"
+    r"ChildFailedError|^(?:[^'\"]*: line \d+: +\d+ +)?(?:Killed|Aborted|Terminated|Segmentation fault|Bus error)\b(?! \d)"
+    r"|(?<!['\"])srun: error: .*(?:[Ee]xited with|Killed|Terminated|Aborted|Segmentation)|exits with return code = -?[1-9]"
     r"|^Port \d+ is in use by another program|^FatalError: `"  # Flask; a signal, as Paddle's C++ reports it
     r"|^\S+\.py: error: "  # argparse, before the program did anything
 )
@@ -74,6 +75,7 @@ class RunBounds:
 
     end: Record | None = None  # the last one that reports the end of a program
     is_closed: bool = False  # what has started the program reports that end, so that no buffer is left
+    is_launched: bool = False  # a launcher printed what it prints first
     has_content: bool = False
     has_exception: bool = False
     error_line: int = -BUFFERED_LINES  # the last one that a logger marks as an error
@@ -89,6 +91,7 @@ class RunBounds:
     def starts_run(self, number: int, text: str, *, is_first: bool) -> bool:
         """Whether the run is over and a new one begins at a line. is_first: the log began with such a line."""
         is_dump = DUMP.match(text) is not None
+        self.is_launched = self.is_launched or LAUNCHER.match(text) is not None
         if self.end is not None:
             starts = (
                 is_first
@@ -136,6 +139,8 @@ class RunBounds:
             return False
         step, last_step = progress.step, self.end.step
         goes_back = last_step is None or (step is not None and 2 * step < last_step)
+        if last_step is None and self.is_launched and KILLED_LAUNCHER.search(self.end.text):
+            return False  # a next run would be launched too: what its ranks printed stands behind the shell's report
         if last_step is None and "*** STEP " in self.end.text:  # srun passes on what its tasks had in their buffers
             goes_back = number - self.end.line > BUFFERED_LINES
         if self.epoch is not None and (match := EPOCH.search(text)) and int(match["epoch"]) > self.epoch:

@@ -24,7 +24,7 @@ WHOLE_COMMANDS = ("resume",)  # values that are not of a log, and whose words ar
 MAX_CASE_RECORDS = 20  # searched for the case of a cause
 MAX_SURVIVED = 3  # causes named
 MAX_PLACES = 3  # where ranks waited, and ranks at each
-RANK_PREFIX = re.compile(r"^\W*rank[ _:=]?\d+\W*", re.IGNORECASE)
+RANK_PREFIX = re.compile(r"^\W*(?:(?:CRITICAL|ERROR|FATAL)\b\W*)?(?:rank[ _:=]?\d+\W*)?", re.IGNORECASE)
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!(?:torch|numpy)[/\\])(?P<name>[\w-]+)[/\\]")
 IN_PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?P<path>.+)")
@@ -165,6 +165,8 @@ def places_of(records: Iterable[Record]) -> dict[int, str]:
 
 def describe_survived(events: Sequence[Event], *, num_logs: int) -> tuple[str, ...]:
     """A note on the errors after which a healthy run continued: causes, each with its first line."""
+    fatal = [event for event in events if event.cause.severity == "fatal"]
+    events = [event for event in fatal if event.cause.follows is not True] or fatal
     likeliest: dict[tuple[str | None, int], Event] = {}
     for event in sorted(events, key=lambda event: -event.score):
         likeliest.setdefault((event.record.source, event.record.line), event)

@@ -11,7 +11,7 @@ Whether the program survived an error: the one place with the rules by which an 
     quoted             it is a part of a text that a model has written                                   is_quoted
     of a trial         Optuna went on with other trials                                                  is_of_trial
     of a shutdown      a server had stopped its engine itself                                            is_of_shutdown
-    warned of          a logger wrote it below a warning, and it led to no other error                   is_warned_of
+    warned of          a logger wrote it below a warning, and it led to no other error                   line_above
     a side error       that warning says that something failed beside the training                       is_side_error
     beside the program it ended no more than a thread, a tracker or a logging call                       left_program_running
 
@@ -27,7 +27,7 @@ from itertools import pairwise
 
 from paceline.explain.explanation import Record
 from paceline.explain.frames import INSTALLED, PACKAGE
-from paceline.explain.lines import WARNING_LINE
+from paceline.explain.lines import KILLED_LAUNCHER, WARNING_LINE
 from paceline.explain.log import LAST_LINES, SAVED, Log
 from paceline.explain.run_bounds import BEHIND_END, BUFFERED_LINES, ended_program, failed_at_import, shape_of
 
@@ -59,7 +59,7 @@ CANCELLED_STEP = re.compile(rf"{CANCELLED}|srun: (?:Force Terminated|forcing job
 FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog, Slurm
     r"[Ss]top [Tt]raining$|terminating training|block: \[[\d,]+\], thread: \[[\d,]+\] Assertion "
     r"|Watchdog caught collective operation timeout|taking the entire process down|terminate called |what\(\):  "
-    rf"|{CANCELLED}"
+    rf"|{CANCELLED}|{KILLED_LAUNCHER.pattern}"
 )
 FASTER_FAISS = "No module named 'faiss.swigfaiss_"  # what faiss tries before its plain library
 NOT_SET_UP = re.compile(  # which a program can go on without, as what imports bitsandbytes does
@@ -93,6 +93,7 @@ LOGGING = re.compile(
 LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
 # right behind an exception: what the program does in place of what failed
 CAUGHT = re.compile(r"(?i)^.{0,40}?\b(?:(?:re)?trying (?:again )?with|falling back to)\b")
+HARMLESS = re.compile(r"(?i)\bsafe to ignore this (?:error|exception)\b")  # right above it
 # by a script, without a package that it needs
 LEFT_STAGE = re.compile(r"(?i)^(?!.*\btrain)[\w ,.:-]{0,60}\bskipp(?:ed|ing)\b")
 ALL_STAGES = re.compile(r"(?i)\ball stages (?:complete|finished)")
@@ -119,8 +120,8 @@ MIN_EVALUATED = 3  # different errors at one place of the script: Python ends at
 CHAIN_LINES = 6  # from an exception to the one that it led to, beside the lines of its frames
 CHILD_STEPS = 20  # that a program takes from what its queue still holds
 STEPS_BEHIND, ITEMS_BEHIND, ITEMS_ABOVE = 3, 2, 3  # that show that it did; lines above, of which one is of such an item
-TRIAL = re.compile(r"\bTrial \d+ (?:finished|pruned)\b")  # of a study of Optuna
-FAILED_TRIAL = re.compile(r"\bTrial \d+ failed with parameters\b")
+# of a study of Optuna
+TRIAL, FAILED_TRIAL = re.compile(r"\bTrial \d+ (?:finished|pruned)\b"), re.compile(r"\bTrial \d+ failed with\b")
 STOPS_ENGINE = re.compile(  # vLLM's server, by a signal
     r"\[shutdown\] (?:API server: (?:shutdown triggered|stopping engine client)|EngineCore: trigger received signal=)"
 )
@@ -165,7 +166,9 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     if CANNOT_START.search(record.text):
         return any(other.kind != "banner" for other in behind)  # of another program
     is_done = log.last_progress_line < (log.progress.done_line or 0) < record.line
-    if (is_done and BEHIND_END.match(record.text)) or (is_far and (log.is_serving or is_warned_of(record, log))):
+    if (is_done and BEHIND_END.match(record.text)) or (
+        is_far and (log.is_serving or WARNED.search(line_above(record, log)))
+    ):
         return True
     if NOT_FOUND.search(record.text):
         return is_far or log.has_trained_behind(record) or any(CODE_ERROR.match(other.text) for other in behind)
@@ -313,6 +316,8 @@ def is_caught(record: Record, log: Log) -> bool:
         return True
     if not record.frames or CONTEXT_LOST.search(record.text):
         return False
+    if HARMLESS.search(line_above(record, log)):
+        return log.last_line > record.line + 2 * len(record.frames) + OUTCOME_LINES
     following = log.records_between(record.line + 1, record.line + 3 * len(record.frames) + OUTCOME_LINES)
     notices = [*record.text.split("\n")[1:], *(other.text for other in following[:1])]
     is_done = any(line > record.line and ALL_STAGES.search(text) for line, text in log.last_lines)
@@ -363,11 +368,6 @@ def is_quoted(record: Record, log: Log) -> bool:
     is_real = bool(record.frames) and not record.frames[0].startswith('File "<stdin>"')
     is_real = is_real or record.kind == "signal" or OF_MACHINE.search(record.text) is not None
     return not is_real and log.is_in_sample(record.line, record.text) and log.has_one_process
-
-
-def is_warned_of(record: Record, log: Log) -> bool:
-    """Whether a logger wrote an exception, and no other that it led to, behind a warning of its own."""
-    return WARNED.search(line_above(record, log)) is not None
 
 
 def is_side_error(record: Record, log: Log) -> bool:

@@ -22,6 +22,9 @@ IGNORED_INTERRUPT = "KeyboardInterrupt: ignored by Python"  # counts only in a s
 CUT_OFF = "a traceback without its last line"
 HOOK_FAILED = "Error in sys.excepthook: the exception that ended the program is missing"
 
+REPORTED_RANK = re.compile(
+    r"\(most recent call last\): \(RANK (?P<rank>\d{1,6})\)"
+)  # by DCP, of whichever rank prints it
 HEADER = re.compile(r"Traceback \(most recent call last\)|^Original Traceback|Exception in thread (?!\")")
 MESSAGE_BEFORE = re.compile(r"\w: \S.*\w")
 FRAME = re.compile(
@@ -59,12 +62,15 @@ IGNORED = re.compile(
 SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 # how a program shows an exception that it caught: its type and message, or its repr
 SHOWN = re.compile(r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))(?:: (?P<message>\S.*)|\((?P<arguments>.+)\))$")
-ENDED_PROCESS = re.compile(r"(?:\S*Exception: )process (?P<rank>\d{1,4}) terminated with (?:signal|exit code)")
+ENDED_PROCESS = re.compile(
+    r"(?:\S*Exception: )process (?P<rank>\d{1,4}) terminated with (?:signal|exit code (?P<code>[1-9]))"
+)
 WRAPPER = re.compile(
     r"ChildFailedError|WorkerGroupFailureException|ProcessRaisedException|ProcessExitedException|CalledProcessError|SpawnException"
     r"|^(?:\w+\.)*\w+: Caught \w+ in (?:DataLoader worker|replica|pin memory|\w+) |ray\.exceptions\.RayTaskError"
     r"|WorkerCrashedError$|^SystemExit: \d|^Exception:(?: *$| process \d+ terminated with exit code)"
-    r"|^torch\.distributed\.elastic\S*SignalException|RuntimeError: TorchDistributor failed"
+    r"|^torch\.distributed\.(?:elastic\S*SignalException|checkpoint\S*CheckpointException)"
+    r"|RuntimeError: TorchDistributor failed"
 )
 SPAWN_CHILD = re.compile(r"multiprocessing[/\\](?:spawn|forkserver)\.py\"?.* in (?:_main|spawn_main|main)")
 UNREADABLE = re.compile(r"EOFError\b|\S*UnpicklingError: pickle data was truncated")  # a parent did not send all
@@ -103,7 +109,7 @@ STATEMENT_SHOWN = tuple(  # messages that need their statement below them, and w
 ONE_LINE = re.compile(
     r"(?:\w+\.)*(?:KeyError: |\w+Error: \[(?:Errno|WinError) -?\d+\] .*)(?P<quote>['\"]).*(?P=quote)$"
     r"|NameError: name '\w+' is not defined|AttributeError: '[\w.]+' object has no attribute '\w+'"
-    r"|ModuleNotFoundError: No module named '[\w.]+'$"
+    r"|ModuleNotFoundError: No module named '[\w.]+'$|ray\.exceptions\.GetTimeoutError: "
 )
 NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
     r"^\[|^\d{4}-\d\d|^(?:\w+: )?(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|FATAL)\b|^(?:wandb|srun|slurmstepd|INFO|W|E|I) ?[:\[]"
@@ -111,7 +117,7 @@ NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
     r"|^-- Process|^\$ |^>>> |^[=*#_-]{8,}|^\+(-\+)?-{8,}"
     r"|^Process \S+:$|^\s*File \"|^real\s|^NCCL |^terminate called|^Exception raised from|^frame #\d+|^Killed|^Aborted"
     r"|^Dumping (?:input data|scheduler output)\b|^\S+\.py:\d+: \w*Warning: "  # vLLM, all its settings; a warning
-    r"|^make: |^In \[\d|^[WEIFC] \S+\.(?:py|cpp|cc|cu|h|hpp):\d+\]|^(?:Current )?[Tt]hread 0x|^Fatal Python error"
+    r"|^PC: @ |^make: |^In \[\d|^[WEIFC] \S+\.(?:py|cpp|cc|cu|h|hpp):\d+\]|^(?:Current )?[Tt]hread 0x|^Fatal Python error"
 )
 
 
@@ -143,6 +149,7 @@ class TracebackReader:
         self._cut: list[Record] = []  # errors of which the end is missing
         self._stacks: set[str] = set()  # streams that are printing a stack dump
         self._spawned: dict[str, int] = {}  # by stream: the rank whose traceback follows
+        self._chains: dict[str, tuple[str, bool]] = {}  # by stream: the last chain's first message, whether it goes on
 
     def feed(self, number: int, line: LogLine, step: int | None) -> tuple[list[Record], bool]:
         """Returns the records that this line completes, and whether the line is part of an error."""
@@ -200,6 +207,7 @@ class TracebackReader:
             self._stacks.discard(key)
         if CHAIN.search(text):
             self._open.pop(key, None)
+            self._chains[key] = (self._chains.get(key, ("", False))[0], True)
         elif match := IGNORED.match(text):
             self._ignored[key] = self.last_ignored = number
             if match["hook"]:
@@ -207,6 +215,8 @@ class TracebackReader:
         elif match := SPAWNED.search(text):
             self._spawned[key] = int(match["rank"])
         elif header := HEADER.search(text):
+            if match := REPORTED_RANK.search(text):
+                line = replace(line, rank=int(match["rank"]))
             error = self._start(number, line, step)
             error.has_header, named = True, text[: header.start()].strip()
             error.type = named if named and EXCEPTION.fullmatch(named) else ""
@@ -228,7 +238,8 @@ class TracebackReader:
         if len(self._open) >= MAX_STREAMS:
             self._open.pop(next(iter(self._open)))
         rank = self._spawned.pop(key, line.rank)
-        record = Record("exception", "", number, rank=rank, host=line.host, time=line.time, step=step)
+        first, goes_on = self._chains.pop(key, ("", False))
+        record = Record("exception", "", number, rank, line.host, line.time, step, context=first if goes_on else "")
         is_ignored = number - self._ignored.pop(key, -MAX_BEHIND) < MAX_BEHIND
         error = self._open[key] = Unfinished(record, is_ignored)
         return error
@@ -281,6 +292,7 @@ class TracebackReader:
         if error.ignored or not (text or is_cut):
             return []
         self._hooks.pop(key, None)
+        self._chains[key] = (error.record.context or text.partition("\n")[0], False)
         if BARE_ASSERTION.match(text) and (expression := asserted_expression(error.source)):
             text = f"AssertionError: {expression}"
         if text.startswith(SHOWN_WITH_SOURCE) and (statement := failed_statement(error.source)):
@@ -289,7 +301,9 @@ class TracebackReader:
             text += f"\n{statement}"
         child = UNREADABLE.match(text) and any(map(SPAWN_CHILD.search, error.frames[-2:]))
         kind: RecordKind = "banner" if child or WRAPPER.search(text) else "exception"
-        rank = int(match["rank"]) if (match := ENDED_PROCESS.match(text)) else error.record.rank
+        rank = error.record.rank
+        if match := ENDED_PROCESS.match(text):
+            rank, kind = int(match["rank"]), "exit" if match["code"] else kind
         frames = tuple(error.frames[-MAX_FRAMES:])
         return [replace(error.record, kind=kind, text=text or CUT_OFF, rank=rank, frames=frames)]
 

@@ -48,6 +48,7 @@ from paceline.explain.roots import (
     choose_culprit,
     find_hang,
     find_roots,
+    last_words,
     of_last_program,
     silent_exit,
     without_consequences,
@@ -141,16 +142,17 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
             unexplained = [*errors, *unexplained]
     if not candidates:
         quiet = explain_unknown(logs, unexplained, progress) if unexplained else explain_quiet(logs, progress, values)
-        notes = (*describe_survived(fatal, num_logs=len(logs)), *describe_doubts(logs))
+        notes = (*describe_survived(events if fatal else [], num_logs=len(logs)), *describe_doubts(logs))
         return replace(quiet, notes=notes) if quiet.cause == HEALTHY else quiet
-    if exit_record := silent_exit(candidates, unexplained):
+    exit_record = silent_exit(candidates, unexplained)
+    candidates += last_words(exit_record, logs) if exit_record else []
+    if exit_record and all(event.record.rank != exit_record.rank for event in candidates):
         errors = [record for record in unexplained if record.kind == "line"]
         return explain_unknown(logs, [*errors, exit_record], progress, consequences=candidates)
     hang = find_hang(candidates, logs, has_steps=progress.steps > 0)
     candidates = apply_hang(candidates, hang)
-    roots = of_last_program(
-        without_consequences(find_roots(before_restart(candidates, events, logs), hang), logs), logs
-    )
+    roots = without_consequences(find_roots(before_restart(candidates, events, logs), hang), logs)
+    roots = of_last_program(roots, logs)
     culprit = choose_culprit(roots, blamed)
     if culprit.cause.id == NAN and culprit.record.kind == "line" and progress.nan_line is not None:
         return explain_divergence(culprit.cause, progress.nan_line, progress, values)
@@ -183,7 +185,7 @@ def explain_event(
     diverged = cause.id == NAN and progress.nan_line is not None
     step = progress.nan_step if diverged else step_of(rank, record, logs, progress)
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
-    left = reports_of_leaving(logs) if cause.id in WAITING else []
+    left = reports_of_leaving(logs, rank) if cause.id in WAITING else []
     waiting = [event.record for event in candidates if event.cause.id in WAITING]
     related = waiting if cause.id in WAITING else same_cause
     ranks = describe_ranks(culprit, related, rank=rank, log=logs[culprit.place[0]], left=left)
@@ -329,7 +331,8 @@ def is_late_step(progress: LogProgress) -> bool:
 def hardly_began(log: Log) -> bool:
     """Whether a log's last run printed little and no step, although runs before it reported steps."""
     has_steps = any(run.progress.steps >= MIN_STEPS for run in log.earlier)
-    return log.is_restart and has_steps and log.last_line - log.first_line <= BUFFERED_LINES and not ends_well(log)
+    is_short = log.last_line - log.first_line <= BUFFERED_LINES and not ends_well(log)
+    return log.lacks_members or (log.is_restart and has_steps and is_short)
 
 
 def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:

@@ -2097,3 +2097,113 @@ def test_a_rank_that_only_lost_another_one_did_not_abort():
     explanation = verdict(STEPS + abort + raised(0, PEER))
     assert (explanation.cause, explanation.rank) == ("native-abort", None)
     assert verdict(STEPS + raised(0, BUG) + abort).rank == 0
+
+
+def test_what_fails_while_a_rank_handles_a_lost_rank_is_a_consequence():
+    chain = "[rank0]: During handling of the above exception, another exception occurred:\n\n"
+    second = raised(0, "ModuleNotFoundError: No module named 'pymsteams'")
+    explanation = verdict(STEPS + raised(1, BUG) + raised(0, PEER) + "\n" + chain + second)
+    assert (explanation.cause, explanation.rank, explanation.victims) == ("user-code-exception", 1, (0,))
+    assert verdict(STEPS + raised(0, PEER) + "\n" + chain + second).cause == "peer-died"
+    assert verdict(STEPS + raised(0, BUG) + "\n" + chain + second).cause == "import-error"  # nobody was lost
+    store = "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed."
+    agent = chain.replace("[rank0]: ", "") + raised(
+        None,
+        "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store failed",
+    )
+    assert verdict(raised(1, BUG), raised(0, PEER) + raised(None, store) + "\n" + agent).rank == 1
+    assert verdict(STEPS + raised(0, PEER) + raised(None, store) + "\n" + agent).cause == "peer-died"
+
+
+def test_the_exception_in_a_distributed_checkpoints_report_and_its_rank_are_the_cause():
+    wrapper = "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([1])"
+    inner = raised(0, BUG).replace("last):", "last): (RANK 1)")
+    explanation = verdict(STEPS + raised(0, wrapper) + inner)
+    assert (explanation.cause, explanation.rank) == ("user-code-exception", 1)
+    assert verdict(STEPS + raised(0, wrapper)).cause == "fsdp-state-mismatch"
+
+
+def test_the_last_error_that_a_rank_logged_before_it_ended_silently_is_the_cause():
+    said = "2026-11-30 18:23:51,370 CRITICAL [rank 2] giving up: shard index 17 is negative\n"
+    end = (
+        raised(0, PEER) + raised(1, PEER) + "E 9 torch/elastic/api.py:9] failed (exitcode: 1) local_rank: 2 (pid: 4)\n"
+    )
+    steps = "".join(f"[rank {rank}] step {step} loss 2.{step}\n" for step in range(1, 4) for rank in range(3))
+    explanation = verdict(steps + said + end)
+    assert (explanation.cause, explanation.rank) == ("user-code-exception", 2)
+    assert "giving up: shard index 17 is negative" in explanation.summary
+    assert verdict(said + steps + end).cause == "unknown"  # the rank took steps behind it
+    assert verdict(steps + said.replace("rank 2", "rank 1") + end).cause == "unknown"
+
+
+def test_the_error_that_the_late_rank_alone_logged_is_quoted():
+    steps = "".join(f"[rank {rank}] step {step} loss 2.{step}\n" for step in range(1, 4) for rank in range(2))
+    said = "ERROR [rank {}] prefetch thread stopped: ValueError('negative dimension')\n"
+    late = steps + said.format(1) + raised(0, WAIT)
+    assert "only rank 1 reports: prefetch thread stopped: ValueError" in verdict(late).summary
+    assert "prefetch" not in verdict(late.replace(said.format(1), said.format(0) + said.format(1))).summary
+
+
+def test_a_sample_that_comes_again_between_steps_that_go_on_to_the_end_is_no_failure():
+    texts = (
+        "sample prediction: Segmentation fault (core dumped) when I run mpirun -> label 2\n",
+        'user: it fails\nTraceback (most recent call last):\n  File "main.py", line 3, in <module>\n    x = d["a"]\n'
+        "KeyError: 'a'\nassistant: the key is missing\n",
+    )
+    for text in texts:
+        log = f"{STEPS}{text}" + "".join(f"step {step:05d}/00100 | loss 2.1\n" for step in range(10, 15)) + text
+        done = "step 00015/00100 | loss 2.0\nTraining finished\n"
+        assert verdict(log + done).cause == "healthy"
+        assert verdict(log).cause != "healthy"
+        assert verdict(log + "Training finished\n").cause != "healthy"  # no step follows
+
+
+def test_torchruns_own_signal_in_the_rest_of_its_report_is_no_signal_from_outside():
+    report = "  traceback : Signal 15 (SIGTERM) received by PID 30977\n" + banner(3, 1).partition("-\nRoot")[2]
+    explanation = verdict("  error_file: <N/A>\n" + report.replace(" Cause", "Root Cause", 1))
+    assert (explanation.cause, explanation.rank) == ("unknown", 3)
+    assert (
+        verdict("step 1 loss 2\n  traceback : Signal 15 (SIGTERM) received by PID 30977\n").cause == "preempted-sigterm"
+    )
+
+
+def test_an_error_that_its_program_calls_safe_to_ignore_is_caught_where_the_program_goes_on():
+    error = "Failed to send request. It's safe to ignore this error.\n" + raised(None, "GetTimeoutError: not ready")
+    assert (
+        verdict(error + OTHER_LINES + OTHER_LINES + "*** SIGTERM received at time=1 ***\n").cause == "preempted-sigterm"
+    )
+    assert verdict(error).cause != "healthy"
+
+
+def test_what_ranks_printed_behind_the_shells_report_of_their_killed_launcher_is_no_next_run():
+    start = "W1130 18:22:25.723 24 torch/distributed/run.py:874] Setting OMP_NUM_THREADS environment variable for each process\n"
+    killed = "cmd.sh: line 1: 24468 Killed                  {}torchrun --nproc-per-node 2 train.py\n"
+    limited = verdict(start + killed.format("timeout -s KILL 25 ") + STEPS)
+    assert (limited.cause, limited.rank) == ("killed-from-outside", None)
+    assert verdict(start + killed.format("") + STEPS).cause == "host-oom-killed"
+    assert verdict(start + killed.format("") + start + STEPS).cause == "healthy"  # started again
+
+
+def test_a_log_that_ends_while_lightnings_ranks_join_is_not_healthy():
+    joined = "Initializing distributed: GLOBAL_RANK: {}, MEMBER: {}/2\n"
+    assert verdict("Seed set to 1\nGPU available: False, used: False\n" + joined.format(0, 1)).cause == "unknown"
+    assert verdict(joined.format(0, 1) + joined.format(1, 2) + STEPS).cause == "healthy"
+
+
+def test_a_spawned_process_that_ended_itself_is_the_rank_unless_another_error_says_more():
+    end = raised(None, "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with exit code 7")
+    end = end.replace("in main", "in <module>")
+    explanation = verdict(STEPS + end)
+    assert (explanation.cause, explanation.rank, "exit code 7" in explanation.summary) == (
+        "user-code-exception",
+        1,
+        True,
+    )
+    assert "sample 1841" in verdict(STEPS + raised(1, BUG) + end).summary
+
+
+def test_a_programs_own_sentence_about_what_it_killed_is_no_report_of_a_shell():
+    steps = "Killed 3 zombie workers left by the previous run\n" + STEPS
+    assert (verdict(steps).cause, verdict(steps).notes) == ("healthy", ())
+    assert verdict(STEPS + "Killed\n").cause == "host-oom-killed"
+    assert verdict(STEPS + "run.sh: line 3: 4411 Killed                  python train.py\n").cause == "host-oom-killed"

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from paceline import noise
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import HEALTHY, UNKNOWN, CurveEvidence, Explanation, LogProgress, format_value
 from paceline.explain.sentences import clean_values, fill_template
@@ -31,37 +32,6 @@ from paceline.explain.series import (
     MetricSeries,
 )
 from paceline.explain.verdict import NAN
-from paceline.noise import (
-    COMING_DOWN,
-    FEW_RISE,
-    LEAP_POINTS,
-    MIN_AFTER,
-    MIN_POINTS,
-    MIN_VALIDATION,
-    NEAR_ZERO,
-    SAME_VALUES,
-    SPIKE,
-    comes_down_to_zero,
-    constant_tail,
-    falls,
-    grows,
-    grows_evenly,
-    is_level,
-    is_rounded,
-    is_running_sum,
-    is_stuck,
-    is_too_high,
-    jump,
-    leap,
-    median,
-    repeats_epochs,
-    rise_from_start,
-    rise_to_end,
-    short_rise,
-    standard_errors_below,
-    start_of_growth,
-    turn_of,
-)
 from paceline.units import format_number_of
 
 DIVERGED, STANDS_STILL = "loss-diverged", "loss-stands-still"
@@ -99,9 +69,12 @@ class CurveFinding:
 
 def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, names: str) -> Explanation:
     """The explanation of metrics alone. names: of the files, for the sentence that says that they show nothing."""
-    few = (2, 1 - MAX_FALL) if any(ALL_STEPS in note for note in notes) else (LEAP_POINTS, COMING_DOWN)
+    few, share = (
+        (2, 1 - MAX_FALL) if any(ALL_STEPS in note for note in notes) else (noise.LEAP_POINTS, noise.COMING_DOWN)
+    )
     long = [item for item in series if item.kind not in (SCORE, ACCURACY) and is_judged(item)]
-    judged = long or [item for item in series if item.kind == LOSS and has_fallen(item.values, *few)]
+    losses = [item for item in series if item.kind == LOSS and len(item.values) >= few]
+    judged = long or [item for item in losses if 0 <= item.values[-1] < share * item.values[0]]
     judged = judged or [item for item in series if is_judged(item) and item.values[-1] > item.values[0]]
     if findings := judge_curves(series):
         return add_findings(Explanation(HEALTHY, notes=tuple(notes)), findings)
@@ -123,13 +96,10 @@ def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, name
         summary = f"no failure is certain, but {shown.name} ends above its first value: {first} to {last}, {points}"
         return Explanation(UNKNOWN, summary=summary, fix=HIGHER, curves=(show_curve(shown),), notes=tuple(notes))
     return Explanation(
-        HEALTHY,
-        confidence=CONFIDENCE if long else FEW_CONFIDENCE,
+        HEALTHY, confidence=CONFIDENCE if long else FEW_CONFIDENCE, curves=(show_curve(shown),), notes=tuple(notes),
         summary=f"no failure found: {shown.name} {first} to {last}, {steps}, {points}",
         progress=LogProgress(len(shown.values), shown.steps[0], shown.steps[-1]),
-        curves=(show_curve(shown),),
-        notes=tuple(notes),
-    )
+    )  # fmt: skip
 
 
 def add_findings(explanation: Explanation, findings: Sequence[CurveFinding]) -> Explanation:
@@ -155,7 +125,7 @@ def sentence_values(finding: CurveFinding) -> dict[str, str]:
     if finding.cause == NAN:
         return clean_values({"message": f"{series.name} from step {step} to its end, step {last_step}"})
     value, last = series.values[at], series.values[-1]
-    if finding.cause not in (OVERFITS, STANDS_STILL) and len(series.values) >= MIN_POINTS:
+    if finding.cause not in (OVERFITS, STANDS_STILL) and len(series.values) >= noise.MIN_POINTS:
         (value, step), (last, last_step) = (middle_point(series, end) for end in (at + 1, len(series.values)))
     texts = {"value": format_value(series.name, value), "last_value": format_value(series.name, last)}
     if finding.cause == STANDS_STILL and 0 <= min(value, last) < LEARNED * max(value, last):
@@ -166,7 +136,7 @@ def sentence_values(finding: CurveFinding) -> dict[str, str]:
 def middle_point(series: MetricSeries, end: int) -> tuple[float, int]:
     """The value and the step of the point whose value is the median of the last few before an index."""
     points = [point for point in zip(series.values[:end], series.steps, strict=False) if math.isfinite(point[0])]
-    near = sorted(points[-SPIKE:])
+    near = sorted(points[-noise.SPIKE :])
     return near[(len(near) - 1) // 2]
 
 
@@ -200,12 +170,12 @@ def is_whole(series: MetricSeries) -> bool:
 
 def is_learned(series: MetricSeries) -> bool:
     """Whether a loss has nearly vanished since its first points, where any noise multiplies it."""
-    return is_whole(series) and 0 <= series.values[-1] < NEAR_ZERO * max(series.values[:SPIKE])
+    return is_whole(series) and 0 <= series.values[-1] < noise.NEAR_ZERO * max(series.values[: noise.SPIKE])
 
 
 def is_judged(series: MetricSeries) -> bool:
     """Whether a curve has enough points to say that nothing is wrong with it."""
-    return len(series.values) >= (MIN_VALIDATION if series.kind == VALIDATION else MIN_POINTS)
+    return len(series.values) >= (noise.MIN_VALIDATION if series.kind == VALIDATION else noise.MIN_POINTS)
 
 
 def is_lowest_at_end(series: MetricSeries) -> bool:
@@ -217,23 +187,18 @@ def is_lowest_at_end(series: MetricSeries) -> bool:
 def ends_below_start(series: MetricSeries) -> bool:
     """Whether a loss ends below its first points, so that a rise may be that of a term which joined it."""
     values = list(filter(math.isfinite, series.values))
-    return bool(values) and median(values[-SPIKE:]) < max(values[:SPIKE])
+    return bool(values) and noise.median(values[-noise.SPIKE :]) < max(values[: noise.SPIKE])
 
 
 def ends_high(series: MetricSeries) -> bool:
     """Whether the last of many evaluations have a loss far above the lowest."""
     values = list(filter(math.isfinite, series.values))
-    return len(values) >= MIN_POINTS and median(values[-SPIKE:]) > (1 + BOTH_RISE) * min(values) > 0
+    return len(values) >= noise.MIN_POINTS and noise.median(values[-noise.SPIKE :]) > (1 + BOTH_RISE) * min(values) > 0
 
 
 def improves(reward: MetricSeries) -> bool:
     """Whether a reward rises beyond its noise."""
-    return is_judged(reward) and falls([-value for value in reward.values], math.inf)
-
-
-def has_fallen(values: Sequence[float], least: int, share: float) -> bool:
-    """Whether a curve of few points shows that something is learned: it ends below a share of its first value."""
-    return len(values) >= least and 0 <= values[-1] < share * values[0]
+    return is_judged(reward) and noise.falls([-value for value in reward.values], math.inf)
 
 
 def find_nan(by_kind: Mapping[str, Sequence[MetricSeries]]) -> Iterator[CurveFinding]:
@@ -251,22 +216,22 @@ def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> I
     for series in losses:
         finite = thinned(series)
         values = finite.values
-        if not values or is_learned(finite) or is_running_sum(values):
+        if not values or is_learned(finite) or noise.is_running_sum(values):
             continue
-        if "crossentropy" in series.name.lower().replace("_", "") and max(values[-LEAP_POINTS:]) < 0:
+        if "crossentropy" in series.name.lower().replace("_", "") and max(values[-noise.LEAP_POINTS :]) < 0:
             yield CurveFinding(DIVERGED, series, 0, BELOW_ZERO)
-        elif max(values[-LEAP_POINTS:]) < -FAR_BELOW:
-            if (at := leap([abs(value) for value in values])) is not None:
+        elif max(values[-noise.LEAP_POINTS :]) < -FAR_BELOW:
+            if (at := noise.leap([abs(value) for value in values])) is not None:
                 yield finding_at(DIVERGED, series, finite.steps[at])
-        elif min(values) >= 0 < min(values[:LEAP_POINTS]):
-            long_rises = (rise(values, min_rise) for rise in (rise_to_end, rise_from_start))
-            rises = (*long_rises, leap(values), short_rise(values), jump(values))
+        elif min(values) >= 0 < min(values[: noise.LEAP_POINTS]):
+            long_rises = (rise(values, min_rise) for rise in (noise.rise_to_end, noise.rise_from_start))
+            rises = (*long_rises, noise.leap(values), noise.short_rise(values), noise.jump(values))
             at = next((at for at in rises if at is not None), None)
             if at is not None and at <= 1 and is_whole(series):
                 yield CurveFinding(DIVERGED, series, 0, FROM_START)
             elif at is not None:
                 yield finding_at(DIVERGED, series, finite.steps[at])
-            elif is_too_high(values):
+            elif noise.is_too_high(values):
                 yield CurveFinding(DIVERGED, series, 0, NOT_NORMALIZED)
 
 
@@ -277,26 +242,27 @@ def find_still(
     for series in losses:
         finite = thinned(series)
         values, steps = finite.values, finite.steps
-        if (at := constant_tail(values)) is not None and abs(values[-1]) > 0.01 and not is_rounded(values):
+        if (at := noise.constant_tail(values)) is not None and abs(values[-1]) > 0.01 and not noise.is_rounded(values):
             yield finding_at(STANDS_STILL, series, steps[at])
             continue
-        if repeats_epochs(values):
+        if noise.repeats_epochs(values):
             yield finding_at(STANDS_STILL, series, steps[0], REPEATED)
             continue
         reasons = ((rates, "the learning rate is 0"), (gradients, "the gradient norm is 0"))
         for others, reason in reasons:
-            tails = ((item, constant_tail(item.values)) for item in others if not item.values[-1])
+            tails = ((item, noise.constant_tail(item.values)) for item in others if not item.values[-1])
             starts = [item.steps[start] for item, start in tails if start is not None]
             if not starts or len(starts) < len(others):
                 continue
             after = [value for step, value in zip(steps, values, strict=True) if step >= max(starts)]
             first, last = after[: len(after) // 3], after[-len(after) // 3 :]
-            if len(after) >= SAME_VALUES and not comes_down_to_zero(values) and standard_errors_below(last, first) <= 3:
+            is_long = len(after) >= noise.SAME_VALUES and not noise.comes_down_to_zero(values)
+            if is_long and noise.standard_errors_below(last, first) <= 3:
                 yield finding_at(STANDS_STILL, series, max(starts), reason)
                 break
         else:
-            if is_whole(series) and is_stuck(values):
-                yield finding_at(STANDS_STILL, series, steps[0 if is_level(values) else -(len(values) // 3)])
+            if is_whole(series) and noise.is_stuck(values):
+                yield finding_at(STANDS_STILL, series, steps[0 if noise.is_level(values) else -(len(values) // 3)])
 
 
 def find_unlearned(
@@ -304,7 +270,7 @@ def find_unlearned(
 ) -> Iterator[CurveFinding]:
     """Losses that do not fall beyond their noise while no evaluation does, or while an accuracy below a half does not rise."""
     low = [item.values for item in accuracies if is_judged(item) and max(item.values) < LOW_ACCURACY]
-    is_low = any(not falls([-value for value in values], math.inf) for values in low)
+    is_low = any(not noise.falls([-value for value in values], math.inf) for values in low)
     long = [item for item in losses if len(item.values) > 1]  # a single one is the mean of a run
     falling = (may_fall(item, math.inf if is_low else MAX_FALL) for item in long)
     if long and (is_low or not all(map(may_fall, held_out))) and not any(falling):
@@ -315,10 +281,11 @@ def may_fall(series: MetricSeries, max_fall: float = MAX_FALL) -> bool:
     """Whether a loss falls, or has too few points to tell: fewer will do for evaluations within half a percent."""
     values = thinned(series).values or [0.0]
     is_flat = series.kind == VALIDATION and max(values) - min(values) < FLAT_VALIDATION * abs(values[0])
-    if len(values) < (MIN_VALIDATION if is_flat else MIN_POINTS) or not is_whole(series):
+    if len(values) < (noise.MIN_VALIDATION if is_flat else noise.MIN_POINTS) or not is_whole(series):
         return True
-    has_learned = series.kind == LOSS and 0 <= median(values[-(len(values) // 3) :]) < LEARNED * max(values[:SPIKE])
-    return has_learned or falls(values, max_fall)
+    late = noise.median(values[-(len(values) // 3) :])
+    has_learned = series.kind == LOSS and 0 <= late < LEARNED * max(values[: noise.SPIKE])
+    return has_learned or noise.falls(values, max_fall)
 
 
 def find_growth(memories: Sequence[MetricSeries], min_growth: float = MIN_GROWTH) -> Iterator[CurveFinding]:
@@ -326,9 +293,9 @@ def find_growth(memories: Sequence[MetricSeries], min_growth: float = MIN_GROWTH
     for series in memories:
         finite = thinned(series)
         parts = (finite.values[int(share * len(finite.values)) :] for share in GROWTH_STARTS)
-        if any(grows(part, min_growth) for part in parts):
-            yield finding_at(MEMORY_GROWS, series, finite.steps[start_of_growth(finite.values)])
-        elif grows_evenly(finite.values, min_growth):
+        if any(noise.grows(part, min_growth) for part in parts):
+            yield finding_at(MEMORY_GROWS, series, finite.steps[noise.start_of_growth(finite.values)])
+        elif noise.grows_evenly(finite.values, min_growth):
             yield finding_at(MEMORY_GROWS, series, finite.steps[1])
 
 
@@ -338,7 +305,7 @@ def find_slowdown(by_kind: Mapping[str, Sequence[MetricSeries]], slower: float =
     for series in speeds or [speed for loss in by_kind.get(LOSS, ())[:1] for speed in [speed_of(loss)]]:
         finite = thinned(series)
         slow = [value if series.kind == STEP_TIME else 1 / value for value in finite.values if value > 0]
-        if len(slow) < len(finite.values) or (at := rise_to_end(slow, slower)) is None:
+        if len(slow) < len(finite.values) or (at := noise.rise_to_end(slow, slower)) is None:
             continue
         lasted_s = finite.times[-1] - finite.times[at]
         if not lasted_s < MIN_SLOW_S:  # NaN where times are unknown
@@ -349,7 +316,7 @@ def find_overfitting(curves: Sequence[MetricSeries], scores: Sequence[MetricSeri
     for series in curves:
         finite = thinned(series)
         turns = (turn_with_score(finite, item.values) for item in scores if item.steps == finite.steps)
-        if (at := next((at for at in (turn_of(finite.values), *turns) if at is not None), None)) is not None:
+        if (at := next((at for at in (noise.turn_of(finite.values), *turns) if at is not None), None)) is not None:
             yield finding_at(OVERFITS, series, finite.steps[at])
 
 
@@ -361,8 +328,8 @@ def turn_with_score(series: MetricSeries, scores: Sequence[float]) -> int | None
     """Where a curve of few points is lowest, all later ones are far higher, and the score is best there or before."""
     at = min(range(len(scores)), key=series.values.__getitem__)
     lowest, after = series.values[at], series.values[at + 1 :]
-    is_few = len(after) >= MIN_AFTER and len(scores) < MIN_VALIDATION
-    is_worse = is_few and max(scores[at + 1 :]) < WORSE * scores[at] and min(after) > (1 + FEW_RISE) * lowest > 0
+    is_few = len(after) >= noise.MIN_AFTER and len(scores) < noise.MIN_VALIDATION
+    is_worse = is_few and max(scores[at + 1 :]) < WORSE * scores[at] and min(after) > (1 + noise.FEW_RISE) * lowest > 0
     return at if is_worse else None
 
 
@@ -374,7 +341,7 @@ def thinned(series: MetricSeries) -> MetricSeries:
     return replace(
         series,
         steps=[group[0][0] for group in groups],
-        values=[median(value for _, value, _ in group) for group in groups],
+        values=[noise.median(value for _, value, _ in group) for group in groups],
         times=[group[0][2] for group in groups],
     )
 
@@ -397,7 +364,7 @@ def show_curve(series: MetricSeries) -> CurveEvidence:
     size = 1 + (len(series.values) - 1) // CURVE_COLUMNS
     groups = [series.values[at : at + size] for at in range(0, len(series.values), size)]
     medians = [
-        median(finite) if len(finite := list(filter(math.isfinite, group))) > len(group) // 2 else None
+        noise.median(finite) if len(finite := list(filter(math.isfinite, group))) > len(group) // 2 else None
         for group in groups
     ]
     for end in (0, -1):

@@ -79,11 +79,9 @@ PART_END = re.compile(r",(?!\d{3}\b)|[|;{}\t]|\s{2}")
 AMOUNT = re.compile(
     r"(?i)(?<![\w./-])(?P<value>\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.\d{1,9})?)[ \t]?(?P<unit>[kmgt]?i?b?)%?(?=[\s,;|()\]/}'\"]|$)"
 )
-PER_SECOND = (
-    r"(?<![a-z])(?:tok(?:en)?s?|samples?|imgs?|images|seqs?|frames) ?(?:/|_per_| per )s(?:ec(?:ond)?)?(?![a-z])"
-)
+RATE = r"(?<![a-z])(?:tok(?:en)?s?|samples?|imgs?|images|seqs?|frames) ?(?:/|_per_| per )s(?:ec(?:ond)?)?(?![a-z])"
 COUNT = r"(?P<value>\d[\d,]*(?:\.\d+)?)"
-SPEEDS = (re.compile(rf"(?i){PER_SECOND}['\"]?\s*[:=]?\s*{COUNT}"), re.compile(rf"(?i){COUNT} ?{PER_SECOND}"))
+SPEEDS = (re.compile(rf"(?i){RATE}['\"]?\s*[:=]?\s*{COUNT}"), re.compile(rf"(?i){COUNT} ?{RATE}"))
 MAX_NAME, MAX_BEFORE = 60, 30  # characters of a measure's name; of what tells before it what is measured
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 COUNTERS = re.compile(r"(?i)((?:gpu|cuda|device|rank)[ :#]{0,2}\d+)|[ :]?\d+")  # all but a device's number
@@ -108,7 +106,7 @@ OF_POLICY = re.compile(r"(?i)(?:policy|actor|critic|value|pg)[_ /]$")
 # before the loss that others are a part of
 TOTAL_LOSS = re.compile(r"(?i)(?:^|[\s,;|({\['\"])(?:(?:tot|total|train|training)[_ /])?$")
 EVALUATION = re.compile(  # how a line of one begins
-    r"(?i)^\W*(?:[\w./-]{1,60}\| )?(?:test|val|valid|validation|eval|evaluation|(?:test|validat|evaluat)ing)\b ?"
+    r"(?i)^\W*(?:[\w./-]{1,60}\| )?(?:test(?:ing)?|val(?:id(?:at(?:e|ion|ing))?)?|eval(?:uat(?:e|ion|ing))?)\b ?"
     r"(?:[:\[\]]|\([^)]{1,12}\):|- |set\b|results?\b|error\b|step\b|(?:in |at )?epoch)"
     r"|(?!.*train).{0,40}[(\[](?:test|val|valid|validation|eval)[)\]]"
 )
@@ -173,6 +171,7 @@ SETUP = re.compile(
     r"|(?=\w[^:=]*$).*\b(?:initiated|initiali[sz]ed|prepared|loaded|created|enabled|cached|verified|compiled|registered)\b.{0,40}$"
     # a path, a variable of the environment, a version, a date, a host, what libraries say first
     r"|(?!.*(?:out|sav|wr[io]t|result|report|pred))[\w ]{0,30}[:=]? *['\"]?(?:[a-z]:|~|\$\w+)?[/\\]\S+$|(?-i:[A-Z]+(?:_[A-Z]+)+=)"
+    r"|(?-i:(?!INFO|DEBUG|WARN)[A-Z][A-Z0-9_]*:(?! *-?\d+\.\d) ?\S*|\w+: '')$"  # settings in capitals
     r"|[a-z][\w. -]{1,20}:? v?\d+(?:\.\d+){2,3}(?:\+\S+)?$|(?:mon|tue|wed|thu|fri|sat|sun)\w* .*20\d\d$|[a-z]+-?\d+$|\d+\) \w+/"
     r"|wandb: |[IW] (?:tensorflow|external)/|(?:gpu|cuda|nvcc|nvidia)\b.{0,60}$"
     r"|(?:train|val|test)\w*(?: (?:set|data))?: \d[\d,]* ?[a-z]*$)"
@@ -250,9 +249,8 @@ def strip_bars(text: str) -> tuple[str, StepLoss | None]:
             name, loss = "eval_loss", loss if at == of or not math.isfinite(loss) else None
         held_out = read_value(HELD_OUT_LOSS.search(match[0])) if has_loss else None
         step = None if OTHER_BAR.match(match[0]) else at
-        progress = StepLoss(
-            step, loss, is_last=at is not None and at == of, name=name, held_out=held_out, num_steps=of or 0
-        )
+        is_last = at is not None and at == of
+        progress = StepLoss(step, loss, is_last, name=name, held_out=held_out, num_steps=of or 0)
     return BARE_BAR.sub("", BAR.sub("", text)).strip(" \t"), progress
 
 

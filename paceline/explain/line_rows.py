@@ -12,7 +12,7 @@ from paceline.explain.lines import has_word
 UNIT = re.compile(r" \((?:s|sec|ms|min|h|%|nats|bits|[KMG]i?B|(?:it|tok)?/s)\)")  # behind the name of a column
 COLUMN_GAP = re.compile(r"\s*[|│┃]\s*|\t+|\s{2,}")
 TABLE_EDGES = " \t|│┃#"
-LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR_NAME})(?:_tra?i?n| [A-Z0-9]+)?$")
+LOSS_COLUMN = re.compile(rf"(?i)(?:^|[\s_/-])(?:loss|{ERROR_NAME})(?:_(?:tra?i?n|total|mean|avg)| [A-Z0-9]+)?$")
 # of XGBoost and LightGBM: [5] train-rmse:0.25 eval-rmse:0.68, and [5] training's l2: 0.25 valid's l2: 0.68
 BOOSTING = re.compile(r"\[(?P<step>\d{1,9})\](?=\s{1,8}[\w ]{1,40}?(?:-|'s )[\w@.]{1,40}: ?[-\d.ni])")
 BOOSTING_VALUE = re.compile(

@@ -23,7 +23,7 @@ SAMPLE_END = re.compile(
 )
 SERVED = re.compile(  # a request that was answered, vLLM's report of such, what Jupyter does for its user
     r'HTTP/\d(?:\.\d)?" 20\d\b|\bAvg generation throughput: (?!0\.0\b)\d'
-    r"|\b(?:Notebook|Server|Lab)App\] (?:Saving file at|Kernel started)"
+    r"|\b(?:Notebook|Server|Lab)App\] (?:Saving file at|Kernel started|20\d (?:GET|PUT|POST|PATCH) )"
 )
 # a tensor that is NaN with no name before it; the numbers that differ between lines of one form; how many of the last lines have it
 UNNAMED_NAN = re.compile(r"(?:^|[,;(\[]\s*|[\d)\]]:?\s+)tensor\(nan(?=[\s,;)\]]|$)")
@@ -249,29 +249,18 @@ class OpenRun:
             progress = replace(progress, nan_line=number, nan_measure=measure) if number else progress
         if tail and PROMPT.search(tail[-1][1]):
             progress = replace(progress, finished=False, done_line=None)
+        records = tuple(record for record in (*self.first, *self.last) if behind is None or record.line < behind)
+        has_stopped = self.early_stop is not None and self.early_stop == self._last_trained()
+        curves = self.progress
         return Log(
-            records=tuple(record for record in (*self.first, *self.last) if behind is None or record.line < behind),
-            progress=progress,
-            last_progress=tuple(self.progress.lines),
-            last_lines=tail,
-            last_steps=self.progress.steps_by_rank,
-            ranks=frozenset(self.ranks),
-            losses=losses_of_stage(self.progress.losses, self.stage_step),
-            held_out=tuple(self.progress.held_out),
-            scores=tuple(self.progress.scores),
-            gradients=tuple(self.progress.gradients),
-            memory=self.progress.memory,
-            rewards=tuple(self.progress.rewards),
-            accuracies=tuple(self.accuracies),
-            speeds=tuple(self.progress.speeds),
-            first_line=self.first_line,
-            is_restart=self.is_restart,
-            is_later=self.is_later,
-            by_command=self.by_command,
-            has_end=self.bounds.end is not None,
-            stops_early=self.early_stop is not None and self.early_stop == self._last_trained(),
-            last_ignored=self.last_ignored,
-        )
+            records=records, progress=progress, last_progress=tuple(curves.lines), last_lines=tail,
+            last_steps=curves.steps_by_rank, ranks=frozenset(self.ranks),
+            losses=losses_of_stage(curves.losses, self.stage_step), held_out=tuple(curves.held_out),
+            scores=tuple(curves.scores), gradients=tuple(curves.gradients), memory=curves.memory,
+            rewards=tuple(curves.rewards), accuracies=tuple(self.accuracies), speeds=tuple(curves.speeds),
+            first_line=self.first_line, is_restart=self.is_restart, is_later=self.is_later, by_command=self.by_command,
+            has_end=self.bounds.end is not None, stops_early=has_stopped, last_ignored=self.last_ignored,
+        )  # fmt: skip
 
 
 def losses_of_stage(losses: tuple[LossPoint, ...], first_step: int | None) -> tuple[LossPoint, ...]:

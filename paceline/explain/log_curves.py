@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 
+from paceline.explain import curve_verdict
 from paceline.explain.curve_verdict import (
     BOTH_RISE,
     DIVERGED,
@@ -22,22 +23,6 @@ from paceline.explain.curve_verdict import (
     OVERFITS,
     STANDS_STILL,
     CurveFinding,
-    add_findings,
-    ends_below_start,
-    ends_high,
-    evenly_spaced,
-    find_growth,
-    find_overfitting,
-    find_rises,
-    find_slowdown,
-    find_still,
-    find_unlearned,
-    improves,
-    is_learned,
-    is_lowest_at_end,
-    is_whole,
-    may_fall,
-    show_curve,
 )
 from paceline.explain.explanation import HEALTHY, UNKNOWN, Explanation, format_value
 from paceline.explain.line_measures import MEAN_LOSS
@@ -57,15 +42,13 @@ from paceline.explain.series import (
 from paceline.explain.verdict import NAN
 from paceline.noise import MIN_POINTS, SPIKE, START_RISE, STRETCHES, STUCK_FALL, is_level, is_stuck, median
 
-LOG_RISE = 1.0  # of a loss that was higher at first
 EXPLODED = 1e3  # times its first points, or 1
-PART_RISE = 9.0  # of one whose first steps are not in the log
+LOG_RISE, PART_RISE = 1.0, 9.0  # of a loss that was higher at first; of one whose first steps are not in the log
 ZEROS, ZERO_REWARDS, SAME_REWARDS, LOST_REWARDS = 3, 10, 40, 20  # on the lines of a log, if no others are there
 # of the highest reward: from below it a reward may have decayed to 0; times the usual distance of two points: more hides how
 LOST_FROM, LOST_GAP = 0.1, 3
 NO_REWARD, ONE_REWARD = "every reward is 0", "every reward is the same"
 LOST_REWARD, MEAN_OF_ALL = "the reward fell to 0 and stays there", "the mean of all steps is exactly 0"
-LOG_GROWTH, LOG_SLOWER = 0.2, 1.0  # of memory, of the time for a sample
 # points of a loss, and the share of its level that they span; such points that are no longer few; fewer that are the same
 MIN_FLAT, FLAT_RANGE, MIN_STILL = 5, 0.0015, 12
 FEW_SAME, SAME_RANGE = 4, 1e-4
@@ -74,6 +57,7 @@ MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
 MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations
 # accuracies of a guess between two classes, and how near to a half each is; to ln 2 the losses behind the first, the last half
 MIN_HALF, EVEN, FEW_CHANCE, STILL_CHANCE = 5, 0.02, 0.03, 0.01
+STRETCHES_OF_HALF, MIN_STRETCH = 5, 60  # of the values of batches, whose means are compared; values of each
 # of two networks that compete, whose losses may stay there
 OF_GAN = re.compile(
     r"(?i)\b(?:discriminator|generator|adversar\w*)\b|(?<![a-z])(?:[dg][ _]?loss|loss[ _]?[dg])(?![a-z])"
@@ -82,16 +66,19 @@ OF_GAN = re.compile(
 HALF, CHANCE = 0.05, "ln {number}, as of a guess between {number} classes"
 # what lines report as exactly 0, not rounded to it, where the loss stands still
 EXACT_ZERO = re.compile(r"0(?:\.0|\.0{7,}|(?:\.0*)?e[-+]?0+)?")
-ZERO_REASONS = (
-    (
-        re.compile(r"(?i)(?<![a-z])(?:lr|learning[_ ]rate)\W{1,4}(?P<value>\d[\d.]*(?:e[-+]?\d+)?)"),
-        "the learning rate is 0",
+ZERO_REASONS = {
+    "the learning rate is 0": re.compile(
+        r"(?i)(?<![a-z])(?:lr|learning[_ ]rate)\W{1,4}(?P<value>\d[\d.]*(?:e[-+]?\d+)?)"
     ),
-    (re.compile(r"rewards/margins\W{1,4}(?P<value>[\d.]+)"), "the margins between chosen and rejected answers are 0"),
-)
-MIN_SAME_SCORES = 20  # evaluations
-MIN_RISES, STEADY_RISE = 7, 0.03  # from each point of a loss to the next; as a share of the first one
-TRAIN_RISE = 0.1  # of the loss of training, as a share
+    "the margins between chosen and rejected answers are 0": re.compile(r"rewards/margins\W{1,4}(?P<value>[\d.]+)"),
+}
+MIN_SAME_SCORES, LOG_GROWTH, LOG_SLOWER = 20, 0.2, 1.0  # evaluations; of memory, of the time for a sample
+MIN_RISES, STEADY_RISE, PERFECT = (
+    7,
+    0.03,
+    0.99,
+)  # an accuracy; from each point of a loss to the next; as a share of the first one
+TRAIN_RISE, FAR_ABOVE = 0.1, 5.0  # of the loss of training, as a share; times the lowest loss of evaluations
 # Lightning's bar shows the loss that was logged last, by default (log_every_n_steps) on every 50th step
 LIGHTNING_BAR, LOGGED_EVERY = re.compile(r"\bv_num="), 50
 # with the point: fewer may be the same by rounding; the last value is reported again at the end
@@ -110,20 +97,21 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     if any(LIGHTNING_BAR.search(text) for log in logs for _, text in log.last_lines):
         reported = [item for item in reported if not repeats_logged(item, points["losses"])]
         points["held_out"] = [next(group) for _, group in groupby(points["held_out"], key=lambda point: point.value)]
-    losses, held_out, parts = (
-        [item for item in reported if item.kind == kind] for kind in (LOSS, VALIDATION, PART_LOSS)
-    )
-    memories = [evenly_spaced(item) for item in line_series(points["memory"], kind=MEMORY)]
-    speeds = [evenly_spaced(item) for item in line_series(points["speeds"], kind=THROUGHPUT)]
-    lengths = ((finding, len(finding.series.values)) for finding in find_still(losses, [], []))
+    kinds = (LOSS, VALIDATION, PART_LOSS)
+    losses, held_out, parts = ([item for item in reported if item.kind == kind] for kind in kinds)
+    memories = [curve_verdict.evenly_spaced(item) for item in line_series(points["memory"], kind=MEMORY)]
+    speeds = [curve_verdict.evenly_spaced(item) for item in line_series(points["speeds"], kind=THROUGHPUT)]
+    is_perfect = median(list(points["accuracies"]) or [0.0]) > PERFECT
+    exact = [item for item in losses if not (is_perfect and has_one_digit(item.values))]
+    lengths = ((finding, len(finding.series.values)) for finding in curve_verdict.find_still(exact, [], []))
     still = (item for item, length in lengths if item.at < length // 2 or is_stuck(item.series.values))
     evaluations = [*line_series(points["held_out"]), *held_out]
     if not losses and all(point.step is point.epoch is None for point in points["losses"]):
         evaluations = []  # results of several programs
     scores, rewards = line_series(points["scores"], kind=SCORE), line_series(points["rewards"], kind=REWARD)
-    learns = any(map(is_lowest_at_end, evaluations)) or any(map(improves, rewards))
+    learns = any(map(curve_verdict.is_lowest_at_end, evaluations)) or any(map(curve_verdict.improves, rewards))
     ends_best = is_best_at_end(points["scores"])
-    rising = [] if learns else [item for item in losses if not (ends_best and ends_below_start(item))]
+    rising = [] if learns else [item for item in losses if not (ends_best and curve_verdict.ends_below_start(item))]
     # transformers writes 0 for a loss that is NaN, but not in evaluations
     has_nan = any(math.isnan(point.value) for name in ("losses", "held_out") for point in points[name])
     guesses = [*find_guesses(losses, evaluations, scores)]
@@ -131,33 +119,32 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         trained = [point.value for point in points["losses"] if point.name != "eval_loss"]
         guesses += find_half(losses, trained, points["accuracies"])
     findings = [
-        *(rise for item in rising for rise in find_rises([item], least_rise(item, evaluations))),
+        *(rise for item in rising for rise in curve_verdict.find_rises([item], least_rise(item, evaluations))),
         *(find_steady_rises(rising, evaluations) if not parts else ()),
         *find_explosions(parts),
         *still,
-        *find_unlearned(losses, losses if zero_reason(logs) else held_out),
+        *curve_verdict.find_unlearned(losses, losses if zero_reason(logs) else held_out),
         *find_chance(losses, held_out),
         *guesses,
         *find_zeros(losses, ZEROS, cause=NAN if has_nan else STANDS_STILL),
         *find_zeros([item for item in losses if item.name == MEAN_LOSS], 1, reason=MEAN_OF_ALL),
         *find_zeros(rewards, ZERO_REWARDS, reason=NO_REWARD),
-        *find_one_reward(rewards),
         *find_lost_reward(rewards),
-        *find_growth(memories, LOG_GROWTH),
-        *find_slowdown({THROUGHPUT: speeds}, LOG_SLOWER),
+        *curve_verdict.find_growth(memories, LOG_GROWTH),
+        *curve_verdict.find_slowdown({THROUGHPUT: speeds}, LOG_SLOWER),
         *(() if ends_best else find_turns(losses, evaluations, scores)),
-        *(() if any(map(may_fall, losses)) else find_same(points["scores"], points["held_out"])),
+        *(() if any(map(curve_verdict.may_fall, losses)) else find_same(points["scores"], points["held_out"])),
     ]
-    # what the training has waited for
-    if any(log.stops_early or any(EARLY_STOP.search(text) for _, text in log.last_lines) for log in logs):
+    stops_early = any(log.stops_early or any(EARLY_STOP.search(text) for _, text in log.last_lines) for log in logs)
+    flat = next(filter(hardly_moves, losses + held_out), None)
+    if stops_early:  # the training has waited for this
         findings = [item for item in findings if item in guesses or item.cause not in (STANDS_STILL, OVERFITS)]
-    elif (
-        not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None))
-    ):
+    elif flat and not findings and explanation.cause == HEALTHY:
         if len(flat.values) < MIN_STILL:
             return unproven(explanation, flat)
         findings = [CurveFinding(STANDS_STILL, flat, 0)]
-    return add_findings(explanation, [with_reason(item, logs, points["gradients"]) for item in findings[:1]])
+    shown = [with_reason(item, logs, points["gradients"]) for item in findings[:1]]
+    return curve_verdict.add_findings(explanation, shown)
 
 
 def with_reason(finding: CurveFinding, logs: Sequence[Log], gradients: Sequence[LossPoint]) -> CurveFinding:
@@ -177,7 +164,7 @@ def with_reason(finding: CurveFinding, logs: Sequence[Log], gradients: Sequence[
 def zero_reason(logs: Sequence[Log]) -> str:
     """What is exactly 0 on the last lines that report it, so that nothing is learned."""
     texts = [text for log in logs for _, text in log.last_lines]
-    for pattern, reason in ZERO_REASONS:
+    for reason, pattern in ZERO_REASONS.items():
         values = [match["value"] for text in texts if (match := pattern.search(text))]
         if len(values) >= ZEROS and all(map(EXACT_ZERO.fullmatch, values)):
             return reason
@@ -251,17 +238,11 @@ def is_best_at_end(scores: Sequence[LossPoint]) -> bool:
 def find_zeros(
     series: Sequence[MetricSeries], at_least: int, *, cause: str = STANDS_STILL, reason: str | None = None
 ) -> Iterator[CurveFinding]:
-    """Curves on the lines of a log that are 0 wherever they are reported."""
+    """Curves that are 0 wherever they are reported, or rewards below 0 that are one value: one above may be the best there is."""
     for item in series:
-        if len(item.values) >= at_least and not any(item.values):
-            yield CurveFinding(cause, item, 0, reason)
-
-
-def find_one_reward(rewards: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
-    """Rewards below 0 that are one value in many updates; one above 0 may be the best that there is."""
-    for item in rewards:
-        if len(item.values) >= SAME_REWARDS and min(item.values) == max(item.values) < 0:
-            yield CurveFinding(STANDS_STILL, item, 0, ONE_REWARD)
+        is_one = item.kind == REWARD and len(item.values) >= SAME_REWARDS and min(item.values) == max(item.values) < 0
+        if is_one or (len(item.values) >= at_least and not any(item.values)):
+            yield CurveFinding(cause, item, 0, ONE_REWARD if is_one else reason)
 
 
 def find_lost_reward(rewards: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
@@ -278,7 +259,7 @@ def find_lost_reward(rewards: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
 
 def find_chance(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
     """Losses that come down to what guessing between a few classes gives, and stay; few points count where evaluations agree."""
-    for series in filter(is_whole, losses):
+    for series in filter(curve_verdict.is_whole, losses):
         values = list(filter(math.isfinite, series.values))
         half = values[len(values) // 2 :]
         number = round(math.exp(min(max(median(half), 0.0), 9.0))) if half else 0
@@ -291,11 +272,8 @@ def find_chance(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]
         curves = [values, *(item.values for item in held_out)]
         has_few = number == 2 and len(curves) > 1 and min(map(len, curves)) >= MIN_FEW
         has_few = has_few and all(abs(value - chance) < ABOUT_CHANCE * chance for curve in curves for value in curve)
-        is_exact = (
-            number > 2
-            and len(values) >= FEW_SAME
-            and max(abs(value - chance) for value in values) < SAME_RANGE * chance
-        )
+        is_exact = number > 2 and len(values) >= FEW_SAME
+        is_exact = is_exact and max(abs(value - chance) for value in values) < SAME_RANGE * chance
         if is_near or stays or has_few or is_exact:
             at = len(series.values) // 2 if is_near else 0
             yield CurveFinding(STANDS_STILL, series, at, CHANCE.format(number=number))
@@ -315,13 +293,19 @@ def find_guesses(
 def find_half(
     losses: Sequence[MetricSeries], values: Sequence[float], accuracies: Sequence[float]
 ) -> Iterator[CurveFinding]:
-    """A loss that stays where a guess between two classes is, while each accuracy of the log is about a half; values: of it."""
+    """A loss that stays where a guess between two classes is, while each accuracy is about a half, or in each part of many values.
+
+    values: of the loss, also of batches that vary.
+    """
     is_half = len(accuracies) >= MIN_FEW and max(abs(value - 0.5) for value in accuracies) < EVEN
-    if not is_half or len(losses) != 1 or len(values) < MIN_HALF or not all(map(math.isfinite, values)):
+    if len(losses) != 1 or len(values) < MIN_HALF or not all(map(math.isfinite, values)):
         return
     chance = math.log(2)
-    is_near = max(abs(value - chance) for value in values[1:]) < FEW_CHANCE * chance
-    if is_near and median(values[len(values) // 2 :]) > (1 - STILL_CHANCE) * chance:
+    is_near = is_half and max(abs(value - chance) for value in values[1:]) < FEW_CHANCE * chance
+    stays = is_near and median(values[len(values) // 2 :]) > (1 - STILL_CHANCE) * chance
+    length = len(values) // STRETCHES_OF_HALF
+    means = [sum(values[length * at :][:length]) / max(1, length) for at in range(STRETCHES_OF_HALF)]
+    if stays or (length >= MIN_STRETCH and not accuracies and all(map(is_near_half, means))):
         yield CurveFinding(STANDS_STILL, losses[0], 0, CHANCE.format(number=2))
 
 
@@ -342,28 +326,43 @@ def find_same(*evaluations: Sequence[LossPoint]) -> Iterator[CurveFinding]:
 def find_turns(
     losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries], scores: Sequence[MetricSeries]
 ) -> Iterator[CurveFinding]:
-    """Validation losses that turn up; where the loss of training is higher at its end than at that time, it is no overfitting."""
-    for finding in find_overfitting([item for item in held_out if not is_learned(item)], scores):
-        share = finding.at / len(finding.series.values)
-        rises = (rise for item in losses if (rise := rise_since(item, int(share * len(item.values)))))
-        yield next(rises, finding)
+    """Validation losses that turn up or end far above the lowest, unless that of training rises too or neither of them moves."""
+    curves = [item for item in held_out if not curve_verdict.is_learned(item)]
+    far = (item for item in curves if len(item.values) >= MIN_POINTS)
+    far = (item for item in far if min(item.values[-SPIKE:]) > FAR_ABOVE * min(item.values) > 0)
+    lowest = (CurveFinding(OVERFITS, item, item.values.index(min(item.values))) for item in far)
+    for finding in (*curve_verdict.find_overfitting(curves, scores), *lowest):
+        share, values = finding.at / len(finding.series.values), finding.series.values
+        places = [(item, int(share * len(item.values))) for item in losses]
+        tail = values[len(values) // 2 :]
+        is_flat = len(tail) >= MIN_RISES and max(tail) - min(tail) < curve_verdict.FLAT_VALIDATION * abs(tail[-1])
+        if is_flat and places and not any(course_since(item, at) < 1 - TRAIN_RISE for item, at in places):
+            yield CurveFinding(STANDS_STILL, finding.series, len(values) // 2)
+        else:
+            yield next((rise for item, at in places if (rise := rise_since(item, at))), finding)
+
+
+def course_since(series: MetricSeries, at: int) -> float:
+    """The level of a loss at its end, as a share of that about a point of it."""
+    width = max(SPIKE, len(series.values) // 20)  # more than an epoch's own course
+    near = median(series.values[max(0, at - width) : at + width])
+    return median(series.values[-2 * width :]) / near if near > 0 else 0.0
 
 
 def rise_since(series: MetricSeries, at: int) -> CurveFinding | None:
     """A loss that is higher at its end than about a point of it."""
-    width = max(SPIKE, len(series.values) // 20)  # more than an epoch's own course
-    near, last = series.values[max(0, at - width) : at + width], series.values[-2 * width :]
-    level = max(series.values[at], (1 + TRAIN_RISE) * median(near))
-    has_risen = len(series.values) >= MIN_POINTS and median(last) > level > 0
+    last = median(series.values[-2 * max(SPIKE, len(series.values) // 20) :])
+    has_risen = len(series.values) >= MIN_POINTS and last > series.values[at] > 0
+    has_risen = has_risen and course_since(series, at) > 1 + TRAIN_RISE
     return CurveFinding(DIVERGED, series, at) if has_risen else None
 
 
 def least_rise(series: MetricSeries, evaluations: Sequence[MetricSeries]) -> float:
     """The share of its lowest level by which a loss must rise: less where it ends above its first points or where each loss of
     evaluations has risen as well, more in a later part."""
-    if not is_whole(series):
+    if not curve_verdict.is_whole(series):
         return PART_RISE
-    if series not in evaluations and evaluations and all(map(ends_high, evaluations)):
+    if series not in evaluations and evaluations and all(map(curve_verdict.ends_high, evaluations)):
         return BOTH_RISE
     last = list(filter(math.isfinite, series.values[-STRETCHES[0] :]))
     return START_RISE if last and median(last) > max(series.values[:SPIKE]) else LOG_RISE
@@ -373,9 +372,7 @@ def hardly_moves(series: MetricSeries) -> bool:
     """Whether a curve that begins where its run did is nearly the same at all of its few points, or at most of its last ones."""
     values = list(filter(math.isfinite, series.values))
     is_same = len(values) >= FEW_SAME and 0 < max(values) - min(values) < SAME_RANGE * abs(values[0])
-    if not (len(values) >= MIN_FLAT or is_same) or not is_whole(series):
-        return False
-    if all(float(f"{value:.1g}") == value for value in values):  # printed with one digit, which shows no small change
+    if not (len(values) >= MIN_FLAT or is_same) or not curve_verdict.is_whole(series) or has_one_digit(values):
         return False
     tail = values[len(values) // 4 :]
     if abs(median(tail)) < LEARNED * abs(values[0]):
@@ -384,14 +381,19 @@ def hardly_moves(series: MetricSeries) -> bool:
     return max(tail) - min(tail) < FLAT_RANGE * abs(values[0]) and fell < STUCK_FALL * abs(values[0])
 
 
+def has_one_digit(values: Sequence[float]) -> bool:
+    """Whether the values are printed with one digit, which shows no small change."""
+    return all(float(f"{value:.1g}") == value for value in values)
+
+
 def unproven(explanation: Explanation, flat: MetricSeries) -> Explanation:
     """The explanation of a log without a failure whose loss does not show that anything is learned."""
     first, last = (format_value(flat.name, flat.values[at]) for at in (0, -1))
-    summary = (
-        f"no failure found, but the loss hardly moves: {flat.name} {first} to {last} over {len(flat.values):,} reports"
-    )
+    course = f"{flat.name} {first} to {last} over {len(flat.values):,} reports"
+    summary = f"no failure found, but the loss hardly moves: {course}"
     fix = (
         "check the learning rate, that the weights are those that were meant to be loaded, that the inputs differ from sample"
         " to sample, and that the labels are not masked"
     )
-    return replace(explanation, cause=UNKNOWN, confidence=0.0, summary=summary, fix=fix, curves=(show_curve(flat),))
+    curves = (curve_verdict.show_curve(flat),)
+    return replace(explanation, cause=UNKNOWN, confidence=0.0, summary=summary, fix=fix, curves=curves)

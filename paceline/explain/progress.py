@@ -9,25 +9,9 @@ from collections import Counter, deque
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
+from paceline.explain import line_measures
 from paceline.explain.explanation import LogProgress
-from paceline.explain.line_measures import (
-    EVALUATION_TITLE,
-    HELD_OUT_SCORE,
-    HELD_OUT_WORDS,
-    MEAN_LOSS,
-    MEMORY_WORDS,
-    PART_LOSS,
-    StepLoss,
-    TrainingBar,
-    in_english,
-    is_setting,
-    labelled_values,
-    read_memory,
-    read_score,
-    read_speed,
-    read_step_and_loss,
-    strip_bars,
-)
+from paceline.explain.line_measures import HELD_OUT_WORDS, MEAN_LOSS, PART_LOSS, StepLoss, labelled_values, read_score
 from paceline.explain.line_rows import read_boosting, read_columns, read_counter, read_row
 from paceline.explain.lines import MAX_RANKS, LogLine, has_word
 from paceline.noise import ABRUPT
@@ -138,7 +122,7 @@ class ProgressTracker:
         self._last_epoch: tuple[int, int] | None = None  # with their number, where the line of the last step has both
         self._last_loss: float | None = None
         self._done_line: int | None = None
-        self._bar, self._is_last = TrainingBar(), False  # the last progress line is step 100/100
+        self._bar, self._is_last = line_measures.TrainingBar(), False  # the last progress line is step 100/100
         self._non_finite: dict[str, list[ProgressLine]] = {}  # by measure: its values since the last finite one
         self._is_nan_held_out: bool | None = None  # whether evaluations alone are; None while none is
         self._finite: set[str] = set()  # measures that were finite at least once
@@ -148,7 +132,7 @@ class ProgressTracker:
         self.gradients: list[LossPoint] = []  # their norms
         self._epoch, self._first_epoch = 0, sys.maxsize
         self._settings: Counter[str] = Counter()  # names of lines that look like settings
-        self._header = ""  # the last line that reports an epoch alone
+        self._header = ""  # of the last line that reports an epoch alone, from the epoch on
         self._finite_lines: list[str] = []  # the first lines without NaN
         self._labels: Counter[str] = Counter()  # by the words before a value: how often it was finite on these
         self._lost: dict[str, list[ProgressLine]] = {}  # its values since, that are NaN
@@ -162,7 +146,7 @@ class ProgressTracker:
     def add(self, number: int, line: LogLine, bar: StepLoss | None) -> bool:
         """Adds line `number` of the log and returns whether it reports progress; bar: the progress bar that was removed from it."""
         lowered = line.text.lower()
-        if (text := in_english(line.text, lowered)) is not line.text:
+        if (text := line_measures.in_english(line.text, lowered)) is not line.text:
             lowered = text.lower()
         if has_word(lowered, DONE_WORDS) and DONE.search(line.text) and not SOME_FAILED.search(line.text):
             self._done_line = number
@@ -177,18 +161,20 @@ class ProgressTracker:
             self._begin_epoch(int(match["epoch"]))
             self._in_epoch = self._in_epoch or KERAS_EPOCH.fullmatch(text) is not None
         progress = None if self._is_setting(text) else read_row(text, self._columns) or read_line(text, bar)
-        progress = None if progress is not None and is_setting(text) else progress
+        progress = None if progress is not None and line_measures.is_setting(text) else progress
         if progress is not None and progress.name == MEAN_LOSS:
             counts = not self._losses and (self._last_step or 0) >= MIN_MEAN
             progress = replace(progress, step=self._last_step) if counts else None
-        if progress is None and match is not None and text != self._header:
-            progress, self._header = StepLoss(None, None), text
+        if progress is None and match is not None and text[match.start() :] != self._header:
+            progress, self._header = StepLoss(None, None), text[match.start() :]
         if progress is not None and progress.loss is not None:
             bar_share = self._keras_evaluation(text)
             if self._is_evaluation or (bar_share and math.isfinite(progress.loss)):
-                progress = replace(progress, name="eval_loss", loss=progress.loss if bar_share in (None, 1) else None)
-        self._is_evaluation = len(text) < MAX_TITLE and EVALUATION_TITLE.match(text) is not None
-        score = read_score(HELD_OUT_SCORE.search(text)) if has_word(lowered, HELD_OUT_WORDS) else None
+                score = read_score(line_measures.SCORE.search(text))
+                progress = replace(progress, name="eval_loss", score=score)
+                progress = progress if bar_share in (None, 1) else replace(progress, loss=None, score=None)
+        self._is_evaluation = len(text) < MAX_TITLE and line_measures.EVALUATION_TITLE.match(text) is not None
+        score = read_score(line_measures.HELD_OUT_SCORE.search(text)) if has_word(lowered, HELD_OUT_WORDS) else None
         if score is not None and (progress is None or progress.loss is None):
             store(self.scores, self._point(self._last_step, "score", score))
         if progress is not None:
@@ -202,10 +188,10 @@ class ProgressTracker:
                 self._finite_lines.append(text)
         is_sampled = len(self.speeds) < MAX_SPEEDS or not self._num_lines % SPEED_EVERY
         has_speed = is_sampled and progress is not None and progress.step is not None
-        speed = read_speed(line.text) if has_speed and ("/s" in lowered or "per" in lowered) else None
+        speed = line_measures.read_speed(line.text) if has_speed and ("/s" in lowered or "per" in lowered) else None
         if speed is not None and line.rank == self._loss_rank:
             store(self.speeds, LossPoint(self._last_step, "throughput", speed))
-        if has_word(lowered, MEMORY_WORDS):
+        if has_word(lowered, line_measures.MEMORY_WORDS):
             self._add_memory(line)
         return progress is not None
 
@@ -302,7 +288,7 @@ class ProgressTracker:
     def _add_memory(self, line: LogLine) -> None:
         """Notes the memory that a line reports behind the first progress, over the lines of progress where no step is known."""
         step = self._num_lines if self._last_step is None else self._last_step
-        for name, value in read_memory(line.text) if self._num_lines else ():
+        for name, value in line_measures.read_memory(line.text) if self._num_lines else ():
             key = name if line.rank is None else f"rank {line.rank} {name}"
             if key in self._memory or len(self._memory) < MAX_MEASURES:
                 store(self._memory.setdefault(key, []), (step, value))
@@ -387,13 +373,13 @@ def begins_again(first: LossPoint, last: LossPoint, point: LossPoint) -> bool:
 
 def reports_progress(text: str) -> bool:
     """Whether a line alone, without the header of a table before it, reports a step, an epoch or a loss."""
-    text, bar = strip_bars(in_english(text, text.lower()))
+    text, bar = line_measures.strip_bars(line_measures.in_english(text, text.lower()))
     return read_line(text, bar) is not None or EPOCH.search(text) is not None
 
 
 def read_line(text: str, bar: StepLoss | None) -> StepLoss | None:
     """What a line reports that is no row of a table; bar: the progress bar that was removed from it."""
-    return read_boosting(text) or read_step_and_loss(text) or bar or read_counter(text)
+    return read_boosting(text) or line_measures.read_step_and_loss(text) or bar or read_counter(text)
 
 
 def store(points: list[Point], point: Point) -> None:

@@ -43,7 +43,7 @@ KINDS = (  # a kind, and the names that mean it, in lower case with _ between wo
         LOSS,
         r"(?:(?:train|training|trainer|metrics|samples|loss_metrics|loss)_)*"
         r"(?:(?:lm|per|global_avg|reduced_train|tot|total|ce|nll|cross_entropy|running|step|batch|epoch|mean|avg)_)*"
-        rf"(?:(?:\w*log|\w*cross_?entropy_?)?loss(?:_step|_epoch|_avg|_tra?i?n|_training)?|{ERROR}(?:_tra?i?n|_epoch|_step)*)",
+        rf"(?:(?:\w*log|\w*cross_?entropy_?)?loss(?:_step|_epoch|_avg|_total|_tra?i?n|_training)?|{ERROR}(?:_tra?i?n|_epoch|_step)*)",
     ),
     (GRADIENT, r"(?:.+_)?grad(?:ient)?s?(?:_[\d_]+)?_?norm(?:_total|_step)?"),
     (RATE, r"(?:.+_)?(?:lr|learning_rate|lr_mult|lrm)(?:_\w+)?"),
@@ -81,7 +81,10 @@ FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 WORDS = re.compile(r"[^a-z0-9]+")
 MAX_FOLDERS, MAX_DEPTH = 1000, 6  # below a run's, that are searched for files of metrics
 MAX_LARGE, MAX_NEW = 8, 4  # files of metrics that are read of an attempt: the largest and the newest
-MAX_JUDGED_BYTES = 8 << 20  # of a script's file of metrics, which is judged after each attempt
+FIRST_OF, MAX_JUDGED_BYTES = (
+    50,
+    8 << 20,
+)  # shares of an epoch's steps; of a file of metrics that is judged after each attempt
 MAX_CLOCK_LAG_S = 60.0  # of a file server behind the host of the first attempt
 SAME_LENGTH = 0.9  # of the steps of an attempt's longest file: files of its other ranks have about as many
 
@@ -168,12 +171,12 @@ def held_out_part(record: Mapping[str, Any]) -> str | None:
 def in_order(points: Sequence[tuple[int, float, float]], *, are_epochs: bool) -> list[tuple[int, float, float]]:
     """The points with ascending steps: one whose step was there before replaces that step and all after it.
 
-    A step that returns to the first one several times counts within an epoch, or was never set: then the points are counted.
+    A step that returns to the first ones several times counts within an epoch, or was never set: then the points are counted.
     are_epochs: the steps are epochs, which return for another run.
     """
     first, steps = points[0][0], [step for step, _, _ in points]
-    returns = (after <= first and (before <= first or not are_epochs) for before, after in pairwise(steps))
-    if sum(returns) > 1:
+    starts = (step for step, after in pairwise(steps) if after <= first + max(0, step - first) // FIRST_OF)
+    if sum(step <= first or not are_epochs for step in starts) > 1:
         return [(number, value, time) for number, (_, value, time) in enumerate(points, 1)]
     ordered: list[tuple[int, float, float]] = []
     for point in points:
@@ -219,18 +222,16 @@ def read_series(files: Iterable[Path], table: SeriesTable | None = None) -> tupl
 
     notes: list[str] = []
     newest = max(paths, key=lambda path: (path.stat().st_mtime_ns, path))
-    chosen = (
-        [path for path in paths if run_of(path) == run_of(newest)] if reader_of(newest) is read_events else [newest]
-    )
+    is_events = reader_of(newest) is read_events
+    chosen = [path for path in paths if run_of(path) == run_of(newest)] if is_events else [newest]
     if others := len(paths) - len(chosen):
         number = format_number_of(others, "other file with metrics", "other files with metrics")
         notes.append(f"judged {newest}, the newest, without {number}")
     tables = {path.parent: table for path in chosen} if table else {}
     start = table.end if table else 0
     for path in chosen:
-        prefix = "" if path.parent == run_of(path)[0] else f"{path.parent.name}/"
         table = tables.setdefault(path.parent, SeriesTable(str(path)))
-        table.prefix = prefix
+        table.prefix = "" if path.parent == run_of(path)[0] else f"{path.parent.name}/"
         reader = reader_of(path) or read_json_metrics
         messages: list[str] = []
         try:

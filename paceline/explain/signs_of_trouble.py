@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
+from paceline.explain import survival
 from paceline.explain.explanation import Evidence, Record, shorten
 from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME, SETUP
@@ -16,20 +17,9 @@ from paceline.explain.lines import IGNORABLE, WARNING_LINE, split_prefix
 from paceline.explain.log import PROMPT, Log
 from paceline.explain.matches import Event, as_fatal, matches_of_message
 from paceline.explain.run_bounds import failed_at_import, shape_of
-from paceline.explain.survival import (
-    EXIT_ZERO,
-    MAX_ADVICE,
-    NOT_FOUND,
-    NOT_SET_UP,
-    STEPS_AFTER,
-    WENT_ON,
-    errors_of_last_items,
-    is_caught,
-    is_quoted,
-    left_program_running,
-)
+from paceline.explain.survival import STEPS_AFTER, WENT_ON, is_caught, is_quoted, left_program_running
 
-LAST_CHECKED = 3  # lines at the end of a log
+LAST_CHECKED, MIN_REPEATED = 3, 3  # lines at the end of a log; alike and far from it: the program went on each time
 MAX_WORDS = 200  # characters in which a line tells of trouble; in a long one such a word can be in the data
 TROUBLE = re.compile(
     r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
@@ -40,7 +30,6 @@ NAME = re.compile(  # of an argument or a test, with such a word in it
     r"|\b[\w-]+[_-](?:errors?|exceptions?|timeout|invalid)\b\s*[=<>|]+|^\W*[A-Z]+_[A-Z_]+: (?:-?\d|True|False|None|['\"\[(])"
 )
 WEAK, MAX_WEAK = re.compile(r"(?i)cannot|can't|unable"), 80  # where a sentence begins so; further on it is prose
-MIN_REPEATED = 3  # suspicious lines that are alike, far from the end: the program went on each time
 MIN_ITEMS, ITEMS_SHARE = 10, 0.8  # errors that come with so many of the lines of progress
 NOT_DONE = r"(?!.*(?:\b(?:not|never|no)\b|n't\b|\b0 (?:files|results)))"
 PREPARED = r"(?!.*\b(?:load|captur|compil|prepar|initiali|tokeni|warm))"  # before the work
@@ -61,16 +50,17 @@ RESULT = re.compile(  # of work that ended, of a server that waits or has answer
     rf"|{PREPARED}.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$"
     rf"|{PREPARED}(?:finish(?:ed)? \w+ in: \d|(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$)"
     r"|\{\"(?:summary|results?|metrics)\": ?[\[{][\"\d{]|saving the dataset \(\d+/\d+ shards\): 100%|build: [0-9a-f]{7,10} \(\d+\)$"
-    r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?(?:saved|written to)\b)"
+    r"|=+ \d+ passed\b[^=]{0,40}=+$"
+    r"|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?(?:saved|written to)\b)"
 )
 SCORE = re.compile(  # of an evaluation, not a limit or a weight among settings
     r"(?i)(?!.*(?:Namespace\(|\b(?:\w+_)?(?:target|min|max|limit|thres\w*|weights?|lambda|conf|mixed|stop\w*)(?:_\w+)?\b"
     r"|precision[:=] ?(?:16|32)))"
-    rf".*\b(?:\w+_)?(?:{ERROR_NAME}|accuracy|acc|f1|bleu-?\d?|rouge-?[12l]|precision|recall|r?auc|auprc|m?iou|dice|psnr|ssim|[wc]er|mrr|ndcg"
+    rf".*\b(?:\w+_)?(?:{ERROR_NAME}|accuracy|acc|f1|bleu-?\d?|rouge-?[12l]|precision|recall|hit_rate(?:_at_\w+)?|r?auc|auprc|m?iou|dice|psnr|ssim|[wc]er|mrr|ndcg"
     r"|sensitivity|specificity|mcc|r2|(?<!confidence )score|p(?:recision|ass)?@\d+)\b.{0,12}[:=] ?\d+(?:\.\d+ ?%?|%)(?:\W|$)"
 )
 SUCCESS = re.compile(
-    r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b|\b(?<!no )success\W*$|\brun successfully with command\b"
+    r"(?i)\bsuc+es+ful+y [a-z]+ed\b|\b[a-z]+ed suc+es+ful+y\b|\b(?<!no )success\W*$|\brun successfully with command\b"
 )
 RECORDS_STOP = re.compile(r"did not improve in the last \d+ records\..*Signaling Trainer to stop")  # Lightning's
 SUMMARY = re.compile(  # of all the work, with the errors in it that a program expects
@@ -91,7 +81,7 @@ STACK_FRAME = re.compile(  # of C++ in several forms, of Java
 )
 # a count of none, a measure, the end of a tracker, a test of failures, a search for what is optional, a fallback
 NO_TROUBLE = re.compile(
-    f"(?i){EXIT_ZERO}"
+    f"(?i){survival.EXIT_ZERO}"
     r"|\b(?:0 (?:\w+ )?|(?:no|without) )(?:errors?|exceptions?|fail\w*|invalid)"
     r"|(?:errors?|(?<!check )fail\w*|invalid|killed)\W{1,3}0\b"
     r"|error[ _]rate"
@@ -105,7 +95,7 @@ NO_TROUBLE = re.compile(
     r"|loopback address as fallback"
     r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk"
     r"|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\busing default\b"
-    r"|error during autotuning|\berrors?:$|\bfailures?:(?: \d+)?$"
+    r"|error during autotuning|\bchecking exceptions$|\berrors?:$|\bfailures?:(?: \d+)?$"
     # PowerShell's words around whatever a program writes to stderr, transformers' about a mask that it builds itself
     r"|RemoteException|FullyQualifiedError|NativeCommandErr|attention mask is not set and cannot be inferred"
     r"|^\W*if\b|\bsetting `\w+=\w+`|\bMailType=|^[\w.-]+ +\d+(?:\.\w+)+(?: |$)"  # advice, sacct's fields, a list of packages
@@ -137,8 +127,7 @@ NO_TROUBLE = re.compile(
 ERROR_PREFIX = re.compile(
     r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|\[(?:error|fatal|critical)\]|(?:[Ff]atal|[Ee]rror)(?: error)?: )"
 )
-# may name its epoch, and is no line of progress then
-MARKED_ERROR = re.compile(r"\W*[❌✗✘] ?\w*error\b", re.IGNORECASE)
+MARKED_ERROR = re.compile(r"(?i)\W*[❌✗✘] ?\w*error\b")  # may name its epoch, and is no line of progress then
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
 SKIPPED_STEP = re.compile(
     r"(?i)(?:\bskip(?:ped|ping) (?:train(?:ing)? )?(?:batch|step|iteration)|^error \w+ing \w+) #?(?P<number>\d{1,9}) ?[:(-] ?\S"
@@ -152,16 +141,17 @@ IDLE_EPOCH = re.compile(
     r"(?:.*(?:[^\w\s]|ran|with|in|done|end) +)?(?:\b(?:0|no) (?:batches|steps)(?: (?:trained|processed|done|run))?"
     r"|(?:num_)?(?:batches|steps)(?:: ?|=| )0)\W*$"
 )
+NO_ITEMS = re.compile(r"(?i)(?<![\d.,])\b0 train(?:ing)? (?:clients|samples|examples|images|sequences|files|batches)\b")
+LAST_COUNTS = re.compile(r"\W*[A-Za-z]\w*s\W{1,3}\d\d+\s+[A-Za-z]\w*s\W{1,3}0\W*")  # labels: 4071, predictions: 0
 EPOCH_END = re.compile(r"(?i)\bepoch\b.*(?:\b(?:batches|steps)\b|\b(?:end|ended|done|finished|completed?)\b)")
-MIN_IDLE = 2  # epochs
+MIN_IDLE, MAX_UNDECODED = 2, 0.01  # epochs; of the characters at the end of a log: a model's answer may break one
 NO_RESULT = re.compile(r"(?i)\b(?:core|dump|config\w*|log|settings)\b")  # what was written at the start, or by a crash
 IDLE_TRAINING = re.compile(r"'train_runtime': '?0(?:\.\d+)?'?, .*'train_loss': '?0(?:\.0*)?'?[,}]")  # within a second
 # lines of a log without progress: of ordinary output to its end, and below which an end that only announces work counts
 MIN_LINES, MIN_OUTPUT = 8, 50
 TRAINING_BEGINS = re.compile(
-    r"(?i)\b(?:(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training|training started)(?:(?: for|\W{1,3})\W?\d+ epochs)?\W*$"
+    r"(?i)\b(?:(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training|training (?:start|begin)\w+)(?:\W{1,3}(?:for )?\d+ epochs)?\W*$"
 )
-MAX_UNDECODED = 0.01  # of the characters at the end of a log: a model's answer may break one
 ANNOUNCES = re.compile(
     r"(?i)(?<!exiting)(?:\.\.\.|…)\W*$|^\W*\{'\w+': (?!-?\d+\.\d)|\bNamespace\(|\bepoch\W*[01]\b(?!.*\d\.\d)"
     r"|^(?:loading|retrying|starting)\b|^SLURM auto-requeueing enabled"
@@ -173,7 +163,7 @@ LAST_WORK = re.compile(
     r"(?:(?:Construct|Load|Build|Creat|Initiali[sz]|Prepar|Download|Compil)ing(?: \S+){,4}"
     r" (?:data|train|model|weights|tokenizer|checkpoint)\S*(?: \S+)? ?(?:\.\.\.|…)\W*$|Training ?(?:\.\.\.|…)\W*$"
     r"|before the start of training\b|(?i:starting training from (?:iteration|epoch|step) \d+|start(?:ing)? epoch:? \d+)\W*$)"
-    r"|.* 0%\|[^%]*$|\s*\(\w+\): [A-Z]\w+\([^()]*\)$"
+    r"|.* 0%\|[^%]*$|.*\bnvidia-smi$|\s*\"vocab_size\": \d+$|\s*\(\w+\): [A-Z]\w+\([^()]*\)$"
 )
 MONITOR = re.compile(
     r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|"
@@ -225,7 +215,7 @@ def errors_of_every_item(log: Log) -> list[Record]:
 def errors_of_items_at_end(log: Log) -> list[Record]:
     """The last of the errors of the last items, if they were not survived."""
     lines = (record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text))
-    return errors_of_last_items([record for record in lines if not is_harmless(record.text)], log)[-1:]
+    return survival.errors_of_last_items([record for record in lines if not is_harmless(record.text)], log)[-1:]
 
 
 def errors_of_all_steps(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
@@ -276,7 +266,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         was_shut_down = any(SHUT_DOWN.search(text) for _, text in log.last_lines)
         ends = {shape_of(split_prefix(text).text) for _, text in lines}
         alike = [record for record in log.records if shape_of(record.text) in ends]
-        tools = {r.line for r in log.records if NOT_FOUND.search(r.text) and log.has_trained_behind(r)}
+        tools = {r.line for r in log.records if survival.NOT_FOUND.search(r.text) and log.has_trained_behind(r)}
         survived = Counter(shape_of(record.text) for record in alike if len(log.steps_after(record)) >= STEPS_AFTER)
         trouble += [
             (number, text)
@@ -302,8 +292,8 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
         if record.line > log.last_line - WENT_ON or not (passed is None or shape_of(record.text) in passed)
         if is_trouble(record.text) and not (left_program_running(record, log) or failed_at_import(record))
         if not is_caught(record, log)
-        if not (NOT_FOUND.search(record.text) and record.line + WENT_ON < log.last_line)
-        if not (NOT_SET_UP.search(record.text) and record.line + MAX_ADVICE < log.last_line)
+        if not (survival.NOT_FOUND.search(record.text) and record.line + WENT_ON < log.last_line)
+        if not (survival.NOT_SET_UP.search(record.text) and record.line + survival.MAX_ADVICE < log.last_line)
     ]
 
 
@@ -323,9 +313,8 @@ def is_trouble(text: str, *, at_end: bool = False) -> bool:
         return True
     text = NAME.sub("", text)
     word = TROUBLE.search(text)
-    if word is not None and word.start() > MAX_WEAK and WEAK.match(word[0]):
-        word = None
-    has_word = word or (at_end and (TROUBLE_AT_END.search(text) or matches_of_message(text)))
+    is_prose = word is not None and word.start() > MAX_WEAK and WEAK.match(word[0])
+    has_word = (word and not is_prose) or (at_end and (TROUBLE_AT_END.search(text) or matches_of_message(text)))
     return bool(has_word) and not is_harmless(text) and not WARNING_LINE.search(text)
 
 
@@ -336,8 +325,8 @@ def is_harmless(text: str) -> bool:
 def is_result(text: str, log: Log) -> bool:
     """Whether a line tells that the work is done: saved, done, a score of an evaluation in a log that has no steps."""
     text = split_prefix(text).text
-    is_score = not log.progress.steps and SCORE.match(text)
-    return any((RESULT.match(text), SUCCESS.search(text), SUMMARY.search(text), is_score))
+    is_end = RESULT.match(text) or SUCCESS.search(text) or SUMMARY.search(text)
+    return bool(is_end or (not log.progress.steps and SCORE.match(text)))
 
 
 def ends_well(log: Log) -> bool:
@@ -375,6 +364,17 @@ def idle_epochs(logs: Sequence[Log]) -> tuple[Evidence, ...]:
     if has_worked or len(ends) < MIN_IDLE or not all(IDLE_EPOCH.search(text) for _, text in ends):
         return ()
     return tuple(Evidence(number, shorten(text)) for number, text in ends)
+
+
+def missing_items(logs: Sequence[Log]) -> tuple[Evidence, ...]:
+    """The lines at the ends of logs without a step that count nothing to train on, or nothing behind many other items."""
+    ends = [] if any(log.progress.steps for log in logs) else [log.last_lines for log in logs]
+    return tuple(
+        Evidence(number, shorten(text))
+        for end in ends
+        for (_, before), (number, text) in pairwise(end)
+        if NO_ITEMS.search(text) or (number == end[-1][0] and LAST_COUNTS.fullmatch(f"{before}\n{text}"))
+    )
 
 
 def is_ordinary(log: Log) -> bool:

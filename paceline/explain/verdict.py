@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from paceline.explain import signs_of_trouble as signs
 from paceline.explain.blame import (
     culprit_rank,
     failed_alike,
@@ -69,22 +70,6 @@ from paceline.explain.sentences import (
     template_values,
     unknown_fix,
 )
-from paceline.explain.signs_of_trouble import (
-    LAST_CHECKED,
-    RECORDS_STOP,
-    ends_in,
-    ends_well,
-    errors_behind_progress,
-    errors_of_all_steps,
-    errors_of_every_item,
-    final_result,
-    idle_epochs,
-    idle_trainings,
-    is_ordinary,
-    last_errors,
-    trouble_anywhere,
-    trouble_at_end,
-)
 from paceline.explain.tracebacks import CUT_OFF
 from paceline.units import format_number_of
 
@@ -119,10 +104,10 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
     if not candidates and not unexplained:
         candidates = as_ended([event for event in events if event.cause.severity == "fatal"], logs)
         unexplained = [] if candidates else ended_programs(logs, events)
-    if not (candidates or unexplained or progress.finished) and stays_at_start(progress):
+    if not (candidates or unexplained or progress.finished) and stays_at_start(progress, logs):
         candidates = fatal  # a bar that stays at 0 does not show that anything was survived
     if not candidates and not unexplained:
-        candidates = errors_of_all_steps(fatal, logs)
+        candidates = signs.errors_of_all_steps(fatal, logs)
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
     if not candidates and progress.nan_line is not None:
@@ -130,10 +115,10 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
     blamed = rank_blamed_by_launcher(logs)
     if all(event.from_launcher and event.record.kind in ("exit", "signal") for event in candidates):
         open_logs = [log for log in logs if not log.progress.finished]
-        errors = [record for log in open_logs for record in last_errors(log, has_failed=bool(unexplained))]
+        errors = [record for log in open_logs for record in signs.last_errors(log, has_failed=bool(unexplained))]
         errors = [error for error in errors if blamed is None or error.rank in (blamed, None)]
-        errors += [record for log in logs for record in errors_of_every_item(log)]
-        trouble = [] if progress.finished else [Record("line", text, line) for line, text in trouble_at_end(logs)]
+        errors += [record for log in logs for record in signs.errors_of_every_item(log)]
+        trouble = [] if progress.finished else [Record("line", text, line) for line, text in signs.trouble_at_end(logs)]
         known = {id(event.record) for event in fatal}  # and survived
         guesses = guess_events([*unexplained, *(error for error in errors if id(error) not in known)])
         candidates = [*(guesses or guess_events(trouble)), *candidates]
@@ -208,20 +193,12 @@ def explain_event(
         failed = {other.rank for other in same_cause}
         victims = [event.record for event in candidates if event.record.rank not in failed]
     return Explanation(
-        cause=cause.id,
-        also=tuple(also),
-        confidence=confidence(culprit.score, rivals[0].score if rivals else 0.0),
-        rank=rank,
-        step=step,
-        host=culprit.values.get("host") or record.host,
-        line=record.line,
-        summary=fill_template(cause.summary, values),
-        fix=format_fix(cause, [record, *of_rank, *before], values),
-        evidence=evidence,
-        consequences=make_evidence(consequences, MAX_CONSEQUENCES),
-        progress=progress,
+        cause=cause.id, also=tuple(also), confidence=confidence(culprit.score, rivals[0].score if rivals else 0.0),
+        rank=rank, step=step, host=culprit.values.get("host") or record.host, line=record.line,
+        summary=fill_template(cause.summary, values), fix=format_fix(cause, [record, *of_rank, *before], values),
+        evidence=evidence, consequences=make_evidence(consequences, MAX_CONSEQUENCES), progress=progress,
         victims=() if alike or (rank is None and cause.id in WAITING) else ranks_of_victims(victims, rank),
-    )
+    )  # fmt: skip
 
 
 def note_steps_behind(explanation: Explanation, culprit: Event, logs: Sequence[Log]) -> Explanation:
@@ -269,22 +246,28 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     if any(log.problem == INCOMPLETE for log in logs):
         return explain_silence(logs, progress, ())
     has_losses = any(point.name != MEAN_LOSS for log in logs for point in (*log.losses, *log.held_out))
-    if not (progress.last_step or has_losses) and (idle := [item for log in logs for item in idle_trainings(log)]):
+    if not (progress.last_step or has_losses) and (
+        idle := [item for log in logs for item in signs.idle_trainings(log)]
+    ):
         shown = tuple(idle[:MAX_EVIDENCE])
         return Explanation(UNKNOWN, summary=NO_STEPS, fix=RAISE_STEPS, evidence=shown, progress=progress)
-    if epochs := idle_epochs(logs):
-        fix, shown = format_fix(load_catalogue().causes[EMPTY], (), values), epochs[:MAX_EVIDENCE]
-        return Explanation(EMPTY, (), IDLE_CONFIDENCE, summary=NO_BATCHES, fix=fix, evidence=shown, progress=progress)
-    at_end = trouble_at_end(logs)
+    missing, epochs = signs.missing_items(logs), signs.idle_epochs(logs)
+    if shown := (missing or epochs)[:MAX_EVIDENCE]:
+        fix = format_fix(load_catalogue().causes[EMPTY], (), values)
+        summary = f"nothing is left to work on: {shown[0].text[:MAX_QUOTE]}" if missing else NO_BATCHES
+        return Explanation(EMPTY, (), IDLE_CONFIDENCE, summary=summary, fix=fix, evidence=shown, progress=progress)
+    at_end = signs.trouble_at_end(logs)
     if progress.finished:  # a summary of several programs names those that failed behind what they have printed
         at_end = [(n, text) for n, text in at_end if n > (progress.done_line or n) and FAILED.search(text)]
     if trouble := [Evidence(n, shorten(text)) for n, text in at_end]:
         return explain_silence(logs, progress, trouble)
-    if not progress.finished and (late := [item for log in logs for item in errors_behind_progress(log)]):
+    if not progress.finished and (late := [item for log in logs for item in signs.errors_behind_progress(log)]):
         return explain_silence(logs, progress, late)
-    stops = progress.last_loss is not None and any(ends_in(RECORDS_STOP, log) for log in logs)
-    is_over = progress.finished or stops or is_late_step(progress)
-    if is_over or (progress.steps >= MIN_STEPS and not stays_at_start(progress)):
+    stops = progress.last_loss is not None and any(signs.ends_in(signs.RECORDS_STOP, log) for log in logs)
+    # a single step far into the work, with its loss, as of a line that was cut out of a log
+    is_late = (progress.last_step or 0) >= MIN_LATE_STEP and progress.last_loss is not None and progress.silent_end
+    is_over = progress.finished or stops or is_late
+    if is_over or (progress.steps >= MIN_STEPS and not stays_at_start(progress, logs)):
         is_log = not all(METRICS.fullmatch(text) for log in logs for _, text in log.last_lines[-1:])
         return explain_health(replace(progress, silent_end=progress.silent_end and is_log and not stops))
     last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]
@@ -304,10 +287,10 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
             summary=fill_template(cause.summary, values), fix=format_fix(cause, (), values),
             evidence=tuple(Evidence(number, shorten(text)) for number, text in place),
         )  # fmt: skip
-    if trouble := [Evidence(n, shorten(text)) for n, text in trouble_anywhere(logs)]:
+    if trouble := [Evidence(n, shorten(text)) for n, text in signs.trouble_anywhere(logs)]:
         return explain_silence(logs, progress, trouble)
-    if any(map(is_ordinary, logs)):
-        result = final_result(logs)
+    if any(map(signs.is_ordinary, logs)):
+        result = signs.final_result(logs)
         summary = (
             f"no failure found in {sum(log.last_line for log in logs):,} lines, but they report no step and no end"
         )
@@ -318,20 +301,16 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     return explain_silence(logs, progress, ())
 
 
-def stays_at_start(progress: LogProgress) -> bool:
-    """Whether all that is shown of steps is a bar at 0."""
-    return progress.steps >= MIN_STEPS and progress.last_step == 0 and progress.last_loss is None
-
-
-def is_late_step(progress: LogProgress) -> bool:
-    """Whether all that is shown is a step far into the work, with its loss, as of a line that was cut out of a log."""
-    return (progress.last_step or 0) >= MIN_LATE_STEP and progress.last_loss is not None and progress.silent_end
+def stays_at_start(progress: LogProgress, logs: Sequence[Log]) -> bool:
+    """Whether all that is shown of steps is a bar at 0, or, where training is announced at the end, the start of an epoch."""
+    last_steps = (0, None) if any(signs.ends_in(signs.TRAINING_BEGINS, log) for log in logs) else (0,)
+    return progress.steps >= MIN_STEPS and progress.last_step in last_steps and progress.last_loss is None
 
 
 def hardly_began(log: Log) -> bool:
     """Whether a log's last run printed little and no step, although runs before it reported steps."""
     has_steps = any(run.progress.steps >= MIN_STEPS for run in log.earlier)
-    is_short = log.last_line - log.first_line <= BUFFERED_LINES and not ends_well(log)
+    is_short = log.last_line - log.first_line <= BUFFERED_LINES and not signs.ends_well(log)
     return log.lacks_members or (log.is_restart and has_steps and is_short)
 
 
@@ -343,7 +322,7 @@ def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequenc
         fix = RERUN_CELLS if logs[0].is_notebook else f"pass all that the run printed: {ONE_LOG}"
     if trouble:
         fix = unknown_fix(Record("line", trouble[0].text, trouble[0].line), logs) if is_one_process(logs) else fix
-        is_end = any(trouble[0].line == number for log in logs for number, _ in log.last_lines[-LAST_CHECKED:])
+        is_end = any(trouble[0].line == number for log in logs for number, _ in log.last_lines[-signs.LAST_CHECKED :])
         where = "the log ends with" if is_end else f"line {trouble[0].line:,} is"
         summary = f"no failure is recognized, but {where}: {trouble[0].text[:MAX_QUOTE]}"
     elif any(log.problem == INCOMPLETE for log in logs):

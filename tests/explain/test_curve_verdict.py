@@ -5,6 +5,7 @@ import math
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from curve_shapes import NOISE_LEVELS, Noise, falling, healthy_run, series
@@ -38,18 +39,67 @@ def test_short_curves_of_healthy_runs_show_nothing(level):
     assert [finding for curve in curves for finding in judge_curves([series(LOSS, curve)])] == []
 
 
-def test_a_loss_that_falls_without_bound_diverges():
-    losses = [1.5, 0.6, 0.4, 0.2, -1.2, -40.0, -2e3, -6e5, *[-5e8 - 1e7 * step for step in range(12)]]
-    assert [finding.cause for finding in judge_curves([series(LOSS, losses)])] == ["loss-diverged"]
-    faster = [-14.0 * 1.25**step for step in range(70)]
-    assert [finding.cause for finding in judge_curves([series(LOSS, faster)])] == ["loss-diverged"]
-    assert judge_curves([series(LOSS, [-3e4 - 100.0 * step for step in range(40)])]) == []  # a sum of log-likelihoods
+FALLS = [4.3, 2.6, 2.1, 1.8, 1.62, 1.54]
+JUMPS = [2.0, 1.9, 1.82, 1.76, 1.71, 1.67]
+LEAPS = [0.1, 0.04, *[0.02] * 10, 0.9, 0.7, 0.8, 0.6, 0.9]
+MANY_RUNS = [*[0.02] * 20, *(3e6 * 0.9**n for n in range(72))]
+VANISHED = [2.1, 1.5, 0.9, 0.5, 0.3, 0.2, 0.12, 0.08, 0.06, *[0.025] * 15, *[0.06, 0.07] * 10]
+LEVEL, LONG = [2.6 * Noise(seed, 0.003).factor() for seed in range(200)], falling(Noise(1, 0.01), 400)
+JUMPED, BELOW_ZERO = [1.7, 1.3, 2.0, 2.6, 2.3], [-0.1 * number for number in range(1, 31)]
+RISING, GRADIENTS = [0.001 * number + 0.001 for number in range(200)], [1.0] * 30 + [0.0] * 70
+OF_LOSSES = [  # the values of a loss, what they show, and from which point on
+    ([1.5, 0.6, 0.4, 0.2, -1.2, -40.0, -2e3, -6e5, *[-5e8 - 1e7 * step for step in range(12)]], "loss-diverged", None),
+    ([-14.0 * 1.25**step for step in range(70)], "loss-diverged", None),
+    ([-3e4 - 100.0 * step for step in range(40)], None, None),  # a sum of log-likelihoods
+    ([1.6, 1.4, 3.3, 6.4, 5.5, 4.9, 4.9, 4.6], "loss-diverged", 1),  # it left its level for twice its height
+    ([1.6, 1.4, 3.3, 6.4, 5.5, 4.9, 4.9, 1.5], None, None),
+    ([*LONG[:150], *(2.6 + 6 * 0.9**number for number in range(20))], None, None),  # a spike came down by half
+    ([1.2, 1.25, 1.2, *(8 * Noise(seed, 0.01).factor() for seed in range(60))], "loss-diverged", 0),
+    (RISING, "loss-diverged", None),
+    ([2.3 * (1 + 0.22 * chance) for chance in map(random.Random(190).gauss, [0] * 50, [1] * 50)], None, None),
+    ([0.03] * 10 + LEAPS, "loss-diverged", 22),  # to several times any value before, in five points
+    ([*LEAPS, 0.02], None, None),
+    (MANY_RUNS, None, None),
+    ([*MANY_RUNS[:20], *[3e6, 2e6] * 30], "loss-diverged", None),
+    ([1.6, 11.8, 11.6, 10.38, *[10.37] * 6], "loss-diverged", 0),  # it never changes again
+    ([1.6, 11.8, 11.6, 10.38, 9.3, 8.1, 7.2, 6.8], None, None),
+    (VANISHED, None, None),  # it may double
+    ([8 * loss for loss in VANISHED[3:]], "loss-diverged", None),
+    (LEVEL, "loss-stands-still", 0),
+    *(([*LONG[:50], ending], "loss-nan", 50) for ending in (math.nan, math.inf)),
+    *(([*LONG[:50], ending, 2.9], None, None) for ending in (math.nan, math.inf)),
+]
+OF_SEVERAL = [
+    # fp16 overflows now and then, but not five times in a row
+    ([series(GRADIENT, [math.inf] * 4 + [1.0] * 50 + [math.inf] * 4)], None, None),
+    ([series(GRADIENT, [1.0] * 50 + [math.nan] * 5)], "loss-nan", 50),
+    # a loss that has come down to 0 needs no gradients; one that is 0 at once may be NaN
+    ([series(LOSS, [max(0.0, 3 - step / 10) for step in range(100)]), series(GRADIENT, GRADIENTS)], None, None),
+    (
+        [series(LOSS, [2 - step / 100 for step in range(30)] + [0.0] * 70), series(GRADIENT, GRADIENTS)],
+        "loss-stands-still",
+        None,
+    ),
+    ([series(LOSS, RISING), series(REWARD, [0.1] * 200)], None, None),  # of a policy
+    # a rate that is printed as 0 while the loss falls, and one of two rates
+    ([series(LOSS, LONG[:200]), series(RATE, [0.0] * 200)], None, None),
+    ([series(LOSS, LONG), series(RATE, [0.0] * 400), series(RATE, [1e-3] * 400, name="lr/2")], None, None),
+    ([replace(series(LOSS, LEVEL), steps=[*range(50_000, 50_200)])], None, None),  # the end of a long run
+    ([series(VALIDATION, [*FALLS, *JUMPS])], None, None),
+    ([series(VALIDATION, [*FALLS, *JUMPS[::-1]])], "validation-turns-up", None),
+    # few evaluations, by their score
+    ([series(VALIDATION, JUMPED), series(SCORE, [0.47, 0.59, 0.5, 0.49, 0.54])], "validation-turns-up", 1),
+    ([series(VALIDATION, JUMPED), series(SCORE, [0.47, 0.59, 0.6, 0.61, 0.61])], None, None),
+    ([series(LOSS, BELOW_ZERO, name="cross_attention_loss")], None, None),
+    ([series(LOSS, BELOW_ZERO, name="cross_entropy_loss")], "loss-diverged", None),
+]
 
 
-def test_a_short_curve_that_left_its_level_for_twice_its_height_has_diverged():
-    [finding] = judge_curves([series(LOSS, [1.6, 1.4, 3.3, 6.4, 5.5, 4.9, 4.9, 4.6])])
-    assert (finding.cause, finding.at) == ("loss-diverged", 1)
-    assert judge_curves([series(LOSS, [1.6, 1.4, 3.3, 6.4, 5.5, 4.9, 4.9, 1.5])]) == []
+@with_rows("curves, cause, at", [*(([series(LOSS, losses)], *found) for losses, *found in OF_LOSSES), *OF_SEVERAL])
+def test_what_the_curves_of_metrics_show(curves, cause, at):
+    findings = judge_curves(curves)
+    assert [finding.cause for finding in findings] == ([cause] if cause else [])
+    assert at is None or findings[0].at == at
 
 
 def jump(noise, before, after, *, factor):
@@ -141,35 +191,11 @@ def test_a_fault_is_found_and_placed_in_95_of_100_runs(make, cause, before, afte
     assert near >= 0.9 * len(places)
 
 
-@pytest.mark.parametrize("ending", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_to_its_end_is_found_at_once(ending):
-    values = falling(Noise(1, 0.01), 50)
-    [finding] = judge_curves([series(LOSS, [*values, ending])])
-    assert (finding.cause, finding.at) == ("loss-nan", 50)
-    assert judge_curves([series(LOSS, [*values, ending, 2.9])]) == []
-
-
 def test_a_loss_that_rises_before_it_is_nan_shows_both():
     [loss] = jump(Noise(1, 0.01), 150, 30, factor=3)
     explanation = explain_curves([series(LOSS, loss.values + [math.nan] * 30)], [], names="x")
     assert [curve.cause for curve in explanation.curves] == ["loss-nan", "loss-diverged"]
     assert explanation.curves[1].step == 1510 and "and 8.08 at step 1800" in explanation.curves[1].summary
-
-
-def test_a_loss_that_has_come_down_to_zero_needs_no_gradients():
-    fallen = [max(0.0, 3 - step / 10) for step in range(100)]
-    assert judge_curves([series(LOSS, fallen), series(GRADIENT, [1.0] * 30 + [0.0] * 70)]) == []
-    [finding] = judge_curves(
-        [series(LOSS, [2 - step / 100 for step in range(30)] + [0.0] * 70), series(GRADIENT, [1.0] * 30 + [0.0] * 70)]
-    )
-    assert finding.cause == "loss-stands-still"  # at once, as NaN that was written as 0
-
-
-def test_gradients_that_overflow_now_and_then_are_fp16_and_five_in_a_row_are_not():
-    norms = [1.0] * 50
-    assert judge_curves([series(GRADIENT, [math.inf] * 4 + norms + [math.inf] * 4)]) == []
-    [finding] = judge_curves([series(GRADIENT, norms + [math.nan] * 5)])
-    assert (finding.cause, finding.at) == ("loss-nan", 50)
 
 
 LINES = (  # a loss on the lines of a log, as trainers print it
@@ -191,43 +217,135 @@ def test_the_lines_of_healthy_runs_show_nothing(level):
         assert explain(log_of(points, LINES[seed % len(LINES)])).cause in ("healthy", "unknown")
 
 
-@pytest.mark.parametrize("line", LINES)
-@pytest.mark.parametrize(
-    ("losses", "at"),
-    [
-        ([3.0, 2.9, 2.8, 2.7] * 10 + [9.0, 9.2, 8.9, 9.1] * 10, 40),  # a multiple
-        ([2.5, 2.4, 2.3, 2.2, 900.0, 5e4, 7e4, 8e4], 4),  # orders of magnitude, after few points
-        ([2e8, 6e8, 4e8, 3e8, 5e8, 4e8, 2e8, 6e8, 3e8], 0),  # absurd from the start
-    ],
+STUCK = [2.3026 + 0.0004 * (n % 3) for n in range(60)]
+SETTLED = [0.09, 0.095, 0.1, 0.08] + [0.1063 + 0.0001 * (n % 4) for n in range(150)]
+CLIMBS = [3.3, 4.9, 5.4, 5.2] + [(5 + 0.06 * n) * Noise(n, 0.05).factor() for n in range(60)]
+NOISY_END = LONG[:60] + [0.14] * 12 + [0.21 * Noise(n, 0.05).factor() for n in range(12)]
+NEAR_LN_2 = [0.6958, 0.6938, 0.6935, *(0.6932 + 0.0001 * (n % 2) for n in range(13))]
+STEEP = [110576.0, 9000.0, 800.0, 90.0, 30.0, *(27.5 + 0.001 * (n % 3) for n in range(60))]
+HALVED = [0.545 / (n + 1) for n in range(40)]
+FROZEN = [2.3041, 1.9077, 1.6012, 1.4203, 1.2011, 1.1034, 1.0023, *[0.8123] * 52]
+POLICY = [0.1, 0.12, 0.08, 0.11, *(0.2 + 0.004 * n for n in range(30))]
+EPOCH, ITERATION, OTHER = "Epoch {step}: Train Loss {loss:.4f}\n", "iter {step}: loss {loss:.4f}\n", "step {step}\n"
+PERFECT = "Epoch: [{step}/50] Loss: {loss:.4f}, Top1 Acc: 100.000\n"
+ACCURATE, SAVED = (
+    "Epoch {step} | Loss: {loss:.4f} | Acc: 0.531\n",
+    "Epoch {step} val loss: {loss:.6f}\nSaved a checkpoint\n",
 )
-def test_a_log_whose_loss_rises_to_its_end_or_is_absurd_is_no_healthy_one(losses, at, line):
-    explanation = explain(log_of(enumerate(losses), line))
-    assert explanation.cause == "loss-diverged"
-    assert abs(explanation.step - at) <= 2
-    assert [curve.source for curve in explanation.curves] == ["log"]
+SKIPPED = "Epoch {step}/50 | Train Loss: 0.{step}\nValidation Loss: {loss}\nskipped (keeping last val_loss=1.4113)\n"
+VALIDATED = "Epoch {step}/50 | Train Loss: 0.5 | Val Loss: {loss}\n"
+GREEDY = "Validation result (greedy) at epoch {step}, step {step}000: token_accuracy: 6.2, loss: {loss}, ppl: 22.9\n"
+SAMPLED = "EPOCH[{step}/100] loss{loss:.3f}-|Sample:9.03|\n"
+BESIDE = "step {step}\nloss {loss:.4f} policy_loss {loss:.4f} value_loss {loss:.4f}\n"
+GUESSES = [0.693 + 0.06 * math.sin(9 * n) for n in range(1200)]
+FITTED = "Epoch {step}/50 | Train Loss: 2e-{step} | Val Loss: {loss}\n"
+TRAINED = "Epoch {step}/50 | Train Loss: 0.7{step:02} | Val Loss: {loss}\n"  # it rises a little
+UP = [0.62, 0.62, 0.62, *[0.71] * 10]
+SPIKES = [
+    10.4,
+    28.2,
+    1.1,
+    1.2,
+    1.1,
+    1.0,
+    1.0,
+    1.9,
+    1.4,
+    1.1,
+    13.3,
+    1.3,
+    1.2,
+    126.0,
+    2.4,
+    116.0,
+    1.1,
+    1.0,
+    4.7,
+    146.0,
+    8.4,
+]
+OF_LINES = [  # the form of a line, its losses, what they show
+    *((line, [3.0, 2.9, 2.8, 2.7] * 10 + [9.0, 9.2, 8.9, 9.1] * 10, "loss-diverged") for line in LINES),
+    *((line, [2.5, 2.4, 2.3, 2.2, 900.0, 5e4, 7e4, 8e4], "loss-diverged") for line in LINES),  # of few points
+    *((line, [2e8, 6e8, 4e8, 3e8, 5e8, 4e8, 2e8, 6e8, 3e8], "loss-diverged") for line in LINES),  # from the start
+    (LINES[0], [2.5, 2.4, 2.3, 2.2, 900.0, 5e4, 2.3, 2.2], "healthy"),  # a spike
+    (LINES[0], [2.5, 2.4, 2.3, 2.2, 2.3, 2.2, 900.0, 800.0], "healthy"),  # two points
+    (LINES[0], [5e8 / (1 + n) for n in range(12)], "healthy"),
+    (LINES[0], [0.0001, 0.0001, 0.0001, 0.4, 0.5, 0.4, 0.3, 0.5], "healthy"),  # of a policy
+    (LINES[0], [2.0 + 0.01 * n for n in range(60)], "healthy"),  # by a third
+    # sums over the batches of each epoch, which grow in the second row; with dips
+    (LINES[0], [batch * (3.0 - epoch / 4) for epoch in range(8) for batch in range(1, 31)], "healthy"),
+    (LINES[0], [batch * 0.08 * 1.5**epoch for epoch in range(8) for batch in range(1, 31)], "loss-diverged"),
+    (LINES[0], [1.2**step * (0.5 if step % 9 == 0 else 1) for step in range(80)], "loss-diverged"),
+    # losses that are not judged
+    *(
+        (LINES[0].replace(*words), [1.0] * 40 + [9.0] * 40, "healthy")
+        for words in (("loss {", "policy_loss {"), ("lr", "reward 0.3 | lr"))
+    ),
+    (LINES[0], STUCK, "loss-stands-still"),
+    (LINES[1], [0.693] * 40, "loss-stands-still"),
+    (LINES[0].replace("{step}", "1000{step:02}"), STUCK, "healthy"),  # a part of a long run
+    (LINES[0], LONG[:60] + [0.05] * 30, "healthy"),  # converged
+    # it settles above its first points, or below
+    (EPOCH, SETTLED, "loss-stands-still"),
+    (EPOCH, [-loss for loss in SETTLED], "healthy"),
+    (LINES[0], [0.0, 0.0, 0.0], "loss-stands-still"),
+    (LINES[0], [0.0, 0.0], "healthy"),
+    (LINES[0], [0.0, 0.4, 0.3], "healthy"),
+    # far above the first points, and a noisy later part
+    (LINES[0], CLIMBS, "loss-diverged"),
+    (LINES[0], NOISY_END, "healthy"),
+    # it hardly moves over a few reports; with one digit it may have halved
+    (SAVED, [12.2471, 12.2451, 12.2431, 12.2415, 12.2395], "unknown"),
+    (SAVED, [0.0001] * 5, "healthy"),
+    (SAVED, [1.71, 1.702, 1.698, 1.697, 1.697], "healthy"),
+    (ACCURATE, NEAR_LN_2[:11], "unknown"),
+    (ACCURATE, NEAR_LN_2, "loss-stands-still"),
+    (ACCURATE, [0.75, 0.72, *NEAR_LN_2], "healthy"),
+    # few points, far from one to the next
+    (SKIPPED, [1.4113, 1.7492, 2.1625], "validation-turns-up"),
+    (SKIPPED, [1.4113, 1.7492, 1.6], "healthy"),
+    (SKIPPED, [1.4113, 1.45, 1.5], "healthy"),
+    (VALIDATED, [6.857, 6.857, 1.517, 1.517, 2.59, 2.933, 3.635, 3.189, 3.394, 3.565], "validation-turns-up"),
+    (GREEDY, [38782.66, 49468.65, 52000.5], "validation-turns-up"),
+    # it fell at once and is level since
+    (ITERATION, STEEP, "healthy"),
+    (ITERATION, STEEP[5:], "loss-stands-still"),
+    ("step={step} ep={step} LR=4.4e-04 L={loss} top=1.26 acc=0.5\n", [1.5] * 5 + [math.nan] * 5, "loss-nan"),
+    # a few units of its last digit
+    (SAMPLED, [*HALVED, *[0.011] * 60], "healthy"),
+    (SAMPLED, [*HALVED, *[0.511] * 60], "loss-diverged"),
+    (SAMPLED.replace("{loss:.3f}", "={loss:.4f}"), FROZEN, "loss-stands-still"),
+    (SAMPLED.replace("{loss:.3f}", "={loss:.9f}"), [*HALVED, *[0.010912345] * 60], "loss-stands-still"),
+    # the loss of a policy by its own name
+    (OTHER + "TD Loss: {loss:.4f}\n", POLICY, "healthy"),
+    (OTHER + "Loss: {loss:.4f}\n", POLICY, "loss-diverged"),
+    (BESIDE, POLICY, "loss-diverged"),
+    (OTHER + "TD Loss: {loss}\n", [*POLICY, *[math.nan] * 9], "loss-nan"),
+    # it leaps and comes down again
+    (ITERATION, [0.22, 0.3, 0.31, *(8 * 0.93**n for n in range(40))], "healthy"),
+    # it was 0 for long
+    (EPOCH, [1.4 * 0.9**n for n in range(120)] + [0.6 + 0.01 * n for n in range(30)], "loss-diverged"),
+    (EPOCH, [0.0] * 10 + [0.4] * 40, "loss-stands-still"),
+    # in each part of many batches that vary, it is that of a guess between two classes
+    (ITERATION, GUESSES, "loss-stands-still"),
+    (ITERATION, [loss - n / 12000 for n, loss in enumerate(GUESSES)], "healthy"),
+    (ITERATION, GUESSES[:250], "healthy"),
+    # few units of its last digit, beside an accuracy that is perfect or not
+    (PERFECT, [0.0004, 0.0004, *[0.0005] * 10, *[0.0006] * 60], "healthy"),
+    (PERFECT.replace("100", "52"), [0.0004, 0.0004, *[0.0005] * 10, *[0.0006] * 60], "loss-stands-still"),
+    # evaluations that do not move any more, beside a loss of training that never has or has fallen
+    (TRAINED, UP, "loss-stands-still"),
+    (FITTED, UP, "validation-turns-up"),
+    # evaluations that leave their level again and again, and end far above it or come back
+    (FITTED, [*SPIKES, 306.0, 7.4, 119.0, 49.5, 12.1, 7.0], "validation-turns-up"),
+    (FITTED, [*SPIKES, 306.0, 7.4, 1.5, 1.3, 1.2, 1.1, 1.0], "healthy"),
+]
 
 
-@pytest.mark.parametrize(
-    "losses",
-    [
-        [2.5, 2.4, 2.3, 2.2, 900.0, 5e4, 2.3, 2.2],  # a spike
-        [2.5, 2.4, 2.3, 2.2, 2.3, 2.2, 900.0, 800.0],  # two points
-        [5e8 / (1 + n) for n in range(12)],  # it falls
-        [0.0001, 0.0001, 0.0001, 0.4, 0.5, 0.4, 0.3, 0.5],  # of a policy: small whatever it is
-        [2.0 + 0.01 * n for n in range(60)],  # by a third
-    ],
-)
-def test_a_log_whose_loss_comes_back_falls_or_rises_little_is_healthy(losses):
-    assert explain(log_of(enumerate(losses), LINES[0])).cause == "healthy"
-
-
-def test_a_sum_over_the_batches_of_each_epoch_does_not_diverge():
-    sums = [batch * (3.0 - epoch / 4) for epoch in range(8) for batch in range(1, 31)]
-    assert explain(log_of(enumerate(sums), LINES[0])).cause in ("healthy", "unknown")
-    growing = [batch * 0.08 * 1.5**epoch for epoch in range(8) for batch in range(1, 31)]
-    assert explain(log_of(enumerate(growing), LINES[0])).cause == "loss-diverged"
-    rising = [1.2**step * (0.5 if step % 9 == 0 else 1) for step in range(80)]  # with dips
-    assert explain(log_of(enumerate(rising), LINES[0])).cause == "loss-diverged"
+@with_rows("line, losses, cause", OF_LINES)
+def test_what_the_losses_on_the_lines_of_a_log_show(line, losses, cause):
+    assert explain(log_of(enumerate(losses, 1), line)).cause == cause
 
 
 EVALUATED = "Validation loss: {loss}\n"
@@ -251,13 +369,6 @@ def test_measures_of_an_epoch_as_dictionaries_are_read():
     assert explain(log_of(losses, line.replace("{split}", "train"))).cause == "healthy"
 
 
-def test_other_losses_and_those_of_a_policy_are_not_judged():
-    rising = list(enumerate([1.0] * 40 + [9.0] * 40))
-    assert explain(log_of(rising, LINES[0])).cause == "loss-diverged"
-    for line in (LINES[0].replace("loss {", "policy_loss {"), LINES[0].replace("lr 3", "reward 0.3 | lr 3")):
-        assert explain(log_of(rising, line)).cause == "healthy"
-
-
 def test_a_second_stage_of_a_log_is_a_curve_of_its_own():
     stages = [[2 * math.exp(-n / 50) + 0.1 for n in range(200)], [6 * math.exp(-n / 80) + 2 for n in range(200)]]
     assert explain([b"".join(text for loss in stages for text in log_of(enumerate(loss), LINES[0]))]).cause == "healthy"
@@ -274,41 +385,6 @@ def test_a_huge_loss_is_told_to_normalize_and_a_rising_one_is_not():
 def test_a_failure_of_the_log_is_not_replaced_by_its_loss():
     text = b"".join(log_of(enumerate([1.0] * 40 + [9.0] * 40), LINES[0]))
     assert explain([text + b"ValueError: sample 1841 has 3 fields\n"]).cause == "user-code-exception"
-
-
-def test_a_spike_that_has_come_down_by_half_is_no_divergence():
-    values = falling(Noise(1, 0.01), 150) + [2.6 + 6 * 0.9**number for number in range(20)]
-    assert judge_curves([series(LOSS, values)]) == []
-
-
-def test_a_loss_far_above_its_first_points_has_diverged_from_the_start():
-    values = [1.2, 1.25, 1.2] + [8 * Noise(seed, 0.01).factor() for seed in range(60)]
-    [finding] = judge_curves([series(LOSS, values)])
-    assert (finding.cause, finding.at) == ("loss-diverged", 0)
-
-
-def test_the_loss_of_a_policy_may_rise_and_stand_still():
-    rising = series(LOSS, [0.001 * number + 0.001 for number in range(200)])
-    assert [finding.cause for finding in judge_curves([rising])] == ["loss-diverged"]
-    assert judge_curves([rising, series(REWARD, [0.1] * 200)]) == []
-
-
-def test_the_end_of_a_long_run_is_level_and_healthy():
-    level = series(LOSS, [2.6 * Noise(seed, 0.003).factor() for seed in range(200)])
-    late = type(level)(level.name, LOSS, "f", [50_000 + step for step in level.steps], level.values, level.times)
-    assert [finding.cause for finding in judge_curves([level])] == ["loss-stands-still"]
-    assert judge_curves([late]) == []
-
-
-def test_a_rate_that_is_printed_as_zero_while_the_loss_falls_proves_nothing():
-    assert judge_curves([series(LOSS, falling(Noise(1, 0.01), 200)), series(RATE, [0.0] * 200)]) == []
-
-
-def test_one_of_two_rates_may_be_zero():
-    loss = series(LOSS, falling(Noise(1, 0.01), 400))
-    assert (
-        judge_curves([loss, series(RATE, [0.0] * 400, name="lr/pg1"), series(RATE, [1e-3] * 400, name="lr/pg2")]) == []
-    )
 
 
 def test_a_slow_minute_is_no_decay_and_two_are():
@@ -489,60 +565,12 @@ def test_free_memory_is_not_memory_in_use():
     assert explain(memory_log([2 + 0.2 * number for number in range(9)], line)).cause == "healthy"
 
 
-def test_a_loss_that_never_moves_is_no_healthy_log():
-    level = [2.3026 + 0.0004 * (n % 3) for n in range(60)]
-    assert explain(log_of(enumerate(level), LINES[0])).cause == "loss-stands-still"
-    assert explain(log_of(enumerate([0.693] * 40), LINES[1])).cause == "loss-stands-still"
-    late = [(100_000 + number, value) for number, value in enumerate(level)]  # a part of a long run
-    assert explain(log_of(late, LINES[0])).cause == "healthy"
-    converged = falling(Noise(1, 0.01), 100)[:60] + [0.05] * 30
-    assert explain(log_of(enumerate(converged), LINES[0])).cause == "healthy"
-
-
-def test_a_curve_that_settles_above_its_first_points_has_learned_nothing():
-    stuck = [0.09, 0.095, 0.1, 0.08] + [0.1063 + 0.0001 * (n % 4) for n in range(150)]
-    line = "Epoch {step}: Train Loss {loss:.4f}\n"
-    assert explain(log_of(enumerate(stuck), line)).cause == "loss-stands-still"
-    assert explain(log_of(((n, -loss) for n, loss in enumerate(stuck)), line)).cause == "healthy"  # it fell
-
-
-def test_three_losses_of_zero_and_nothing_else_are_no_healthy_log():
-    assert explain(log_of([(step, 0.0) for step in range(1, 4)], LINES[0])).cause == "loss-stands-still"
-    assert explain(log_of([(1, 0.0), (2, 0.0)], LINES[0])).cause == "healthy"
-    assert explain(log_of([(1, 0.0), (2, 0.4), (3, 0.3)], LINES[0])).cause == "healthy"
-
-
-def test_a_loss_that_ends_far_above_its_first_points_has_diverged_and_a_noisy_later_part_has_not():
-    noise = Noise(3, 0.05)
-    rising = [3.3, 4.9, 5.4, 5.2] + [(5 + 0.06 * number) * noise.factor() for number in range(60)]
-    assert explain(log_of(enumerate(rising), LINES[0])).cause == "loss-diverged"
-    fell = falling(noise, 100)[:60] + [0.14] * 12 + [0.21 * noise.factor() for _ in range(12)]
-    assert explain(log_of(enumerate(fell), LINES[0])).cause == "healthy"
-
-
 def test_losses_among_many_lines_of_other_kinds_are_read():
     losses = [*(0.01 + 0.001 * (n % 5) for n in range(120)), *(0.8 + 0.01 * (n % 5) for n in range(16))]
     skipped = "".join(f"[warn] item {n} is unhealthy, it is left out\n" for n in range(90))
     text = "".join(f"[step {n * 50:>5}] L={loss:.4f}\n{skipped if n >= 120 else ''}" for n, loss in enumerate(losses))
     late = [point for point in read_log([text.encode()]).losses if point.step >= 6000]
     assert len(late) > 9
-
-
-def test_a_loss_that_hardly_moves_over_a_few_reports_proves_nothing():
-    line = "Epoch {step} validation loss: {loss:.6f}\nSaved a checkpoint\n"
-    flat = explain(log_of(enumerate([12.2471, 12.2451, 12.2431, 12.2415, 12.2395], 1), line))
-    assert flat.cause == "unknown" and "12.25 to 12.24" in flat.summary
-    one_digit = explain(log_of(enumerate([0.0001] * 5, 1), line))  # which may hide that it halves
-    assert one_digit.cause == "healthy"
-    assert explain(log_of(enumerate([1.71, 1.702, 1.698, 1.697, 1.697], 1), line)).cause == "healthy"
-
-
-def test_a_loss_that_leaves_its_first_point_by_less_than_a_percent_and_stays_there_proves_nothing():
-    chance = [0.6958, 0.6938, 0.6935, *(0.6932 + 0.0001 * (n % 2) for n in range(13))]
-    line = "Epoch {step} | Loss: {loss:.4f} | Acc: 0.531\n"
-    assert explain(log_of(enumerate(chance[:11], 1), line)).cause == "unknown"
-    assert explain(log_of(enumerate(chance, 1), line)).cause == "loss-stands-still"
-    assert explain(log_of(enumerate([0.75, 0.72, *chance], 1), line)).cause == "healthy"
 
 
 def test_curves_begin_again_with_the_epochs_of_another_training():
@@ -589,7 +617,8 @@ def test_losses_on_lines_of_an_evaluation_are_no_rise_of_the_training():
     assert explain(["\n".join(lines).replace("Test:", "Step:").encode()]).cause == "loss-diverged"
 
 
-def test_a_rare_evaluation_whose_title_stands_above_it_is_found_in_a_long_log():
+@with_rows("gain, cause", [(0, "validation-turns-up"), (0.00003, "healthy")])
+def test_a_rare_evaluation_whose_title_stands_above_it_is_found_in_a_long_log(gain, cause):
     lines = []
     for step in range(1, 6001):
         lines.append(f"2018-03-12T23:12:00.69: step {step}, loss {0.7 / (1 + step / 50):.4f}, acc 0.9")
@@ -597,10 +626,11 @@ def test_a_rare_evaluation_whose_title_stands_above_it_is_found_in_a_long_log():
             lines += [
                 "",
                 "Evaluation:",
-                f"2018-03-12T23:12:02.90: step {step}, loss {0.6 + abs(step - 1500) / 3000:.4f}, acc 0.7",
+                f"2018-03-12T23:12:02.90: step {step}, loss {0.6 + abs(step - 1500) / 3000:.4f}, acc: {0.7 + gain * step:.4f}",
             ]
     explanation = explain(["\n".join(lines).encode()])
-    assert (explanation.cause, explanation.curves[0].name) == ("validation-turns-up", "eval_loss")
+    assert explanation.cause == cause
+    assert [curve.name for curve in explanation.curves] == ([] if gain else ["eval_loss"])
 
 
 def test_losses_of_the_batches_of_an_evaluation_are_no_curve():
@@ -626,26 +656,6 @@ def test_curves_of_several_trainings_whose_lines_have_a_logger_s_prefix_are_told
     assert explain(["\n".join(first + second).replace("Epoch [", "Part [").encode()]).cause == "validation-turns-up"
 
 
-def test_a_validation_loss_of_few_points_turns_up_if_it_rises_far_from_one_to_the_next():
-    line = "Epoch {step}/50 | Train Loss: 0.{step}\nValidation Loss: {loss}\nskipped (keeping last val_loss=1.4113)\n"
-    assert explain(log_of(enumerate([1.4113, 1.7492, 2.1625], 1), line)).cause == "validation-turns-up"
-    assert explain(log_of(enumerate([1.4113, 1.7492, 1.6], 1), line)).cause == "healthy"
-    assert explain(log_of(enumerate([1.4113, 1.45, 1.5], 1), line)).cause == "healthy"
-
-
-def test_a_validation_loss_that_fell_steeply_at_first_still_turns_up():
-    values = [6.857, 6.857, 1.517, 1.517, 2.59, 2.933, 3.635, 3.189, 3.394, 3.565]
-    line = "Epoch {step}/50 | Train Loss: 0.5 | Val Loss: {loss}\n"
-    assert explain(log_of(enumerate(values, 1), line)).cause == "validation-turns-up"
-
-
-def test_a_loss_that_fell_at_once_and_is_level_since_has_learned():
-    line = "iteration {step} loss: {loss}\n"
-    values = [110576.0, 9000.0, 800.0, 90.0, 30.0, *(27.5 + 0.001 * (n % 3) for n in range(60))]
-    assert explain(log_of(enumerate(values, 1), line)).cause == "healthy"
-    assert explain(log_of(enumerate(values[5:], 1), line)).cause != "healthy"
-
-
 def test_noisy_losses_of_training_and_evaluation_of_which_none_falls_have_learned_nothing():
     line = "Epoch number: {step}\nTraining loss average: tensor({loss}, device='cuda:0')\nDev loss average: tensor({dev})\n"
     noise = [((n * 37) % 23 - 11) / 23 for n in range(60)]
@@ -668,17 +678,6 @@ def test_evaluations_of_a_long_log_are_read_over_its_whole_length():
         lines += [step.format(epoch=epoch, batch=batch, loss=2 / epoch) for batch in range(20)]
         lines.append(f"EVALUATING - Epoch: [{epoch}][0/79]\tLoss {abs(epoch - 400) / 400 + 1:.4f}\n")
     assert explain(["".join(lines).encode()]).cause == "validation-turns-up"
-
-
-def test_a_validation_loss_that_comes_down_again_after_a_jump_is_no_overfitting():
-    falls, jumps = [4.3, 2.6, 2.1, 1.8, 1.62, 1.54], [2.0, 1.9, 1.82, 1.76, 1.71, 1.67]
-    assert judge_curves([series(VALIDATION, [*falls, *jumps])]) == []
-    assert [finding.cause for finding in judge_curves([series(VALIDATION, [*falls, *jumps[::-1]])])]
-
-
-def test_the_result_of_a_validation_is_no_loss_of_the_training():
-    line = "Validation result (greedy) at epoch {step}, step {step}000: token_accuracy: 6.2, loss: {loss}, ppl: 22.9\n"
-    assert explain(log_of(enumerate([38782.66, 49468.65, 52000.5], 1), line)).cause == "validation-turns-up"
 
 
 @pytest.mark.parametrize("line", [
@@ -781,11 +780,6 @@ def test_epochs_that_begin_again_among_many_lines_begin_a_new_curve():
     assert explain(["".join(lines).encode()]).cause == "healthy"
 
 
-def test_a_loss_with_one_letter_is_nan_too():
-    line = "ep={step} LR=4.4e-04 L={loss} top=1.26 acc=0.5\n"
-    assert explain(log_of(enumerate([1.5] * 5 + ["nan"] * 5, 1), "step={step} " + line)).cause == "loss-nan"
-
-
 def test_losses_that_recur_in_every_epoch_show_that_no_weight_changes():
     losses = [0.9741, 1.3742, 1.239, 0.967, 1.0386, 1.1681, 1.224, 0.961]
     lines = [f"Epoch {n // 8 + 1}, step {n}, loss: {losses[n % 8]}\n" for n in range(22)]
@@ -804,27 +798,6 @@ def test_the_first_point_of_an_epoch_that_comes_again_begins_another_run_with_th
 
     assert explain([runs([1, 1, 1]).encode()]).cause == "healthy"
     assert explain([runs([1, 2, 3]).encode()]).cause == "loss-stands-still"
-
-
-def test_a_loss_that_has_come_down_to_a_few_units_of_its_last_digit_does_not_stand_still():
-    losses = [0.545 / (n + 1) for n in range(40)]
-    line = "EPOCH[{step}/100] loss{loss:.3f}-|Sample:9.03|\n"
-    assert explain(log_of(enumerate([*losses, *[0.011] * 60], 1), line)).cause == "healthy"
-    assert explain(log_of(enumerate([*losses, *[0.511] * 60], 1), line)).shows_failure
-    frozen = [2.3041, 1.9077, 1.6012, 1.4203, 1.2011, 1.1034, 1.0023, *[0.8123] * 52]
-    assert explain(log_of(enumerate(frozen, 1), line.replace("{loss:.3f}", "={loss:.4f}"))).cause == "loss-stands-still"
-    exact = line.replace("{loss:.3f}", "={loss:.9f}")
-    assert explain(log_of(enumerate([*losses, *[0.010912345] * 60], 1), exact)).cause == "loss-stands-still"
-
-
-def test_the_loss_of_a_policy_by_its_own_name_may_rise():
-    line = "step {step}\nTD Loss: {loss:.4f}\n"
-    losses = [0.1, 0.12, 0.08, 0.11, *(0.2 + 0.004 * n for n in range(30))]
-    assert explain(log_of(enumerate(losses), line)).cause == "healthy"
-    assert explain(log_of(enumerate(losses), line.replace("TD Loss", "Loss"))).cause == "loss-diverged"
-    beside = line.replace("TD Loss: {loss:.4f}", "loss {loss:.4f} policy_loss {loss:.4f} value_loss {loss:.4f}")
-    assert explain(log_of(enumerate(losses), beside)).cause == "loss-diverged"
-    assert explain(log_of(enumerate([*losses, *["nan"] * 9]), line.replace("loss:.4f", "loss"))).cause == "loss-nan"
 
 
 def test_the_epoch_of_the_best_score_so_far_begins_no_new_curve():
@@ -871,13 +844,6 @@ def test_a_loss_that_leaps_from_its_first_value_says_so_and_one_that_comes_down_
     assert explain(log_of(enumerate(comes_down, 1), line)).cause != "loss-diverged"
 
 
-def test_a_loss_that_was_zero_for_long_and_rises_for_good_diverges():
-    line = "E{step}/500 | Loss:{loss:.4f} | TrA:99.0%\n"
-    losses = [1.4 * 0.9**n for n in range(120)] + [0.6 + 0.01 * n for n in range(30)]
-    assert explain(log_of(enumerate(losses, 1), line)).cause == "loss-diverged"
-    assert explain(log_of(enumerate([0.0] * 10 + [0.4] * 40, 1), line)).cause != "loss-diverged"
-
-
 def test_a_score_that_is_the_same_in_each_of_many_evaluations_is_told():
     lines = "Epoch {n} - Average loss: {loss:.4f}\nValidation AUROC: {score}\n"
     same = "".join(lines.format(n=n, loss=0.75 + 0.03 * (n % 3), score=0.29167) for n in range(1, 31))
@@ -899,39 +865,6 @@ def test_an_evaluation_that_gives_the_same_loss_each_time_shows_that_nothing_is_
     lines = "".join(f"STEP {n * 10} training loss: -0.0{31 + n % 7} - eval loss: {{}}\n" for n in range(30))
     assert explain([lines.format(*["-0.035561230"] * 30).encode()]).cause == "loss-stands-still"
     assert explain([lines.format(*[f"-0.0355612{n}" for n in range(30)]).encode()]).cause == "healthy"
-
-
-def test_noise_that_is_low_for_a_while_by_chance_is_no_divergence():
-    chance = random.Random(190)
-    assert judge_curves([series(LOSS, [2.3 * (1 + 0.22 * chance.gauss(0, 1)) for _ in range(50)])]) == []
-
-
-def test_a_leap_to_several_times_any_value_before_is_found_in_five_points():
-    losses = [0.1, 0.04, *[0.02] * 10, 0.9, 0.7, 0.8, 0.6, 0.9]
-    [finding] = judge_curves([series(LOSS, [0.03] * 10 + losses)])
-    assert (finding.cause, finding.at) == ("loss-diverged", 22)
-    assert judge_curves([series(LOSS, [*losses, 0.02])]) == []
-
-
-def test_a_leap_of_many_runs_in_one_curve_whose_last_one_comes_down_is_none():
-    runs = [*[0.02] * 20, *(3e6 * 0.9**n for n in range(72))]
-    assert judge_curves([series(LOSS, runs)]) == []
-    assert [finding.cause for finding in judge_curves([series(LOSS, [*runs[:20], *[3e6, 2e6] * 30])])] == [
-        "loss-diverged"
-    ]
-
-
-def test_a_short_curve_that_leaves_its_first_value_for_one_that_never_changes_has_diverged():
-    [finding] = judge_curves([series(LOSS, [1.6, 11.8, 11.6, 10.38, *[10.37] * 6])])
-    assert (finding.cause, finding.reason) == ("loss-diverged", "from its first value on")
-    assert judge_curves([series(LOSS, [1.6, 11.8, 11.6, 10.38, 9.3, 8.1, 7.2, 6.8])]) == []  # it comes down
-
-
-def test_few_evaluations_whose_loss_stays_far_above_its_lowest_are_overfitting_if_the_score_is_worse():
-    loss = series(VALIDATION, [1.7, 1.3, 2.0, 2.6, 2.3])
-    [finding] = judge_curves([loss, series(SCORE, [0.47, 0.59, 0.5, 0.49, 0.54])])
-    assert (finding.cause, finding.at) == ("validation-turns-up", 1)
-    assert judge_curves([loss, series(SCORE, [0.47, 0.59, 0.6, 0.61, 0.61])]) == []
 
 
 def test_the_values_of_a_sentence_are_those_of_its_steps():
@@ -1046,25 +979,10 @@ def test_a_cross_entropy_below_zero_has_labels_out_of_range():
     assert explain(["".join(elbo.format(loss=loss) for loss in (3.1, -8.25, -19.5)).encode()]).cause == "healthy"
 
 
-def test_a_loss_below_zero_of_another_name_is_no_cross_entropy():
-    falls = [-0.1 * number for number in range(1, 31)]
-    assert judge_curves([series(LOSS, falls, name="cross_attention_loss")]) == []
-    assert [finding.cause for finding in judge_curves([series(LOSS, falls, name="cross_entropy_loss")])] == [
-        "loss-diverged"
-    ]
-
-
-def test_a_loss_that_has_nearly_vanished_may_double():
-    losses = [2.1, 1.5, 0.9, 0.5, 0.3, 0.2, 0.12, 0.08, 0.06, *[0.025] * 15, *[0.06, 0.07] * 10]
-    assert judge_curves([series(LOSS, losses)]) == []
-    assert [finding.cause for finding in judge_curves([series(LOSS, [8 * loss for loss in losses[3:]])])] == [
-        "loss-diverged"
-    ]
-
-
 @pytest.mark.parametrize("line", [
     "exp_3| val: [{n}][600/1000]|Tot: 0:00:21 |loss {loss} |hm_loss 0.5\n",
     "Val Step[{n}/9], Avg Loss: {loss}\n", "TEST in epoch{n}, loss = {loss}, acc = 49.3\n", "[Test] Loss: {loss}, Accuracy: 67\n",
+    "Validate:             Loss: {loss},        Top1 Acc: 49.340\n",
     " 40%|####      | 4/10 [00:09<00:14,  2.35s/it, loss_test={loss}]\n",
 ])  # fmt: skip
 def test_lines_of_an_evaluation_are_no_losses_of_training(line):
@@ -1463,3 +1381,17 @@ def test_losses_of_an_epoch_that_are_reported_for_each_of_its_classes_count_once
     line = "Epoch {}: Train Loss = {:.4f}, Test Loss = {:.4f}\nclass {}: done\n"
     lines = (line.format(n, 1 / n, loss, name) for n, loss in enumerate(losses, 1) for name in range(20))
     assert explain(["".join(lines).encode()]).cause == cause
+
+
+@with_rows("fall, cause", [(0.9, "healthy"), (1.0, "loss-stands-still")])
+def test_steps_that_begin_again_in_each_epoch_are_counted_although_a_log_lacks_the_first_ones(fall, cause):
+    steps = [*range(0, 170, 2), *range(1, 170, 2), *range(2, 170, 2), *range(1, 170, 2)]
+    values = enumerate(steps)
+    lines = (f"{step}/170 [00:01<00:01] loss={160 * fall ** (n / 40) + n % 3 / 9:.4f}\n" for n, step in values)
+    assert explain(["".join(f"step {line}" for line in lines).encode()]).cause == cause
+
+
+@with_rows("fall, cause", [(0.97, "healthy"), (1.0, "loss-stands-still")])
+def test_a_total_of_losses_is_one_in_the_header_of_a_table(fall, cause):
+    rows = "".join(f"{n},{385 * fall**n + n % 3 / 9},{0.9 + n % 2 / 9},766.4\n" for n in range(120))
+    assert explain([("step,loss_total,L_tri,L_region\n" + rows).encode()]).cause == cause

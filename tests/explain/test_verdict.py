@@ -258,6 +258,10 @@ def test_epochs_without_a_loss_show_that_a_run_works():
         "[before the start of training step] datetime: 2024-12-25 05:51:59",
         "Training:   0%|          | 0/40 [00:00<?, ?it/s]",
         "    (bbox_pred): Linear(in_features=2048, out_features=80, bias=True)\n)",
+        "[03/10 17:16:25][INFO] misc.py: 200: nvidia-smi",
+        '  "type_vocab_size": 0,\n  "vocab_size": 128100\n}',
+        "Training starts ...\n\n=======\n== Model Training ==\n=======",
+        "Epoch 1/1: warm-up\nlog of epoch 1\nStarting training for 1 epochs...\nEpoch 1/1: warm-up",
     ],
 )
 def test_ordinary_output_whose_last_line_only_announces_work_shows_no_run(last):
@@ -664,6 +668,8 @@ def test_few_lines_of_output_that_end_with_a_result_are_healthy():
         "Upload complete: https://huggingface.co/user/model",
         "Job finished with exit code 0 at Mon Jan 12 10:21:14 CET 2026",
         "Specificity: 0.924",
+        '"retrieval_hit_rate_at_k": 0.979',
+        "plot_model() succesfully completed.....",
         "Test score: 0.951",
         "wrote train.bin\nreal    2m11.201s\nuser    2m3.332s\nsys     0m4.001s",
     ],
@@ -722,7 +728,27 @@ PREPARATIONS = (
     "config.json: 100%|██████████| 654/654 [00:00<00:00, 5.2MB/s]\n100%|██████████| 9912422/9912422 [00:01<00:00, 8123123.1it/s]\n",
     "train_net.py: 519: CfgNode({'LOSS': 0.0, 'A': True, 'B': False, 'C': True, 'D': True, 'E': False})\n" * 3
     + "train_net.py: 611: Start epoch: 1\n",
+    "".join(f"NUM_WORKERS_{n}: 8\nOUTPUT: output\nTRAIN:\n  EPOCHS: 15\nweight_name: ''\n" for n in range(9)),
 )
+
+
+@with_rows("end, cause", [
+    ("Clients in Total: 0 training clients and 1 test clients\n--- Random Initialization ---\n", "dataset-empty"),
+    ("Clients in Total: 10 training clients and 1 test clients\n--- Random Initialization ---\n", "healthy"),
+    ("labels:  4071\npredictions:  0\n", "dataset-empty"),
+    ("labels:  4071\npredictions:  4071\n", "healthy"),
+    ("labels:  4\npredictions:  0\n", "healthy"),  # of one item
+    ("0 training samples\nstep 1 loss 2.1\nstep 2 loss 1.9\n", "healthy"),
+])  # fmt: skip
+def test_a_log_without_a_step_that_ends_with_a_count_of_nothing_has_no_items(end, cause):
+    assert verdict("".join(f"shard {n} has been opened\n" for n in range(12)) + end).cause == cause
+
+
+@with_rows("status, cause", [(200, "healthy"), (500, "unknown")])
+def test_a_notebook_s_server_that_answers_goes_on_behind_an_error_of_its_kernel(status, cause):
+    error = "[IPKernelApp] ERROR | Failed to open SQLite history /home/me/history.sqlite (disk I/O error).\n"
+    answer = "[D 16:54:18.229 NotebookApp] {} GET /api/contents/{}.ipynb (10.148.0.38) 1.010000ms\n"
+    assert verdict(error + "".join(answer.format(status, n) for n in range(60))).cause == cause
 
 
 @with_rows("text", PREPARATIONS)

@@ -24,7 +24,6 @@ import paceline
 from paceline.errors import PacelineError, nearest
 from paceline.file_systems import free_space
 from paceline.model.manifest import (
-    RawTensor,
     UnreadableCheckpoint,
     check_shapes,
     num_rows,
@@ -32,7 +31,17 @@ from paceline.model.manifest import (
     step_folders,
     step_of,
 )
-from paceline.model.publish import NoSpace, PendingSave, explained, give_up, prune, publish, shard_name, write_part
+from paceline.model.publish import (
+    NoSpace,
+    PendingSave,
+    RawTensor,
+    explained,
+    give_up,
+    prune,
+    publish,
+    shard_name,
+    write_part,
+)
 from paceline.plan.shapes import ParamShape
 from paceline.rundir import RunDir, open_file, resume_command
 

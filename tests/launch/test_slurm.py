@@ -57,9 +57,10 @@ from paceline.launch.sbatch import (
 from paceline.launch.stop_signals import StopSignals
 from paceline.launch.supervisor import Outcome
 from paceline.launch.train import new_folder, resume_run, run_training
-from paceline.options import PlanOptions, ResumeOptions, Services, TrainOptions
+from paceline.options import PlanOptions, Services, TrainOptions
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import make_plan
+from paceline.run_options import ResumeOptions
 from paceline.rundir import RunDir, append_event, job_facts, lock_run, read_json_lines
 from paceline.slurm import (
     Allocation,

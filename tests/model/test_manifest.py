@@ -16,17 +16,15 @@ from paceline.model.checkpoint import CheckpointWriter, Piece
 from paceline.model.manifest import (
     DamagedCheckpoint,
     NoCheckpoint,
-    RawTensor,
     UnreadableCheckpoint,
     clean_leftovers,
     list_checkpoints,
     newest_good,
     read_manifest,
-    shard_bytes,
     tensor_entry,
     verify,
-    write_shard,
 )
+from paceline.model.publish import RawTensor, shard_bytes, write_shard
 
 SHARD = "shard_00000_of_00001.safetensors"
 

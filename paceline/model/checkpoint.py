@@ -227,12 +227,10 @@ class NonFiniteWeights(PacelineError):
 def resume_before(path: Path) -> str:
     """Returns the fix that continues a run from the checkpoint before `path`, or from its start."""
     earlier = next((step_of(other) for other in step_folders(path.parent) if step_of(other) < step_of(path)), None)
-    place = "the start" if earlier is None else f"step {earlier:,}"
+    command, place = resume_command(RunDir(path.parent.parent)), "the start" if earlier is None else f"step {earlier:,}"
     move = shlex.join(["mv", str(path), f"{path}.nan"])
-    return (
-        f"{move} && {resume_command(RunDir(path.parent.parent))}: goes on from {place}, with a lower --matrix-lr"
-        " or --embedding-lr if NaN comes again"
-    )
+    command = f"{move} && {command}" if earlier is None else f"{command} --step {earlier}"
+    return f"{command}: goes on from {place}, with a lower --matrix-lr or --embedding-lr if NaN comes again"
 
 
 class CheckpointReader:

@@ -261,7 +261,7 @@ def attempt_views(events: Sequence[JsonRecord]) -> list[AttemptView]:
             with suppress(TypeError, ValueError):  # a damaged step
                 attempts[number] |= {"summary": format_summary(event)} if kind == "verdict" else {}
     for number, _, changes in setting_changes(events):
-        if number in attempts:
+        if changes and number in attempts:
             texts = [f"{key} {now} in place of {before}" for key, (before, now) in changes.items()]
             start = attempts[number]["changes"]
             attempts[number] |= {"changes": one_line(f"{start}: {', '.join(texts)}", TEXT_CHARS)}
@@ -269,18 +269,20 @@ def attempt_views(events: Sequence[JsonRecord]) -> list[AttemptView]:
 
 
 def setting_changes(events: Iterable[JsonRecord]) -> Iterator[tuple[int, int, dict[str, tuple[str, str]]]]:
-    """Yields each attempt that resumed with other settings, the step from which they hold, and by key both values."""
-    number, before, now = 0, dict[str, Any](), dict[str, Any]()
+    """Yields each attempt that resumed, the step that it resumed from, and by key the settings before that step and from it on."""
+    number, now, held = 0, dict[str, Any](), [(0, dict[str, Any]())]  # the settings, and from which step on
     for event in events:
         kind, config = event.get("event"), event.get("config")
         if kind == "launch" and isinstance(config, dict):
             now = {key: format_setting(value) for key, value in config.items() if key not in UNCOMPARED_KEYS}
         elif kind == "attempt":
-            number, before = event.get("attempt", 0), before or now
+            number, held = event.get("attempt", 0), held if held[-1][1] else [(0, now)]
         elif kind == "resumed":
-            if changes := {key: (before[key], now[key]) for key in before if now.get(key, before[key]) != before[key]}:
-                yield number, event["step"], changes
-            before = now
+            held = [item for item in held if item[0] < event["step"]] or held[:1]  # what came after it is done again
+            before = held[-1][1]
+            changes = {key: (before[key], now[key]) for key in before if now.get(key, before[key]) != before[key]}
+            yield number, event["step"], changes
+            held.append((event["step"], now))
 
 
 def format_setting(value: Any) -> str:

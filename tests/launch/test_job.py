@@ -348,6 +348,9 @@ def test_a_finished_run_is_extended_past_its_present_step(job_on, monkeypatch):
     with pytest.raises(PacelineError, match="finished at step 55 of 20") as error:
         check_unfinished(run, 20, planned=20)
     assert "--num-steps 110" in error.value.fix
+    check_unfinished(run, 20, planned=20, step=10)
+    with pytest.raises(PacelineError, match="finished at step 20 of 20"):
+        check_unfinished(run, 20, planned=20, step=20)
 
 
 @pytest.mark.parametrize("num_steps", [12, 14])

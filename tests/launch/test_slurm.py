@@ -257,7 +257,8 @@ def test_the_options_of_the_command_go_into_the_job_and_those_about_the_submissi
     options = TrainOptions(**local, check=False, min_hosts=2, track=("wandb", "trackio"), hang_after_s=30.0, keys={})
     flags = ["--min-hosts=2", "--hang-after=30", "--track=wandb", "--track=trackio", "--no-check"]
     assert sorted(option_flags(options)) == sorted(flags)
-    assert option_flags(ResumeOptions(run="a", keys={}, slurm=True)) == []
+    # the submission goes back itself: a job may begin several times
+    assert option_flags(ResumeOptions(run="a", keys={}, slurm=True, step=5)) == []
     for seconds, text in (
         (1234567.0, "1234567"),
         (0.1, "0.1"),
@@ -542,6 +543,9 @@ def test_a_job_is_not_requeued_where_it_and_the_one_before_it_made_no_newer_chec
     assert has_progressed([checkpoint(5), requeued]) and has_progressed([checkpoint(5), requeued, checkpoint(9)])
     assert has_progressed([checkpoint(5), requeued, requeued, checkpoint(9)])
     assert not has_progressed([requeued])
+    back = {"event": "set_aside", "step": 5}
+    assert has_progressed([checkpoint(9), requeued, requeued, back, checkpoint(7), requeued])
+    assert not has_progressed([checkpoint(9), requeued, back, requeued, requeued])
     assert not has_progressed([checkpoint(5), requeued, requeued])
     assert not has_progressed([checkpoint(5), requeued, checkpoint(5), requeued, checkpoint(5)])
 

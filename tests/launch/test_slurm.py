@@ -56,7 +56,7 @@ from paceline.launch.sbatch import (
 )
 from paceline.launch.stop_signals import StopSignals
 from paceline.launch.supervisor import Outcome
-from paceline.launch.train import new_folder, resume_run, run_training
+from paceline.launch.train import new_folder, resume_run, run_training, start_run
 from paceline.options import PlanOptions, Services, TrainOptions
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import make_plan
@@ -794,6 +794,24 @@ def test_a_resume_outside_of_slurm_says_so_where_a_job_had_the_run(tmp_path, mon
         line = "slurm   the run was in job 4711, and continues outside of Slurm; --slurm makes it a job again\n"
         assert capsys.readouterr().out == line * has_job
         record_job(run, 4711, args="")
+
+
+def test_a_job_that_slurm_started_again_goes_back_to_no_step_and_takes_the_options_of_train(tmp_path, inside):
+    run = RunDir(tmp_path)
+    config = Config(
+        device="cpu", depth=2, vocab_size=300, num_steps=5, name=tmp_path.name, runs_dir=str(tmp_path.parent)
+    )
+    run.config_toml.write_text(format_toml(config))
+    run.plan_json.write_text(make_plan(config, probe_machine(), vocab_size=300, num_rows=1000).to_json())
+    run.dataset_json.write_text("{}")
+    record_job(run, 4711)
+    back = ResumeOptions(run=str(run.path), step=3, min_hosts=9)
+    with pytest.raises(PacelineError, match="no checkpoint at step 3"):
+        resume_run(run, back)
+    inside.setenv("SLURM_RESTART_COUNT", "1")
+    for start in (lambda: resume_run(run, back), lambda: start_run(config, TrainOptions(min_hosts=9))):
+        with pytest.raises(UsageError, match="min-hosts"):  # what is refused next
+            start()
 
 
 def test_a_requeued_run_is_queued_until_its_job_is_known_to_have_ended():

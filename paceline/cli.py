@@ -38,7 +38,7 @@ def train(args: options.TrainOptions) -> int:
 
 
 @tolerant_output()
-def resume(args: options.ResumeOptions) -> int:
+def resume(args: run_options.ResumeOptions) -> int:
     from paceline.launch import connect, script
 
     return connect.run_at_place(args, partial(script.resume, args), ports=args.keys.get("ports"))
@@ -311,7 +311,7 @@ def completion(args: options.CompletionOptions) -> None:
 # name -> what it does and what it takes; the dataclass's docstring is the help
 COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "train": (train, options.TrainOptions),
-    "resume": (resume, options.ResumeOptions),
+    "resume": (resume, run_options.ResumeOptions),
     "run": (run, options.ScriptOptions),
     "stop": (stop, run_options.StopOptions),
     "plan": (plan, options.PlanOptions),

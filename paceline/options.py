@@ -204,21 +204,6 @@ class RanksOptions(Options):
     no_sync: bool = option(False, "send no files: they are already there")
 
 
-class ResumeOptions(LaunchOptions, RejoinOption, SubmitOptions, RanksOptions):
-    """Continue a run from its last good checkpoint, on any number of devices that divides the rows of a step.
-
-    A larger --num-steps extends a finished run; its learning rates are then computed for the whole new length. Keys that
-    shape weights or choose rows cannot change, by a flag or in its config.toml; --data says where its text is now.
-
-    A script's run starts again in its folder, PACELINE_RUN, as the next attempt; --quiet-ranks, --sync and --no-sync are for it.
-
-    $ paceline resume books --nproc 1
-    """
-
-    run: str = positional("RUN", RUN)
-    keys: Mapping[str, Any] = keys_of(Config, foreign=with_our_flags)
-
-
 class ScriptOptions(LabelOptions, LaunchOptions, RanksOptions):
     """Start any script that torchrun can start, with paceline's checks, logs and recovery.
 

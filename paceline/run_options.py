@@ -1,11 +1,28 @@
 """
-What the commands take that list, watch, explain, stop, mark, report, track and use runs, or train tokenizers; as options.py.
+What the commands take that resume, list, watch, explain, stop, mark, track and use runs, or train tokenizers; as options.py.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from paceline.command_line import option, positional
-from paceline.options import ANY_RUN, CONFIG, RUN, TRACKERS, ConfigOptions, JsonOption, Options, RunsOption
+from paceline.command_line import keys_of, option, positional
+from paceline.config import Config
+from paceline.options import (
+    ANY_RUN,
+    CONFIG,
+    RUN,
+    TRACKERS,
+    ConfigOptions,
+    JsonOption,
+    LaunchOptions,
+    Options,
+    RanksOptions,
+    RejoinOption,
+    RunsOption,
+    SubmitOptions,
+)
+from paceline.other_names import with_our_flags
 
 
 class RunsOptions(JsonOption):
@@ -151,6 +168,24 @@ class StepOption(Options):
         None, "the checkpoint's step; best: the one with the lowest val_bpb; auto: the newest good one", low=0, high=10**12,
         value="N|best", choices=("best",),
     )  # fmt: skip
+
+
+class ResumeOptions(StepOption, LaunchOptions, RejoinOption, SubmitOptions, RanksOptions):
+    """Continue a run from its last good checkpoint, on any number of devices that divides the rows of a step.
+
+    A larger --num-steps extends a finished run; its learning rates are then computed for the whole new length. Keys that
+    shape weights or choose rows cannot change, by a flag or in its config.toml; --data says where its text is now.
+
+    --step goes back to an older checkpoint that is kept. Those after it are set aside, not deleted.
+
+    A script's run starts again in its folder, PACELINE_RUN, as the next attempt; --quiet-ranks, --sync and --no-sync are for it.
+
+    $ paceline resume books --nproc 1
+    $ paceline resume books --step 4500 --matrix-lr 0.01
+    """
+
+    run: str = positional("RUN", RUN)
+    keys: Mapping[str, Any] = keys_of(Config, foreign=with_our_flags)
 
 
 class DeviceOption(Options):

@@ -245,11 +245,7 @@ def unreadable_file(path: Path, error: OSError) -> PacelineError:
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the records of a file; a half-written last line, or one that a crash has cut, is skipped."""
-    try:
-        file = open_file(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    with file:
+    with suppress(FileNotFoundError, NotADirectoryError), open_file(path) as file:
         yield from json_records(line for line in file if line.endswith(b"\n"))
 
 
@@ -371,7 +367,9 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
         problem = f"{lost} has checkpoints and no config.toml"
         fix = "restore it from a copy of the run, or write it with the keys of the CONFIG and the flags that began the run"
     elif owner := next((place for place in named.parents if (place / "config.toml").is_file()), None):
-        fix = f"give the folder of the run: {shlex.quote(str(owner))}"
+        step = named.name.removeprefix("step_")
+        option = f", with --step {int(step)} for resume, sample, eval or export" if step.isdecimal() else ""
+        fix = f"give the folder of the run: {shlex.quote(str(owner))}{option}"
     elif len(names) > 5:
         fix = f"paceline runs{'' if runs_dir == 'runs' else f' {shlex.quote(runs_dir)}'} lists all {len(names)} runs"
     raise PacelineError(problem, fix=fix)

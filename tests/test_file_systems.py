@@ -11,7 +11,7 @@ import pytest
 from paceline import file_systems
 from paceline.data.prepare import prepare
 from paceline.file_systems import NoLocks, is_of_one_host, try_lock
-from paceline.launch import train
+from paceline.launch import background
 from paceline.launch.stacks import process_state
 from paceline.rundir import RunDir, is_locked, lock_run
 from paceline.track.follower import only_one
@@ -56,8 +56,8 @@ def test_resume_waits_for_workers_that_outlive_a_supervisor_whose_end_nobody_ask
         supervisor.stdin.close()  # the worker ends
         return process_state(pid)
 
-    monkeypatch.setattr(train, "process_state", state_of)
-    os.close(train.wait_for_lock(RunDir(tmp_path)))
+    monkeypatch.setattr(background, "process_state", state_of)
+    os.close(background.wait_for_lock(RunDir(tmp_path)))
     assert "waiting for the workers" in capsys.readouterr().out
     supervisor.wait()
 

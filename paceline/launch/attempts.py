@@ -28,6 +28,7 @@ from paceline.launch.preemption import short_notice, watch_preemption
 from paceline.launch.requeue import current_job_end, decide_requeue, job_watch, requeue_job
 from paceline.launch.stop_signals import StopSignals, catch_signals
 from paceline.launch.supervisor import Outcome
+from paceline.model.manifest import saved_step
 from paceline.options import LaunchOptions, Recovery, Services
 from paceline.plan.host import oom_kills
 from paceline.rundir import NO_SPACE, RunDir, append_event, read_json_lines, resume_command
@@ -336,8 +337,8 @@ def record_decision(job: Job, end: AttemptEnd, decision: Decision, explanation: 
     if decision.action == "stop":
         job.show([f"no further attempt: {decision.why}"])
     else:
-        steps = [event["step"] for event in read_json_lines(job.run.events) if event.get("event") == "checkpoint"]
-        start = f" from step {steps[-1]:,}" if steps else ""
+        step = saved_step(job.run.checkpoints)
+        start = f" from step {step:,}" if step else ""
         wait = f" in {decision.wait_s:.0f} s" if decision.wait_s else " now"
         failed = f"attempt {attempt} failed: {format_summary(explanation)}"
         fix = [f"  fix: {explanation.fix}"] if decision.action == "fewer-ranks" else []  # nobody does it meanwhile

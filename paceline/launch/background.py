@@ -3,7 +3,7 @@ A run without its terminal: `--detach` lets the supervisor go on in the backgrou
 
 The lock of the run folder names the supervisor's process and host. A stop is what Ctrl-C is in the terminal of the run: the first
 signal saves a checkpoint and ends, the second ends at once. Only the ranks of a script get another signal (launch/supervisor.py).
-What may stand in the folder of a new run is decided here too, and which other runs share its cores.
+What may stand in the folder of a new run is decided here too, how `resume` takes a folder, and which other runs share its cores.
 """
 
 import json
@@ -20,28 +20,42 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.file_systems import LOCK_WAIT_S
 from paceline.launch.queue import active_job, format_next_commands, stop_job
 from paceline.launch.ssh import agent_note
+from paceline.launch.stacks import GONE, process_state
 from paceline.launch.stop_signals import ONE_CTRL_C_S, request_stop
-from paceline.model.manifest import list_checkpoints
+from paceline.model.manifest import (
+    clean_leftovers,
+    list_checkpoints,
+    rename_aside,
+    step_folders,
+    step_of,
+    verified_checkpoint,
+)
 from paceline.plan.planner import Plan
 from paceline.run_options import StopOptions
 from paceline.rundir import (
     RunDir,
+    RunInUse,
+    append_event,
     find_run,
     holder_of,
     is_queued,
     is_script_run,
+    lock_run,
     read_config,
     read_json_lines,
     resume_command,
+    unwritable_run,
+    write_atomic,
     write_holder,
 )
 from paceline.typed_fields import read_run_file
 from paceline.units import format_list
 from paceline.watch.status import run_folders, run_status
 
-POLL_S = 0.1
+POLL_S, LOCK_POLL_S = 0.1, 0.2
 SUPERVISOR_LOG = "supervisor.log"
 
 
@@ -228,3 +242,70 @@ def format_stop(result: dict[str, Any]) -> str:
     if result["state"] != "finished":
         lines.append(f"next    {resume_command(run)}")
     return "\n".join(lines)
+
+
+def adopt_copy(run: RunDir) -> None:
+    """Makes the copy of a run that another machine's supervisor left here a run of its own, with its history. Raises RunInUse."""
+    history = run.path / "history"
+    if not history.is_dir():
+        return
+    lock = wait_for_lock(run)  # as long as that run goes on, the copy is its own
+    try:
+        for path in history.glob("*.jsonl"):
+            path.replace(run.path / path.name)
+        with suppress(OSError):
+            history.rmdir()
+    finally:
+        os.close(lock)
+
+
+def wait_for_lock(run: RunDir) -> int:
+    """Locks the run. Where its supervisor is dead and its workers are still saving, waits for them. Raises RunInUse."""
+    deadline, announced = time.monotonic() + LOCK_WAIT_S, False
+    while True:
+        try:
+            return lock_run(run)
+        except RunInUse as error:
+            if error.pid is None or process_state(error.pid) not in GONE or time.monotonic() > deadline:
+                raise
+        except OSError as error:
+            raise unwritable_run(run, error) from error
+        if not announced:
+            print(f"waiting for the workers of {run.name}'s last attempt to end", flush=True)
+            announced = True
+        time.sleep(LOCK_POLL_S)
+
+
+def go_back(run: RunDir, step: int) -> None:
+    """Sets aside the checkpoints after a step, so that the run goes on from it, and prints a line about it. Needs the lock.
+
+    Raises PacelineError where the checkpoint of the step is damaged.
+    """
+    try:
+        clean_leftovers(run.checkpoints)  # it may bring back a later checkpoint, whose replacement was killed
+        verified_checkpoint(run, step)
+        newer = [path for path in reversed(step_folders(run.checkpoints)) if step_of(path) > step]
+        # the newest last: until then a resume without --step goes on from it
+        names = [rename_aside(path, "aside").name for path in newer]
+        if not names:
+            return
+        if run.evaluations.exists():
+            keep_evaluations(run, step, run.checkpoints / names[-1] / run.evaluations.name)
+    except OSError as error:
+        raise unwritable_run(run, error) from error
+    folder = shlex.quote(str(run.checkpoints))
+    delete = f"to delete: rm -r {folder}/*.aside*"
+    text = f"going back to step {step:,}, as --step asks; set aside in {folder}: {format_list(names)} ({delete})"
+    append_event(run, "set_aside", step=step, checkpoints=names, text=text)
+    print(text, flush=True)
+
+
+def keep_evaluations(run: RunDir, step: int, path: Path) -> None:
+    """Moves what `paceline eval` measured after a step to another file: its weights are no longer those of the run."""
+    remaining, moved = list[str](), list[str]()
+    for record in read_json_lines(run.evaluations):
+        is_later = isinstance(record.get("step"), int) and record["step"] > step
+        (moved if is_later else remaining).append(json.dumps(record, ensure_ascii=False) + "\n")
+    if moved:
+        write_atomic(path, "".join(moved))
+        write_atomic(run.evaluations, "".join(remaining))

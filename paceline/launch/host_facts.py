@@ -35,9 +35,10 @@ from paceline.launch.connect import open_module
 from paceline.launch.hosts import HostEntry, hosts_of, is_this_host, parse_ports
 from paceline.launch.ssh import ANSWER_S, ModuleProcess
 from paceline.model.manifest import step_folders
-from paceline.options import ResumeOptions, TrainOptions
+from paceline.options import TrainOptions
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import Plan
+from paceline.run_options import ResumeOptions
 from paceline.rundir import RunDir
 from paceline.terminal import progress_line
 

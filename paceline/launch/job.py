@@ -29,7 +29,7 @@ from paceline.launch.losses import check_folder, readmit, ready_hosts
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.stop_signals import StopSignals
 from paceline.launch.supervisor import Outcome, run_attempt
-from paceline.model.manifest import better_checkpoint, newest_folder
+from paceline.model.manifest import better_checkpoint, newest_folder, saved_step
 from paceline.plan.advice import step_gap
 from paceline.plan.estimate import Range
 from paceline.plan.forecast import step_setup
@@ -211,8 +211,8 @@ class TrainingJob(Job):
         run = self.run
         if outcome.state == "interrupted":
             events = list(read_json_lines(run.events))
-            saves = [event["step"] for event in events if event.get("event") == "checkpoint"]
-            progress = f"checkpoint at step {max(saves):,}" if saves else "before the first checkpoint"
+            saved = saved_step(run.checkpoints)
+            progress = f"checkpoint at step {saved:,}" if saved else "before the first checkpoint"
             head = f"interrupted after {format_duration(seconds)}, {progress}"
             # a job that is requeued continues the run, and a resume is refused
             commands = [] if end_state(events) == "queued" else [f"next    {resume_command(run)}"]

@@ -104,6 +104,8 @@ def has_progressed(events: Sequence[Mapping[str, Any]]) -> bool:
     for event in events:
         if event.get("event") == "checkpoint":
             steps[-1] = max(steps[-1], event["step"])
+        elif event.get("event") == "set_aside":  # back to an older checkpoint, by --step
+            steps = [event["step"], event["step"]]
         elif event.get("event") == "requeued":
             steps.append(steps[-1])
     return len(steps) == 2 or steps[-1] > steps[-3]

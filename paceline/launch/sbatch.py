@@ -26,12 +26,13 @@ from paceline.launch.background import check_unused
 from paceline.launch.job import planned_step, stop_grace_s
 from paceline.launch.queue import follow_job, format_next_commands
 from paceline.launch.requeue import record_job
-from paceline.options import PlanOptions, ResumeOptions, SubmitOptions, TrainOptions
+from paceline.options import PlanOptions, SubmitOptions, TrainOptions
 from paceline.plan.forecast import Forecast, forecast
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Machine, imagined_machine, probe_machine
 from paceline.plan.planner import Plan
 from paceline.plan.query import SizesOf, answer
+from paceline.run_options import ResumeOptions
 from paceline.rundir import RunDir, append_event, is_queued, job_facts, unwritable_run, write_atomic
 from paceline.slurm import Partition, SlurmError, SlurmJob, ask, parse_limit, read_partitions, submit_script
 from paceline.units import format_duration, format_list, format_number_of
@@ -54,7 +55,7 @@ OURS = {
 }  # fmt: skip
 GPU_OPTIONS = {"gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"}
 CPU_OPTIONS = {"exclusive", "cpus-per-task", "oversubscribe", "mincpus", "cpus-per-gpu"}
-LOCAL_OPTIONS = {"slurm", "slurm_args", "print", "detach", "show_env", "tag", "note"}  # for this process
+LOCAL_OPTIONS = {"slurm", "slurm_args", "print", "detach", "show_env", "tag", "note", "step"}  # for this process
 SCRIPT = "slurm.sh"
 
 
@@ -191,14 +192,13 @@ def make_submission(
 
 def split_args(text: str) -> list[str]:
     """Returns the words of --slurm-args; raises UsageError for what is no list of options."""
+    fix = '--slurm-args "--partition=gpu --time=8:00:00"'
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"--slurm-args {text}: {error}", fix='--slurm-args "--partition=gpu --time=8:00:00"') from None
+        raise UsageError(f"--slurm-args {text}: {error}", fix=fix) from None
     if "\n" in text or (words and not words[0].startswith("-")):
-        raise UsageError(
-            f"--slurm-args {text}: not options of sbatch", fix='--slurm-args "--partition=gpu --time=8:00:00"'
-        )
+        raise UsageError(f"--slurm-args {text}: not options of sbatch", fix=fix)
     return words
 
 

@@ -43,9 +43,10 @@ from paceline.launch.script_command import command_name, make_argv
 from paceline.launch.stop_signals import StopSignals
 from paceline.launch.supervisor import Outcome, run_attempt
 from paceline.launch.sync import find_script_files, renew_code, send_script
-from paceline.options import LabelOptions, LaunchOptions, RanksOptions, ResumeOptions, ScriptOptions
+from paceline.options import LabelOptions, LaunchOptions, RanksOptions, ScriptOptions
 from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_world_size
+from paceline.run_options import ResumeOptions
 from paceline.rundir import (
     RunDir,
     append_event,
@@ -110,7 +111,7 @@ def resume_script(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry
     allowed = set(known["keys"].metadata["names"]) - {"name"}
     unused = [f"--{name.replace('_', '-')}" for name in options.keys if name not in allowed]
     unused += [f"--{name.replace('_', '-')}" for name in ("slurm", "slurm_args", "print") if getattr(options, name)]
-    if unused := [*unused, *["--no-rejoin"] * (not options.rejoin)]:
+    if unused := [*unused, *["--no-rejoin"] * (not options.rejoin), *["--step"] * (options.step is not None)]:
         own = f"paceline run --name NEW -- {shlex.join(load_script_config(run.config_toml)['command'])}"
         raise UsageError(f"{unused[0]} is not for the run of a script", fix=f"options of its own in a new run: {own}")
     if end_state(read_json_lines(run.events)) == "finished":
@@ -181,9 +182,8 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = (), *, run: 
 def format_devices(script: Script, machine: Machine, *, num_hosts: int) -> str:
     """Returns what the script runs on; num_hosts 0: on this host alone."""
     threads = format_number_of(max(1, machine.cpu_cores // script.nproc), "thread")
-    devices = f"{format_number_of(script.nproc, 'CPU process', 'CPU processes')} x {threads}"
-    if script.device == "cuda":
-        devices = f"{script.nproc} x {machine.gpus[0].name}"
+    processes = f"{format_number_of(script.nproc, 'CPU process', 'CPU processes')} x {threads}"
+    devices = f"{script.nproc} x {machine.gpus[0].name}" if script.device == "cuda" else processes
     return f"{format_number_of(num_hosts, 'host')} x {devices}" if num_hosts else devices
 
 

@@ -23,10 +23,18 @@ from paceline.config import Config, cache_dir, check_config
 from paceline.config_file import format_toml, load_config, override
 from paceline.data.corpus import Progress
 from paceline.data.prepare import TokenDataset, format_held_out, prepared_meta, vocab_size_of
-from paceline.errors import PacelineError
-from paceline.file_systems import LOCK_WAIT_S
+from paceline.errors import PacelineError, UsageError
 from paceline.launch.attempts import records_early_stop, run_job
-from paceline.launch.background import check_unused, continuing_fix, create_folder, detach, neighbour_notes
+from paceline.launch.background import (
+    adopt_copy,
+    check_unused,
+    continuing_fix,
+    create_folder,
+    detach,
+    go_back,
+    neighbour_notes,
+    wait_for_lock,
+)
 from paceline.launch.cluster import Cluster
 from paceline.launch.env import check_host_options, format_env, harm_lines
 from paceline.launch.host_facts import start_check
@@ -53,16 +61,16 @@ from paceline.launch.run_text import (
     take_weights,
 )
 from paceline.launch.sbatch import check_options, job_note, submit_resume, submit_run
-from paceline.launch.stacks import GONE, process_state
 from paceline.launch.sync import send_text
 from paceline.launch.trial import try_plan
-from paceline.model.manifest import last_good_step
-from paceline.options import ResumeOptions, Services, TrainOptions
+from paceline.model.manifest import find_checkpoint, last_good_step, step_of
+from paceline.options import Services, TrainOptions
 from paceline.plan.forecast import format_plan, measured_here
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import Plan, choose_device, choose_world_size, make_plan, memory_setup
 from paceline.plan.replan import changes_on_resume, replan
 from paceline.plan.shapes import choose_eval_tokens
+from paceline.run_options import ResumeOptions
 from paceline.rundir import (
     RunDir,
     RunInUse,
@@ -82,7 +90,6 @@ from paceline.units import format_count, format_percent
 from paceline.watch.about import label_new_run
 from paceline.watch.events import end_state
 
-LOCK_POLL_S = 0.2
 PUBLISH_S = 1.0
 
 
@@ -93,8 +100,8 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
     run = RunDir(Path(config.runs_dir) / (config.name or f"d{config.depth}-{datetime.now():%Y%m%d-%H%M%S}"))
     place, start = check_free(run), find_start(run)
     if start == "continues":  # Slurm has requeued the job that began this run
-        names = [field.name for field in fields(ResumeOptions) if field.name not in ("run", "keys")]
-        return resume_run(run, ResumeOptions(run=str(run.path), **{name: getattr(options, name) for name in names}))
+        shared = {field.name for field in fields(ResumeOptions)} & vars(options).keys() - {"keys"}
+        return resume_run(run, ResumeOptions(run=str(run.path), **{name: getattr(options, name) for name in shared}))
     check_options(options, has_place=place is not None)
     if options.slurm and place is None:
         if options.check:
@@ -141,7 +148,7 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
 
 
 def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] = ()) -> int:
-    """Resumes a run from its last good checkpoint and returns the exit code. options.keys: keys to change.
+    """Resumes a run from its last good checkpoint, or from options.step, and returns the exit code. options.keys: keys to change.
 
     Raises PacelineError for what the user can fix.
     """
@@ -156,9 +163,11 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     config, plan_before = changed_run(
         run, options.keys, otherwise=new_run, takes_count=options.slurm or place is not None
     )
+    # a requeued job has the same command, and went back when it began
+    is_requeued = place is not None and place.restarts > 0 and job_of(run) == place.job_id
+    step = None if options.step is None or is_requeued else step_of(find_checkpoint(run, options.step))
     if options.slurm and place is None:
-        if config.num_steps and config.epochs is None:  # else the job counts them
-            check_unfinished(run, config.num_steps, planned=plan_before.num_steps)
+        prepare_submission(run, config, plan_before, options, step)
         return submit_resume(run, config, plan_before, options)
     announce_job(place, last_job=job_of(run))
     entries, config = hosts_of(config, nodes)
@@ -172,12 +181,14 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     if options.show_env:
         print(format_env(plan_env(plan, libuv=checked.libuv)[1]))
         return 0
-    check_unfinished(run, plan.num_steps, planned=plan_before.num_steps)
+    check_unfinished(run, plan.num_steps, planned=plan_before.num_steps, step=step)
     lock, notes, cluster = wait_for_lock(run), list[str](), partial(cluster_of, entries, config, machine)
     if memory_setup(plan) != memory_setup(plan_before):
         config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv, cluster=cluster)
     config = config_of_plan(config, plan, dataset)
     changes = [*changes_on_resume(plan_before, plan), *changed_keys(run, config)]
+    if step is not None:
+        go_back(run, step)
     for text in changes:
         print(text)
     for text in (*notes, *changes):
@@ -192,17 +203,17 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     return run_training(job, plan, checked, dataset, services, started=started, is_new=False)
 
 
-def adopt_copy(run: RunDir) -> None:
-    """Makes the copy of a run that another machine's supervisor left here a run of its own, with its history. Raises RunInUse."""
-    history = run.path / "history"
-    if not history.is_dir():
+def prepare_submission(run: RunDir, config: Config, plan: Plan, options: ResumeOptions, step: int | None) -> None:
+    """Goes back to the step before the job begins, which it may do several times. Raises PacelineError where all steps are done."""
+    if config.num_steps and config.epochs is None:  # else the job counts them
+        check_unfinished(run, config.num_steps, planned=plan.num_steps, step=step)
+    if step is None:
         return
-    lock = wait_for_lock(run)  # as long as that run goes on, the copy is its own
+    if options.print:
+        raise UsageError("--print shows a script, and --step changes the run", fix="leave one of them out")
+    lock = wait_for_lock(run)
     try:
-        for path in history.glob("*.jsonl"):
-            path.replace(run.path / path.name)
-        with suppress(OSError):
-            history.rmdir()
+        go_back(run, step)
     finally:
         os.close(lock)
 
@@ -246,30 +257,13 @@ def changed_run(
     return config, plan
 
 
-def wait_for_lock(run: RunDir) -> int:
-    """Locks the run. Where its supervisor is dead and its workers are still saving, waits for them. Raises RunInUse."""
-    deadline, announced = time.monotonic() + LOCK_WAIT_S, False
-    while True:
-        try:
-            return lock_run(run)
-        except RunInUse as error:
-            if error.pid is None or process_state(error.pid) not in GONE or time.monotonic() > deadline:
-                raise
-        except OSError as error:
-            raise unwritable_run(run, error) from error
-        if not announced:
-            print(f"waiting for the workers of {run.name}'s last attempt to end", flush=True)
-            announced = True
-        time.sleep(LOCK_POLL_S)
-
-
-def check_unfinished(run: RunDir, num_steps: int, *, planned: int) -> None:
-    """Raises PacelineError where the run has done all these steps. planned: its steps so far."""
+def check_unfinished(run: RunDir, num_steps: int, *, planned: int, step: int | None = None) -> None:
+    """Raises PacelineError where the run has done all these steps. planned: its steps so far. step: to go on from, if not last."""
     events = (event for event in read_json_lines(run.events) if event.get("event") != "submitted")
     is_finished = end_state(events) == "finished"
     if not is_finished and num_steps >= planned:  # one that broke at its last step still has to end
         return
-    if (step := last_good_step(run.checkpoints)) >= num_steps:
+    if (step := last_good_step(run.checkpoints) if step is None else step) >= num_steps:
         longer, text = (
             (f" --num-steps {2 * step}", "extends it") if is_finished else ("", f"trains to step {planned:,}")
         )

@@ -24,7 +24,6 @@ import paceline
 from paceline.errors import PacelineError, nearest
 from paceline.file_systems import free_space
 from paceline.model.manifest import (
-    RawTensor,
     UnreadableCheckpoint,
     check_shapes,
     num_rows,
@@ -32,7 +31,17 @@ from paceline.model.manifest import (
     step_folders,
     step_of,
 )
-from paceline.model.publish import NoSpace, PendingSave, explained, give_up, prune, publish, shard_name, write_part
+from paceline.model.publish import (
+    NoSpace,
+    PendingSave,
+    RawTensor,
+    explained,
+    give_up,
+    prune,
+    publish,
+    shard_name,
+    write_part,
+)
 from paceline.plan.shapes import ParamShape
 from paceline.rundir import RunDir, open_file, resume_command
 
@@ -218,12 +227,10 @@ class NonFiniteWeights(PacelineError):
 def resume_before(path: Path) -> str:
     """Returns the fix that continues a run from the checkpoint before `path`, or from its start."""
     earlier = next((step_of(other) for other in step_folders(path.parent) if step_of(other) < step_of(path)), None)
-    place = "the start" if earlier is None else f"step {earlier:,}"
+    command, place = resume_command(RunDir(path.parent.parent)), "the start" if earlier is None else f"step {earlier:,}"
     move = shlex.join(["mv", str(path), f"{path}.nan"])
-    return (
-        f"{move} && {resume_command(RunDir(path.parent.parent))}: goes on from {place}, with a lower --matrix-lr"
-        " or --embedding-lr if NaN comes again"
-    )
+    command = f"{move} && {command}" if earlier is None else f"{command} --step {earlier}"
+    return f"{command}: goes on from {place}, with a lower --matrix-lr or --embedding-lr if NaN comes again"
 
 
 class CheckpointReader:

@@ -4,17 +4,12 @@ The files of a checkpoint: one safetensors file per rank, and the manifest that 
 `checkpoints/step_000040/` holds one safetensors file for each rank that owned something, and `manifest.json`. The folder gets its
 name by one rename after all of it is on disk, so a folder of that name is complete, or was damaged later, which a hash shows.
 docs/checkpoint.md describes the format. There is no torch here: any process may list and verify.
-
-safetensors' own writer takes everything in one call. `write_shard` writes in bounded chunks and hashes each, so that a save neither
-reads its file back nor holds the interpreter for long. The format: https://github.com/huggingface/safetensors#format.
 """
 
 import functools
 import hashlib
 import itertools
 import json
-import mmap
-import os
 import re
 import shlex
 import shutil
@@ -27,26 +22,15 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.plan.shapes import ParamShape
-from paceline.rundir import unreadable_file
+from paceline.rundir import RunDir, unreadable_file
 from paceline.units import format_number_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 HASHING_THREADS = 4  # one reads and hashes about 1.5 GB/s, a disk gives more
 CLEARLY_HIGHER = 1.01  # times a val_bpb
-CHUNK_BYTES = 4 << 20  # hashing and writing release the interpreter once per chunk
 IS_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # of a file of a checkpoint
 _json = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False)
-
-
-@dataclass(frozen=True)
-class RawTensor:
-    """A tensor as safetensors stores it: code such as 'F32', contiguous little-endian bytes."""
-
-    name: str
-    code: str
-    shape: tuple[int, ...]
-    data: memoryview
 
 
 @dataclass(frozen=True)
@@ -55,51 +39,6 @@ class FileEntry:
 
     bytes: int
     sha256: str
-
-
-def write_shard(path: Path, tensors: Sequence[RawTensor]) -> FileEntry:
-    """Writes and syncs a safetensors file; raises OSError where the disk refuses."""
-    digest, num_bytes = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file:
-        for block in (memoryview(_header(tensors)), *(tensor.data for tensor in tensors)):
-            for start in range(0, len(block), CHUNK_BYTES):
-                chunk = block[start : start + CHUNK_BYTES]
-                digest.update(chunk)
-                num_bytes += len(chunk)
-                while chunk:  # an unbuffered write may take less than its argument
-                    chunk = chunk[file.write(chunk) :]
-        os.fsync(file.fileno())
-    return FileEntry(num_bytes, digest.hexdigest())
-
-
-def read_shard(path: Path) -> list[RawTensor]:
-    """Returns the tensors of a safetensors file, whose bytes are read from the disk when they are used."""
-    with path.open("rb") as file:
-        content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(bytes(content[8:start]))
-    return [
-        RawTensor(name, entry["dtype"], tuple(entry["shape"]), content[start:][slice(*entry["data_offsets"])])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    ]
-
-
-def shard_bytes(tensors: Sequence[RawTensor]) -> int:
-    """Returns the size of the file that `write_shard` makes."""
-    return len(_header(tensors)) + sum(len(tensor.data) for tensor in tensors)
-
-
-def _header(tensors: Sequence[RawTensor]) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for tensor in tensors:
-        end = start + len(tensor.data)
-        header[tensor.name] = {"dtype": tensor.code, "shape": tensor.shape, "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the first tensor starts on 8 bytes
-    return len(text).to_bytes(8, "little") + text
 
 
 class NoCheckpoint(PacelineError):
@@ -245,9 +184,7 @@ def newest_good(directory: Path, *, set_aside: bool) -> tuple[Path, list[str]]:
             notes.append(f"{problem.message}: {action}")
         if set_aside:
             for other, _ in damaged:
-                endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-                names = (other.with_name(f"{other.name}.damaged{ending}") for ending in endings)
-                other.rename(next(name for name in names if not name.exists()))
+                rename_aside(other, "damaged")
         return path, notes
     if not damaged:
         raise NoCheckpoint(f"no checkpoint in {directory}", fix="train until the first one is saved (save_every steps)")
@@ -266,6 +203,42 @@ def last_good_step(directory: Path) -> int:
     except PacelineError:
         return 0
     return step_of(path)
+
+
+def find_checkpoint(run: RunDir, step: int | str) -> Path:
+    """Returns the folder of the checkpoint of a step, or of the best one. Raises PacelineError where it is not kept."""
+    if isinstance(step, str):
+        if (best := best_checkpoint(manifest for _, manifest in list_checkpoints(run.checkpoints))) is None:
+            raise PacelineError(f"no checkpoint of {run.name} has a val_bpb", fix="leave --step out for the newest")
+        step = best.step
+    path = run.checkpoints / step_folder_name(step)
+    if not path.is_dir():
+        fix = format_steps(run) or "--step after a save; none yet"
+        raise PacelineError(f"{run.name} has no checkpoint at step {step}", fix=fix)
+    return path
+
+
+def verified_checkpoint(run: RunDir, step: int | str) -> Path:
+    """Returns find_checkpoint after reading every byte of it. Raises PacelineError also where it is damaged."""
+    path = find_checkpoint(run, step)
+    try:
+        verify(path)
+    except DamagedCheckpoint as error:
+        raise PacelineError(error.message, fix=format_steps(run, without=step_of(path)) or error.fix) from error
+    return path
+
+
+def format_steps(run: RunDir, *, without: int | None = None) -> str:
+    """Returns `--step 20 or 40`, the checkpoints of a run but `without`; empty where there are none."""
+    steps = [str(step) for folder in reversed(step_folders(run.checkpoints)) if (step := step_of(folder)) != without]
+    return "--step " + " or ".join(steps) if steps else ""
+
+
+def rename_aside(path: Path, ending: str) -> Path:
+    """Renames a checkpoint to step_000060.ENDING, or .ENDING-2 ..., which no reader takes for one; returns the new path."""
+    endings = itertools.chain([ending], (f"{ending}-{number}" for number in itertools.count(2)))
+    names = (path.with_name(f"{path.name}.{text}") for text in endings)
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 def clean_leftovers(directory: Path) -> None:
@@ -356,6 +329,12 @@ def step_folders(directory: Path) -> list[Path]:
 def newest_folder(directory: Path) -> Path | None:
     """Returns the newest checkpoint that was complete once; None where there is none."""
     return next((path for path in step_folders(directory) if (path / MANIFEST).exists()), None)
+
+
+def saved_step(directory: Path) -> int:
+    """Returns the step of newest_folder; 0 where there is none, and for the weights that a run starts with."""
+    newest = newest_folder(directory)
+    return step_of(newest) if newest else 0
 
 
 def _damage(path: Path, entry: FileEntry) -> str | None:

@@ -3,10 +3,15 @@ The way of a save to the disk: each rank writes its part, then rank 0 the manife
 
 Ranks meet through files alone: each writes its safetensors file and, when that is synced, a small JSON file with the same name into
 a folder with a hidden name. A kill at any moment leaves earlier checkpoints, and a hidden folder that `clean_leftovers` removes.
+
+safetensors' own writer takes everything in one call. `write_shard` writes in bounded chunks and hashes each, so that a save neither
+reads its file back nor holds the interpreter for long. The format: https://github.com/huggingface/safetensors#format.
 """
 
 import errno
+import hashlib
 import json
+import mmap
 import os
 import shutil
 import time
@@ -22,25 +27,32 @@ from paceline.model.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
-    RawTensor,
     TensorEntry,
     best_checkpoint,
     discard,
     encode_manifest,
     list_checkpoints,
     read_manifest,
-    read_shard,
-    shard_bytes,
     step_folder_name,
     step_folders,
     tensor_entry,
-    write_shard,
 )
 from paceline.rundir import NO_SPACE, RunDir, resume_command, unwritable_file, utc_now, write_atomic
 from paceline.units import format_bytes
 
+CHUNK_BYTES = 4 << 20  # hashing and writing release the interpreter once per chunk
 POLL_S = 0.02
 GIVEN_UP = "given_up"  # rank 0 leaves it in the hidden folder: a rank that finishes later then removes its own files
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor as safetensors stores it: code such as 'F32', contiguous little-endian bytes."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    data: memoryview
 
 
 class NoSpace(PacelineError):
@@ -104,6 +116,51 @@ def write_part(save: PendingSave) -> None:
             raise
     if given_up.exists():
         remove_part(save)
+
+
+def write_shard(path: Path, tensors: Sequence[RawTensor]) -> FileEntry:
+    """Writes and syncs a safetensors file; raises OSError where the disk refuses."""
+    digest, num_bytes = hashlib.sha256(), 0
+    with path.open("wb", buffering=0) as file:
+        for block in (memoryview(_header(tensors)), *(tensor.data for tensor in tensors)):
+            for start in range(0, len(block), CHUNK_BYTES):
+                chunk = block[start : start + CHUNK_BYTES]
+                digest.update(chunk)
+                num_bytes += len(chunk)
+                while chunk:  # an unbuffered write may take less than its argument
+                    chunk = chunk[file.write(chunk) :]
+        os.fsync(file.fileno())
+    return FileEntry(num_bytes, digest.hexdigest())
+
+
+def read_shard(path: Path) -> list[RawTensor]:
+    """Returns the tensors of a safetensors file, whose bytes are read from the disk when they are used."""
+    with path.open("rb") as file:
+        content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(bytes(content[8:start]))
+    return [
+        RawTensor(name, entry["dtype"], tuple(entry["shape"]), content[start:][slice(*entry["data_offsets"])])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    ]
+
+
+def shard_bytes(tensors: Sequence[RawTensor]) -> int:
+    """Returns the size of the file that `write_shard` makes."""
+    return len(_header(tensors)) + sum(len(tensor.data) for tensor in tensors)
+
+
+def _header(tensors: Sequence[RawTensor]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for tensor in tensors:
+        end = start + len(tensor.data)
+        header[tensor.name] = {"dtype": tensor.code, "shape": tensor.shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the first tensor starts on 8 bytes
+    return len(text).to_bytes(8, "little") + text
 
 
 def publish(

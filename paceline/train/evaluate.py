@@ -32,16 +32,7 @@ from paceline.model.attention import KVCache, attention_problem
 from paceline.model.checkpoint import CheckpointReader, NonFiniteWeights
 from paceline.model.gpt import DTYPES, GPT
 from paceline.model.layers import fused_loss_problem
-from paceline.model.manifest import (
-    best_checkpoint,
-    better_checkpoint,
-    list_checkpoints,
-    newest_good,
-    step_folder_name,
-    step_folders,
-    step_of,
-    verify,
-)
+from paceline.model.manifest import better_checkpoint, format_steps, newest_good, step_of, verified_checkpoint
 from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
 from paceline.plan.shapes import param_shapes
@@ -160,19 +151,10 @@ def load_model(run: RunDir, *, step: int | str | None, device: str | None) -> tu
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise PacelineError(f"device {device} is not here", fix="--device cpu")
-    if isinstance(step, str):
-        if (best := best_checkpoint(manifest for _, manifest in list_checkpoints(run.checkpoints))) is None:
-            raise PacelineError(f"no checkpoint of {run.name} has a val_bpb", fix="leave --step out for the newest")
-        step = best.step
     if step is None:
         reader, state = read_newest(run, plan)
     else:
-        path = run.checkpoints / step_folder_name(step)
-        if not path.is_dir():
-            fix = format_steps(run) or "--step after a save; none yet"
-            raise PacelineError(f"{run.name} has no checkpoint at step {step}", fix=fix)
-        verify(path)
-        reader, state = read_checkpoint(path, plan)
+        reader, state = read_checkpoint(verified_checkpoint(run, step), plan)
     dtype, attention = DTYPES[plan.precision], choose_way(plan, torch.device(device))
     model = GPT(plan.model, compute_dtype=dtype, logits_budget_bytes=plan.logits_budget_bytes, attention=attention)
     model.load_state_dict(state, strict=True)
@@ -207,12 +189,6 @@ def read_checkpoint(path: Path, plan: Plan) -> tuple[CheckpointReader, dict[str,
             format_steps(RunDir(path.parent.parent), without=reader.step) or f"no other checkpoint is left; {error.fix}"
         )
         raise PacelineError(error.message, fix=fix) from error
-
-
-def format_steps(run: RunDir, *, without: int | None = None) -> str:
-    """Returns `--step 20 or 40`, the checkpoints of a run but `without`; empty where there are none."""
-    steps = [str(step) for folder in reversed(step_folders(run.checkpoints)) if (step := step_of(folder)) != without]
-    return "--step " + " or ".join(steps) if steps else ""
 
 
 def choose_way(plan: Plan, device: torch.device) -> str:

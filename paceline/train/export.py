@@ -33,7 +33,8 @@ from paceline.model.attention import CHECKED_TOKENS
 from paceline.model.checkpoint import DTYPE_CODES
 from paceline.model.gpt import GPT, ROTARY_BASE, VE_GATE_MAX
 from paceline.model.layers import QK_GAIN, RMS_EPS, SOFTCAP
-from paceline.model.manifest import RawTensor, step_folder_name, write_shard
+from paceline.model.manifest import step_folder_name
+from paceline.model.publish import RawTensor, write_shard
 from paceline.plan.shapes import HEAD, has_value_embed, param_shapes, smear_gate_width, ve_gate_width, window_sizes
 from paceline.run_options import ExportOptions
 from paceline.rundir import NO_SPACE, RunDir, write_atomic

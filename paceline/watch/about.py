@@ -175,10 +175,12 @@ def setup_of(run: RunDir, hosts: list[dict[str, str]], plan: dict[str, Any]) -> 
     facts = {name: ", ".join(dict.fromkeys(host[name] for host in hosts if name in host)) for name in COMPARED_FACTS}
     choices = {name: plan[name] for name in COMPARED_CHOICES if plan.get(name) is not None}
     values: dict[str, str] = {}
-    for _, step, changes in setting_changes(events):
-        values |= {
-            key: f"{values.get(key, before)}, {now} from step {step:,}" for key, (before, now) in changes.items()
-        }
+    resumes = list(setting_changes(events))
+    for index, (_, step, changes) in enumerate(resumes):
+        if all(step < other for _, other, _ in resumes[index + 1 :]):  # else its steps were done again
+            values |= {
+                key: f"{values.get(key, before)}, {now} from step {step:,}" for key, (before, now) in changes.items()
+            }
     return setup | {name: text for name, text in facts.items() if text} | choices | values
 
 

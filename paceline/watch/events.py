@@ -101,9 +101,9 @@ def unsaved_texts(events: Sequence[JsonRecord | EventView]) -> Iterator[str]:
     views = (
         view for event in reversed(events) if (view := event if isinstance(event, EventView) else event_view(event))
     )
-    saves = [view for view in views if view.kind in ("attempt", "save_failed", "checkpoint")]
+    saves = [view for view in views if view.kind in ("attempt", "save_failed", "checkpoint", "set_aside")]
     if saves and saves[0].kind == "save_failed":
-        newest = next((view.step for view in saves if view.kind == "checkpoint"), None)
+        newest = next((view.step for view in saves if view.kind in ("checkpoint", "set_aside")), None)
         yield saves[0].text + ("" if newest is None else f"; the newest checkpoint is of step {newest:,}")
 
 
@@ -237,13 +237,18 @@ def end_notes(state: State, attempts: Sequence[AttemptView]) -> Iterator[str]:
 
 def attempt_views(events: Sequence[JsonRecord]) -> list[AttemptView]:
     """Returns the attempts of a run, each with how it ended and what was decided then."""
-    attempts: dict[int, JsonRecord] = {}
+    attempts, requested = dict[int, JsonRecord](), None
     for event in events:
         number, kind = event.get("attempt", 0), str(event.get("event"))
         if kind == "attempt":
             attempts[number] = {"time": event["time"], "world_size": event.get("world_size")}
         elif kind in ("launch", "script") and attempts and "state" not in attempts[max(attempts)]:
             attempts[max(attempts)].setdefault("cause", SUPERVISOR_LOST)  # the verdict comes when all hosts are ready
+        elif kind == "set_aside":
+            requested = event.get("step")
+        elif kind == "resumed" and attempts:
+            way, requested = ", as --step asked" if event["step"] == requested else " on", None
+            attempts[max(attempts)] |= {"changes": f"from step {event['step']:,}{way}"}
         elif kind == "damaged" and attempts:  # of the attempt that resumes from another checkpoint
             attempts[max(attempts)] |= {"damage": event.get("message")}
         elif kind == "requeued" and attempts:
@@ -255,26 +260,29 @@ def attempt_views(events: Sequence[JsonRecord]) -> list[AttemptView]:
             attempts[number] |= {name: event.get(name) for name in ATTEMPT_FIELDS.get(kind, ())}
             with suppress(TypeError, ValueError):  # a damaged step
                 attempts[number] |= {"summary": format_summary(event)} if kind == "verdict" else {}
-    for number, step, changes in setting_changes(events):
-        if number in attempts:
+    for number, _, changes in setting_changes(events):
+        if changes and number in attempts:
             texts = [f"{key} {now} in place of {before}" for key, (before, now) in changes.items()]
-            attempts[number] |= {"changes": one_line(f"from step {step:,} on: {', '.join(texts)}", TEXT_CHARS)}
+            start = attempts[number]["changes"]
+            attempts[number] |= {"changes": one_line(f"{start}: {', '.join(texts)}", TEXT_CHARS)}
     return [AttemptView(number, **values) for number, values in attempts.items()]
 
 
 def setting_changes(events: Iterable[JsonRecord]) -> Iterator[tuple[int, int, dict[str, tuple[str, str]]]]:
-    """Yields each attempt that resumed with other settings, the step from which they hold, and by key both values."""
-    number, before, now = 0, dict[str, Any](), dict[str, Any]()
+    """Yields each attempt that resumed, the step that it resumed from, and by key the settings before that step and from it on."""
+    number, now, held = 0, dict[str, Any](), [(0, dict[str, Any]())]  # the settings, and from which step on
     for event in events:
         kind, config = event.get("event"), event.get("config")
         if kind == "launch" and isinstance(config, dict):
             now = {key: format_setting(value) for key, value in config.items() if key not in UNCOMPARED_KEYS}
         elif kind == "attempt":
-            number, before = event.get("attempt", 0), before or now
+            number, held = event.get("attempt", 0), held if held[-1][1] else [(0, now)]
         elif kind == "resumed":
-            if changes := {key: (before[key], now[key]) for key in before if now.get(key, before[key]) != before[key]}:
-                yield number, event["step"], changes
-            before = now
+            held = [item for item in held if item[0] < event["step"]] or held[:1]  # what came after it is done again
+            before = held[-1][1]
+            changes = {key: (before[key], now[key]) for key in before if now.get(key, before[key]) != before[key]}
+            yield number, event["step"], changes
+            held.append((event["step"], now))
 
 
 def format_setting(value: Any) -> str:

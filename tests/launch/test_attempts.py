@@ -140,6 +140,8 @@ def test_a_checkpoint_of_the_attempt_is_progress_and_one_before_it_is_not(tmp_pa
     def save(number):
         if number < 4:
             append_event(RunDir(tmp_path), "checkpoint", step=number)
+            (folder := RunDir(tmp_path).checkpoints / f"step_00000{number}").mkdir(parents=True)
+            (folder / "manifest.json").touch()
 
     job = FakeJob(tmp_path, *[KILLED] * 4, on_attempt=save)
     run_attempts(job, Recovery(max_attempts=4))

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import pytest
 
 from paceline.errors import PacelineError
+from paceline.launch.background import adopt_copy
 from paceline.launch.channel import Channel, wait
 from paceline.launch.cluster import Cluster
 from paceline.launch.copies import Copies
 from paceline.launch.hosts import HostEntry
 from paceline.launch.member import Member
 from paceline.launch.remote import FarEnd
-from paceline.launch.train import adopt_copy
 from paceline.model.manifest import FileEntry, Manifest, UnreadableCheckpoint, encode_manifest
 from paceline.rundir import RunDir, RunInUse, append_event, lock_run
 

@@ -24,13 +24,14 @@ from paceline.launch.run_text import absolute_texts, changed_keys, prepare_data,
 from paceline.launch.supervisor import Outcome
 from paceline.launch.train import changed_run, check_unfinished, config_of_plan, new_folder, resume_run
 from paceline.model.checkpoint import CheckpointWriter
-from paceline.options import LaunchOptions, ResumeOptions
+from paceline.options import LaunchOptions
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Gpu, Machine
 from paceline.plan.planner import Plan, make_plan
 from paceline.plan.speeds import Speeds, keep_speeds, load_speeds
 from paceline.plan.step_time import StepTime
+from paceline.run_options import ResumeOptions
 from paceline.rundir import (
     RunDir,
     RunInUse,
@@ -356,6 +357,9 @@ def test_a_finished_run_is_extended_past_its_present_step(job_on, monkeypatch):
     with pytest.raises(PacelineError, match="finished at step 55 of 20") as error:
         check_unfinished(run, 20, planned=20)
     assert "--num-steps 110" in error.value.fix
+    check_unfinished(run, 20, planned=20, step=10)
+    with pytest.raises(PacelineError, match="finished at step 20 of 20"):
+        check_unfinished(run, 20, planned=20, step=20)
 
 
 @pytest.mark.parametrize("num_steps", [12, 14])

@@ -201,6 +201,7 @@ def test_resume_starts_a_script_again_in_its_folder_and_a_good_end_does_not_hide
     for args, message in (
         ([], "r has finished: its script ended with exit code 0"),
         (["--num-steps", "4"], "--num-steps is not for the run of a script"),
+        (["--step", "4"], "--step is not for the run of a script"),
     ):
         assert run_command(["resume", "r", *args]) != 0
         assert message in capfd.readouterr().err

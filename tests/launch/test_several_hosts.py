@@ -127,8 +127,9 @@ def test_a_changed_plan_reaches_a_host_that_has_the_one_before_and_so_does_a_new
     assert hosts.paceline("h1", *start).returncode == 0
     run = RunDir(hosts.on("h1", hosts.private) / "runs" / "a")
     resume = ["resume", str(hosts.private / "runs" / "a"), "--hosts", "h1:2,h2:2", "--num-steps", "30", "--no-check"]
-    longer = hosts.paceline("h1", *resume)
+    longer = hosts.paceline("h1", *resume, "--step", "10")  # h2 has its own copy of step 20
     assert longer.returncode == 0, longer.stderr
+    assert [event["step"] for event in read_json_lines(run.events) if event["event"] == "resumed"] == [10]
     attempts = [event for event in read_json_lines(run.events) if event["event"] == "attempt"]
     assert [event["world_size"] for event in attempts] == [2, 4]
     steps = [line["step"] for line in read_json_lines(run.metrics)]

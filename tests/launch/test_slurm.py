@@ -56,10 +56,11 @@ from paceline.launch.sbatch import (
 )
 from paceline.launch.stop_signals import StopSignals
 from paceline.launch.supervisor import Outcome
-from paceline.launch.train import new_folder, resume_run, run_training
-from paceline.options import PlanOptions, ResumeOptions, Services, TrainOptions
+from paceline.launch.train import new_folder, resume_run, run_training, start_run
+from paceline.options import PlanOptions, Services, TrainOptions
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import make_plan
+from paceline.run_options import ResumeOptions
 from paceline.rundir import RunDir, append_event, job_facts, lock_run, read_json_lines
 from paceline.slurm import (
     Allocation,
@@ -256,7 +257,8 @@ def test_the_options_of_the_command_go_into_the_job_and_those_about_the_submissi
     options = TrainOptions(**local, check=False, min_hosts=2, track=("wandb", "trackio"), hang_after_s=30.0, keys={})
     flags = ["--min-hosts=2", "--hang-after=30", "--track=wandb", "--track=trackio", "--no-check"]
     assert sorted(option_flags(options)) == sorted(flags)
-    assert option_flags(ResumeOptions(run="a", keys={}, slurm=True)) == []
+    # the submission goes back itself: a job may begin several times
+    assert option_flags(ResumeOptions(run="a", keys={}, slurm=True, step=5)) == []
     for seconds, text in (
         (1234567.0, "1234567"),
         (0.1, "0.1"),
@@ -541,6 +543,9 @@ def test_a_job_is_not_requeued_where_it_and_the_one_before_it_made_no_newer_chec
     assert has_progressed([checkpoint(5), requeued]) and has_progressed([checkpoint(5), requeued, checkpoint(9)])
     assert has_progressed([checkpoint(5), requeued, requeued, checkpoint(9)])
     assert not has_progressed([requeued])
+    back = {"event": "set_aside", "step": 5}
+    assert has_progressed([checkpoint(9), requeued, requeued, back, checkpoint(7), requeued])
+    assert not has_progressed([checkpoint(9), requeued, back, requeued, requeued])
     assert not has_progressed([checkpoint(5), requeued, requeued])
     assert not has_progressed([checkpoint(5), requeued, checkpoint(5), requeued, checkpoint(5)])
 
@@ -789,6 +794,24 @@ def test_a_resume_outside_of_slurm_says_so_where_a_job_had_the_run(tmp_path, mon
         line = "slurm   the run was in job 4711, and continues outside of Slurm; --slurm makes it a job again\n"
         assert capsys.readouterr().out == line * has_job
         record_job(run, 4711, args="")
+
+
+def test_a_job_that_slurm_started_again_goes_back_to_no_step_and_takes_the_options_of_train(tmp_path, inside):
+    run = RunDir(tmp_path)
+    config = Config(
+        device="cpu", depth=2, vocab_size=300, num_steps=5, name=tmp_path.name, runs_dir=str(tmp_path.parent)
+    )
+    run.config_toml.write_text(format_toml(config))
+    run.plan_json.write_text(make_plan(config, probe_machine(), vocab_size=300, num_rows=1000).to_json())
+    run.dataset_json.write_text("{}")
+    record_job(run, 4711)
+    back = ResumeOptions(run=str(run.path), step=3, min_hosts=9)
+    with pytest.raises(PacelineError, match="no checkpoint at step 3"):
+        resume_run(run, back)
+    inside.setenv("SLURM_RESTART_COUNT", "1")
+    for start in (lambda: resume_run(run, back), lambda: start_run(config, TrainOptions(min_hosts=9))):
+        with pytest.raises(UsageError, match="min-hosts"):  # what is refused next
+            start()
 
 
 def test_a_requeued_run_is_queued_until_its_job_is_known_to_have_ended():

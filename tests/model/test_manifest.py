@@ -12,21 +12,22 @@ import torch
 from safetensors import safe_open
 
 from paceline.errors import PacelineError
+from paceline.launch.background import go_back
 from paceline.model.checkpoint import CheckpointWriter, Piece
 from paceline.model.manifest import (
     DamagedCheckpoint,
     NoCheckpoint,
-    RawTensor,
     UnreadableCheckpoint,
     clean_leftovers,
     list_checkpoints,
     newest_good,
     read_manifest,
-    shard_bytes,
+    step_folders,
     tensor_entry,
     verify,
-    write_shard,
 )
+from paceline.model.publish import RawTensor, prune, shard_bytes, write_shard
+from paceline.rundir import RunDir
 
 SHARD = "shard_00000_of_00001.safetensors"
 
@@ -178,6 +179,33 @@ def test_set_aside_renames_damaged_checkpoints(tmp_path: Path):
     save_steps(tmp_path, 40)
     assert newest_good(tmp_path, set_aside=True) == (tmp_path / "step_000040", [])
     assert sorted(path.name for path in tmp_path.glob("*.damaged*")) == ["step_000040.damaged", "step_000040.damaged-2"]
+
+
+def test_going_back_sets_aside_what_comes_after_a_step_and_a_damaged_one_changes_nothing(tmp_path: Path, capsys):
+    run = RunDir(tmp_path)
+    for _ in range(2):
+        save_steps(run.checkpoints, 20, 40, 60)
+        (run.checkpoints / "step_000060").rename(run.checkpoints / "step_000060.replaced")  # its replacement was killed
+        run.evaluations.write_text('{"step": 20}\n{"step": 40}\n{"step": "?"}\n')
+        go_back(run, 20)
+    go_back(run, 20)  # nothing is left to be set aside
+    asides = [f"step_0000{name}" for name in ("40.aside", "40.aside-2", "60.aside", "60.aside-2")]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_000020", *asides]
+    assert [path.name for path in step_folders(run.checkpoints)] == ["step_000020"]
+    assert run.evaluations.read_text() == '{"step": 20}\n{"step": "?"}\n'
+    assert (run.checkpoints / "step_000060.aside" / "evals.jsonl").read_text() == '{"step": 40}\n'
+    line = f"going back to step 20, as --step asks; set aside in {run.checkpoints}: step_000040.aside and step_000060.aside"
+    assert capsys.readouterr().out.splitlines()[0] == f"{line} (to delete: rm -r {run.checkpoints}/*.aside*)"
+    prune(run.checkpoints, step=80, keep_last=1)
+    assert len(list(run.checkpoints.iterdir())) == 5
+    save_steps(run.checkpoints, 40)
+    flip_byte(run.checkpoints / "step_000020" / SHARD, -1)
+    for step, problem in ((20, f"checkpoint step_000020 is damaged ({SHARD}: sha256 differs)"), (30, "no checkpoint")):
+        with pytest.raises(PacelineError) as error:
+            go_back(run, step)
+        assert problem in error.value.message
+        assert error.value.fix == ("--step 40" if step == 20 else "--step 20 or 40")
+    assert (run.checkpoints / "step_000040").is_dir()
 
 
 def test_when_all_are_damaged_all_are_reported_and_none_is_moved(tmp_path: Path):

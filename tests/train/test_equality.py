@@ -20,8 +20,7 @@ def shop(tmp_path_factory) -> Workshop:
 
 def test_one_rank_takes_the_same_steps_as_two_from_their_checkpoint_on(shop, unbroken):
     run = shop.copy(unbroken, "alone")
-    (run / "checkpoints" / f"step_{STEPS:06d}").rename(run / "gone")
-    shop.resume(run, nproc=1, device_batch_size=12)
+    shop.resume(run, nproc=1, device_batch_size=12, step=30)
     [resumed] = events(run, "resumed")
     assert (resumed["from_world_size"], resumed["step"]) == (2, 30)
     alone, together = metrics(run)[30:], metrics(unbroken)[30:]
@@ -30,6 +29,22 @@ def test_one_rank_takes_the_same_steps_as_two_from_their_checkpoint_on(shop, unb
         assert line["loss"] == pytest.approx(other["loss"], abs=2e-3)
         assert len(line["rank_ms"]) == 1
     assert alone[-1]["val_bpb"] == pytest.approx(together[-1]["val_bpb"], abs=2e-3)
+
+
+def test_a_run_that_goes_back_to_a_step_ends_with_the_same_bits_and_keeps_the_checkpoints_after_it(shop, unbroken):
+    run = shop.copy(unbroken, "back")
+    places = run / "checkpoints"
+    output = shop.resume(run, step=30)
+    assert (
+        f"going back to step 30, as --step asks; set aside in {places}: step_000040.aside (to delete: rm -r" in output
+    )
+    assert final_bits(run) == final_bits(unbroken)
+    assert [line["loss"] for line in metrics(run)] == [line["loss"] for line in metrics(unbroken)]
+    assert sorted(path.name for path in places.iterdir()) == ["step_000030", "step_000040", "step_000040.aside"]
+    assert [(event["step"], event["checkpoints"]) for event in events(run, "set_aside")] == [
+        (30, ["step_000040.aside"])
+    ]
+    assert [(event["step"], event["dropped_metrics"]) for event in events(run, "resumed")] == [(30, 10)]
 
 
 @pytest.mark.soak
@@ -68,8 +83,7 @@ def test_every_step_is_logged_once_and_in_order(unbroken):
 def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_three(shop, unbroken):
     for nproc in (1, 3):
         run = shop.train(f"reshard-{nproc}", nproc=2, num_steps=STEPS, save_every=20, keep_last=5)
-        (run / "checkpoints" / "step_000040").rename(run / "gone")
-        shop.resume(run, nproc=nproc)
+        shop.resume(run, nproc=nproc, step=20)
         assert metrics(run)[-1]["val_bpb"] == pytest.approx(metrics(unbroken)[-1]["val_bpb"], abs=2e-3)
         assert [event["from_world_size"] for event in events(run, "resumed")] == [2]
 
@@ -81,8 +95,7 @@ def test_sharded_weights_take_the_same_steps_and_resume_on_three_ranks_and_with_
     assert events(run, "sample")[-1]["text"]
     for nproc, shard in ((3, "full"), (2, "optimizer")):
         resumed = shop.copy(run, f"full-{nproc}")
-        (resumed / "checkpoints" / "step_000040").rename(resumed / "gone")
-        shop.resume(resumed, nproc=nproc, shard=shard)
+        shop.resume(resumed, nproc=nproc, shard=shard, step=20)
         assert metrics(resumed)[-1]["val_bpb"] == pytest.approx(metrics(unbroken)[-1]["val_bpb"], abs=2e-3)
         assert [event["from_world_size"] for event in events(resumed, "resumed")] == [2]
 

@@ -112,11 +112,11 @@ def test_step_best_is_the_checkpoint_with_the_lowest_val_bpb(run, capsys, tmp_pa
     scores = {"step_000030": 1.25, f"step_{STEPS:06d}": 1.5}
     listed = list_checkpoints(run / "checkpoints")
     scored = [(path, replace(manifest, val_bpb=scores[path.name])) for path, manifest in listed]
-    monkeypatch.setattr(evaluate, "list_checkpoints", lambda _: scored)
+    monkeypatch.setattr("paceline.model.manifest.list_checkpoints", lambda _: scored)
     assert run_command(["export", str(run), "--step", "best", f"--out={tmp_path / 'hf'}"]) == 0
     assert " at step 30: " in capsys.readouterr().out
     unscored = [(path, replace(manifest, val_bpb=None)) for path, manifest in listed]
-    monkeypatch.setattr(evaluate, "list_checkpoints", lambda _: unscored)
+    monkeypatch.setattr("paceline.model.manifest.list_checkpoints", lambda _: unscored)
     assert "no checkpoint of" in failed(capsys, run, "--step=best")
 
 

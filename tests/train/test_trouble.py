@@ -204,11 +204,9 @@ def test_resume_refuses_weights_that_hold_nan_and_its_fix_goes_on_from_the_check
     poison(run, "model.h.0.mlp.c_fc.weight", 0, float("nan"))
     output = shop.finish(shop.resume_command(run, num_steps=8, on_nan="rollback"), code=1)
     assert "error: the weights of checkpoint step_000004 hold NaN or infinity, first in h.0.mlp.c_fc.weight" in output
-    path = run / "checkpoints/step_000004"
-    assert f"fix: mv {path} {path}.nan && paceline resume {run}: goes on from step 2, with a lower" in output
+    assert f"fix: paceline resume {run} --step 2: goes on from step 2, with a lower" in output
     assert [event["cause"] for event in events(run, "verdict")] == ["loss-nan"]
-    path.rename(f"{path}.nan")
-    shop.resume(run, num_steps=8)
+    shop.resume(run, num_steps=8, step=2)
     assert [line["step"] for line in metrics(run)] == list(range(1, 9))
 
 
@@ -225,7 +223,7 @@ def test_no_batch_is_skipped_where_the_weights_already_held_nan(tmp_path, saved)
     error = LossTrouble(trouble.message, fix="--on-nan rollback", trouble=trouble)
     answer = answer_trouble(run, error, on_nan="rollback", rank=0, bad_weight="wte.weight")
     assert answer.message == f"{trouble.message}: the weights held NaN or infinity before it, first in wte.weight"
-    assert answer.fix.startswith("mv " if saved == 6 else "paceline resume ")
+    assert (f"{run.path} --step 2: goes on from step 2" in answer.fix) == (saved == 6)
     assert not answer.rollback and not run.skipped_json.exists()
 
 

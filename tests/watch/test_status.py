@@ -665,11 +665,12 @@ def test_a_run_that_is_not_there_names_each_place_once(tmp_path):
         assert error.value.message == f"no run {name}: no config.toml in {places}"
 
 
-@pytest.mark.parametrize("inside", ["config.toml", "checkpoints/step_000010"])
-def test_a_path_inside_a_run_is_answered_with_the_run(script_run, inside):
-    with pytest.raises(PacelineError) as error:
-        find_run(str(script_run.path / inside))
-    assert error.value.fix == f"give the folder of the run: {script_run.path}"
+def test_a_path_inside_a_run_is_answered_with_the_run_and_the_step(script_run):
+    option = ", with --step 10 for resume, sample, eval or export"
+    for inside, ending in (("config.toml", ""), ("checkpoints/step_000010", option)):
+        with pytest.raises(PacelineError) as error:
+            find_run(str(script_run.path / inside))
+        assert error.value.fix == f"give the folder of the run: {script_run.path}{ending}"
 
 
 def test_the_list_of_runs_has_straight_columns_behind_wide_names(tmp_path):
@@ -738,6 +739,18 @@ def test_a_setting_that_a_resume_changed_is_reported_with_all_its_values(tmp_pat
         "num_steps": ["100, 200 from step 100", "200"],
         "compile": ["auto, false from step 100", "n/a"],
     }
+    run, third = runs[0], {**second, "matrix_lr": 0.02}
+    append_event(run, "set_aside", step=80, checkpoints=["step_000100.aside"], text="going back to step 80")
+    assert run_status(run).state == "broken"  # its last steps are set aside
+    append_event(run, "launch", config=third)
+    for attempt, step in ((3, 80), (4, 90)):
+        append_event(run, "attempt", attempt=attempt, world_size=2)
+        append_event(run, "resumed", step=step)
+    shown = format_run(open_reader(run.path).update())
+    assert "\n  from step 80, as --step asked: matrix_lr 0.02 in place of 0.1, num_steps 200 in place of 100" in shown
+    assert "\n  from step 90 on\n" in f"{shown}\n" and "80: going" not in shown
+    rows = {name: values for name, *values in differing_settings(*(run.path for run in runs))}
+    assert rows["matrix_lr"] == ["0.1, 0.02 from step 80", "0.1"]  # the steps with 0.05 were done again
 
 
 def test_of_scripts_the_arguments_that_differ_are_compared_and_of_a_training_what_a_script_has_too(tmp_path):

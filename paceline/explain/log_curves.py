@@ -73,11 +73,8 @@ ZERO_REASONS = {
     "the margins between chosen and rejected answers are 0": re.compile(r"rewards/margins\W{1,4}(?P<value>[\d.]+)"),
 }
 MIN_SAME_SCORES, LOG_GROWTH, LOG_SLOWER = 20, 0.2, 1.0  # evaluations; of memory, of the time for a sample
-MIN_RISES, STEADY_RISE, PERFECT = (
-    7,
-    0.03,
-    0.99,
-)  # an accuracy; from each point of a loss to the next; as a share of the first one
+# from each point of a loss to the next; as a share of the first one; an accuracy
+MIN_RISES, STEADY_RISE, PERFECT = 7, 0.03, 0.99
 TRAIN_RISE, FAR_ABOVE = 0.1, 5.0  # of the loss of training, as a share; times the lowest loss of evaluations
 # Lightning's bar shows the loss that was logged last, by default (log_every_n_steps) on every 50th step
 LIGHTNING_BAR, LOGGED_EVERY = re.compile(r"\bv_num="), 50

@@ -47,6 +47,7 @@ STATELESS = {
 }  # fmt: skip
 # keys of a config that say where a run is, or its length in another unit than steps
 UNCOMPARED_KEYS = ("name", "runs_dir", "cache_dir", "epochs", "time", "tokens_per_param")
+AUTO = "auto"  # a setting that was not set
 BEFORE_ATTEMPTS = {"launch", "script", "note", "finding"}
 INTERRUPTED_JOB = f"{INTERRUPTED}:0"  # exit code and signal, as Slurm shows them
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
@@ -278,7 +279,7 @@ def setting_changes(events: Iterable[JsonRecord]) -> Iterator[tuple[int, int, di
 
 
 def format_setting(value: Any) -> str:
-    return "auto" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return AUTO if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def lost_hosts(events: Iterable[JsonRecord]) -> list[str]:

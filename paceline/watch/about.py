@@ -204,9 +204,9 @@ def auto_values(config: dict[str, Any], events: Sequence[dict[str, Any]], plan: 
     logits_bytes = plan.get("logits_budget_bytes")
     attempts = [event for event in events if event.get("event") == "attempt"]
     chosen = plan | {
-        "matrix_lr": MATRIX_LR.get(config.get("optimizer", KEYS["optimizer"].default)),
+        "matrix_lr": MATRIX_LR.get(str(config.get("optimizer", KEYS["optimizer"].default))),
         "nproc": attempts[-1].get("nproc") if attempts else None,
-        "logits_mib": logits_bytes and logits_bytes >> 20,
+        "logits_mib": logits_bytes >> 20 if isinstance(logits_bytes, int) else None,
     }
     keys = [key for key, owner in KEYS.items() if owner.default is None and key not in (*OWN_KEYS, *config)]
     return {key: AUTO if chosen.get(key) is None else f"{format_setting(chosen[key])} ({AUTO})" for key in keys}

@@ -45,6 +45,7 @@ ATTENTION = (*FLASH, "flex", "sdpa")
 LOW_PRECISIONS = ("fp8", "mxfp8", "mxfp4", "nvfp4")  # of products alone: all else is in 16 bits
 PRECISIONS = ("fp32", "bf16", "fp16", *LOW_PRECISIONS)
 MAX_HOSTS = 1024
+MATRIX_LR = {"muon": 0.02, "adamw": 0.002}  # by optimizer, where the config leaves it out
 OPEN = {-1: None}  # nanochat's way to leave a setting open
 
 
@@ -131,7 +132,11 @@ class Config:
         choices=("fp32", "8bit"),
     )
     matrix_lr: float | None = option(
-        None, "learning rate of matrices; auto: muon 0.02, adamw 0.002", low=0, high=100, usual=0.02
+        None,
+        f"learning rate of matrices; auto: {', '.join(f'{name} {lr}' for name, lr in MATRIX_LR.items())}",
+        low=0,
+        high=100,
+        usual=0.02,
     )
     embedding_lr: float = option(0.3, "learning rate of token embeddings; value embeddings use half", low=0, high=100)
     unembedding_lr: float = option(0.008, "learning rate of lm_head", low=0, high=100)

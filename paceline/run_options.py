@@ -28,7 +28,8 @@ from paceline.other_names import with_our_flags
 class RunsOptions(JsonOption):
     """List the runs, the latest first: state, steps, val_bpb, tok/s, tags, and notes where there is room.
 
-    A column has the held-out tokens of an evaluation where runs differ in them: `paceline eval` compares such runs on all.
+    A column has the held-out tokens of an evaluation where runs differ in them: `paceline eval` compares such runs on all, and the
+    column `eval` has its newest result, with its step where the run has gone on.
 
     $ paceline runs --sort val_bpb --tag baseline
     $ paceline runs --state failed
@@ -37,8 +38,9 @@ class RunsOptions(JsonOption):
 
     runs_dir: str = positional("DIR", "the folder that holds the runs", default="runs", has_flag=True)
     sort: str = option(
-        "time", "time, name, state, step, loss, val_bpb or tok_per_sec: the lowest loss and val_bpb, most steps and tok/s first",
-        value="KEY", choices=("time", "name", "state", "step", "loss", "val_bpb", "tok_per_sec"),
+        "time", "time, name, state, step, loss, val_bpb, eval (the newest result of paceline eval) or tok_per_sec: the lowest loss,"
+        " val_bpb and eval, most steps and tok/s first",
+        value="KEY", choices=("time", "name", "state", "step", "loss", "val_bpb", "eval", "tok_per_sec"),
     )  # fmt: skip
     tag: tuple[str, ...] = option((), "only runs with this tag; may be repeated, for runs with all of them")
     state: tuple[str, ...] = option(

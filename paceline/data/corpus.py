@@ -51,7 +51,8 @@ SMALL_CORPUS_BYTES, SMALL_HELD_OUT_ONE_IN = 4 << 20, 10  # under 4 MiB, 2 percen
 
 TEXT_PER_BYTE = {"gz": 3.0, "parquet": 2.5}  # of files that are compressed, as a rule
 HUB_BYTES = 64 << 20  # assumed for a dataset of the hub: its size is not known before it is downloaded
-SCAN_AFTER_ERROR_BYTES = 256 << 20  # read at most to count the other broken files
+SCAN_AFTER_ERROR_BYTES = 256 << 20  # read at most to find the other broken files
+MAX_BROKEN_NAMED = 10  # of them
 
 
 def list_files(
@@ -144,7 +145,7 @@ def read_corpus(
     """Yields all documents in order, each with the number of source bytes read so far, for a progress bar.
 
     With max_bytes it yields only about so much text, from the start of each file in proportion to its size. When a file
-    cannot be read, the error names it and counts the broken files after it. notes: as read_documents has it.
+    cannot be read, the error names it and the broken files after it. notes: as read_documents has it.
     """
     total_bytes = sum(file.num_bytes for file in files)
     done = 0.0
@@ -158,7 +159,7 @@ def read_corpus(
                     break
         except UnreadableFile as error:
             others = _unreadable(files[number + 1 :])
-            also = f" (and {len(others)} more of the {len(files)} files cannot be read either)" if others else ""
+            also = _format_others(others, num_files=len(files)) if others else ""
             fix, is_alike = error.file_fix, all(other.file_fix == error.file_fix for other in others.values())
             if others and is_alike and fix and fix.command and (fix.guard or len(files) == 1 + len(others)):
                 patterns = _patterns([file.path, *others])
@@ -234,6 +235,14 @@ def _unreadable(files: list[SourceFile]) -> dict[str, UnreadableFile]:
         except UnreadableFile as error:
             errors[file.path] = error
     return errors
+
+
+def _format_others(errors: dict[str, UnreadableFile], *, num_files: int) -> str:
+    """Returns what follows the first error: how many files more cannot be read, and a line for each of the first of them."""
+    lines = [error.message for error in errors.values()][:MAX_BROKEN_NAMED]
+    lines += ["..."] if len(errors) > MAX_BROKEN_NAMED else []
+    head = f" (and {len(errors)} more of the {num_files} files cannot be read either)"
+    return "\n       ".join([head, *lines])
 
 
 def _patterns(paths: list[str]) -> str:

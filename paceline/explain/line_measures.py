@@ -152,30 +152,7 @@ RECORD = re.compile(  # a measure as a dictionary, behind its name: {'epoch': 0,
 FOREIGN_WORDS = ("epoche", "verlust", "perda", "perte", "perdita", "epoca")  # those in ASCII
 SETTING = re.compile(r"\W*(?!loss)\w+ ?= ?[^=]+,")  # a line of its own in an object that is printed over several lines
 MIN_FLAGS = 5  # on a line of settings: a measure is seldom true or false
-TRANSFER = re.compile(r"\d ?[kMGT]?i?B/s\b|\d{6}(?:\.\d+)?it/s\b")  # a bar of bytes: a download
-# what comes before any work: an object that begins or is made, sizes, settings, paths, versions, the machine
-NAMED = (
-    r"(?:(?:num|n|max|min|total|use|is|init|warmup|log|save)[ _]\w+|lr|args?|config\w*|modules in|non-trainable|opencv"
-    r"|(?!\d)(?:\w+[ _.-]){0,4}(?:rate|epochs?|batch(?: ?size)?|seed|workers|dims?|sizes?|devices?|ranks?|port|dir(?:ectory)?|path"
-    r"|root|folder|files?|url|host|optimi[sz]er|scheduler|drop(?:out)?|decay|momentum|beta\w*|gamma|lambda\w*|params|param\w+s|gpus?"
-    r"|version|arch|models?|backbone|name|class(?:es)?|weights|steps?|timesteps|every|interval|layers?|heads?|shapes?|data(?:set)?"
-    r"|(?<!output )(?:samples|examples|images|rows)|subjects|set|flops|platform|python|script|available))"
-)
-SETUP = re.compile(
-    r"(?i)(?:[\w./-]+\.py: *(?:\d+: )?|(?:(?:info|warning|debug):[\w.]*|\[?rank\W?\d+\]?):)?[^\w\"]*"
-    rf"(?:$|\w+[(:]$|\w+=\S.*,$|\(\w+\): |{NAMED}(?: \([^)]*\))?\W{{0,3}}(?:\s|\.{{3,}})*(?:[:=]|$)"
-    r"|(?:(?:load|us|sett|creat|construct|build|initiali[sz]|prepar|download|extract|read|open|launch|start|resum|restor|copy|cach"
-    r"|compil|import|collect|syncing|unload)(?:ing|e|ed)?|built|found|(?:we )?will|requirement|number|currently|shape of"
-    r"|tracking|files already|running (?:training|evaluation))\b(?! ?:)"
-    # what was made
-    r"|(?=\w[^:=]*$).*\b(?:initiated|initiali[sz]ed|prepared|loaded|created|enabled|cached|verified|compiled|registered)\b.{0,40}$"
-    # a path, a variable of the environment, a version, a date, a host, what libraries say first
-    r"|(?!.*(?:out|sav|wr[io]t|result|report|pred))[\w ]{0,30}[:=]? *['\"]?(?:[a-z]:|~|\$\w+)?[/\\]\S+$|(?-i:[A-Z]+(?:_[A-Z]+)+=)"
-    r"|(?-i:(?!INFO|DEBUG|WARN)[A-Z][A-Z0-9_]*:(?! *-?\d+\.\d) ?\S*|\w+: '')$"  # settings in capitals
-    r"|[a-z][\w. -]{1,20}:? v?\d+(?:\.\d+){2,3}(?:\+\S+)?$|(?:mon|tue|wed|thu|fri|sat|sun)\w* .*20\d\d$|[a-z]+-?\d+$|\d+\) \w+/"
-    r"|wandb: |[IW] (?:tensorflow|external)/|(?:gpu|cuda|nvcc|nvidia)\b.{0,60}$"
-    r"|(?:train|val|test)\w*(?: (?:set|data))?: \d[\d,]* ?[a-z]*$)"
-)
+TRANSFER = re.compile(r"\d ?[kMGT]?i?B/s\b|\d{7}(?:\.\d+)?it/s\b")  # a bar of bytes: a download
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from paceline.explain import survival
 from paceline.explain.explanation import Evidence, Record, shorten
 from paceline.explain.line_filter import MAX_REPEATS
-from paceline.explain.line_measures import ERROR_NAME, SETUP
+from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.lines import IGNORABLE, WARNING_LINE, split_prefix
 from paceline.explain.log import PROMPT, Log
 from paceline.explain.matches import Event, as_fatal, matches_of_message
@@ -395,6 +395,5 @@ def is_ordinary(log: Log) -> bool:
     return (
         len(ordinary) >= MIN_LINES
         and not announces
-        and not all(SETUP.match(split_prefix(text).text) for _, text in log.last_lines)
         and not any(LAST_WORK.match(split_prefix(text).text) for text in last_texts(log)[-1:])
     )

@@ -12,13 +12,14 @@ import shlex
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import StringIO
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from paceline.config import KEYS, MATRIX_LR
 from paceline.errors import PacelineError, expand_home
 from paceline.hub import is_local
 from paceline.options import LabelOptions, check_tags
@@ -35,7 +36,7 @@ from paceline.rundir import (
 )
 from paceline.typed_fields import well_typed
 from paceline.units import format_bytes, unix_time
-from paceline.watch.events import is_complete, setting_changes
+from paceline.watch.events import AUTO, format_setting, is_complete, setting_changes
 from paceline.watch.growing_file import GrowingFile, parse_lines
 from paceline.watch.measures import format_figure, format_time
 from paceline.watch.snapshot import Evaluation
@@ -51,10 +52,11 @@ COMPARED_CHOICES = (
 
 
 def read_about(run: RunDir) -> dict[str, Any]:
-    """Returns {config: {key: value}, group, setup, facts: [{host, rows: [[name, value]]}], samples: [{name, text}], latest first}.
+    """Returns {config: {key: value}, group, setup, facts: [{host, rows: [[name, value]]}], samples: [{name, prompt, text}]}.
 
     group: the same text for runs that differ only in their seed.
     setup: what the run ran on, and what its plan chose, by name: a comparison shows where two runs differ in it.
+    samples: the latest first. prompt: with which the text begins, empty where it is not known.
     """
     samples = islice(files_in(run, "samples/*.txt", str, reverse=True), MAX_SAMPLES)
     machines: list[tuple[str, list[tuple[str, str]]]] = []
@@ -62,13 +64,19 @@ def read_about(run: RunDir) -> dict[str, Any]:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # damaged
             machines.append((path.stem, fact_rows(facts)))
     plan = next((plan for _, plan in files_in(run, run.plan_json.name, json.loads) if isinstance(plan, dict)), {})
-    config = config_in(run)
+    config, events = config_in(run), list(filter(is_complete, read_json_lines(run.events)))
+    prompts = {
+        run.sample(event["step"]): str(event.get("prompt") or "") for event in events if event.get("event") == "sample"
+    }
     return {
         "config": config,
         "group": group_key(config),
-        "setup": setup_of(run, [dict(rows) for _, rows in machines], plan),
+        "setup": setup_of(config, events, [dict(rows) for _, rows in machines], plan),
         "facts": [{"host": host, "rows": rows} for host, rows in machines],
-        "samples": [{"name": path.stem.replace("_", " "), "text": text} for path, text in samples],
+        "samples": [
+            {"name": path.stem.replace("_", " "), "prompt": prompts.get(path, ""), "text": text}
+            for path, text in samples
+        ],
     }
 
 
@@ -163,25 +171,44 @@ def group_key(config: dict[str, Any]) -> str | None:
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
 
 
-def setup_of(run: RunDir, hosts: list[dict[str, str]], plan: dict[str, Any]) -> dict[str, Any]:
-    """Returns the ranks and hosts of the last attempt, the GPUs, versions and commit of all hosts, and the choices of the plan.
+def setup_of(
+    config: dict[str, Any], events: Sequence[dict[str, Any]], hosts: list[dict[str, str]], plan: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns ranks and hosts, GPUs, versions and commit of all hosts, the choices of the plan, and what the config leaves out.
 
     A setting that a resume changed has all its values: "0.1, 0.05 from step 320".
     """
-    events = list(filter(is_complete, read_json_lines(run.events)))
-    attempts = [event for event in events if event.get("event") == "attempt"]
-    setup: dict[str, Any] = {"ranks": str(attempts[-1].get("world_size"))} if attempts else {}
-    setup |= {"hosts": str(len(hosts))} if hosts else {}
+    automatic = auto_values(config, events, plan)
     facts = {name: ", ".join(dict.fromkeys(host[name] for host in hosts if name in host)) for name in COMPARED_FACTS}
-    choices = {name: plan[name] for name in COMPARED_CHOICES if plan.get(name) is not None}
+    choices = {name: plan[name] for name in COMPARED_CHOICES if plan.get(name) is not None and name not in automatic}
+    attempts = [event for event in events if event.get("event") == "attempt"]
+    setup = automatic | ({"ranks": str(attempts[-1].get("world_size"))} if attempts else {})
+    setup |= (
+        ({"hosts": str(len(hosts))} if hosts else {}) | {name: text for name, text in facts.items() if text} | choices
+    )
     values: dict[str, str] = {}
     resumes = list(setting_changes(events))
     for index, (_, step, changes) in enumerate(resumes):
         if all(step < other for _, other, _ in resumes[index + 1 :]):  # else its steps were done again
-            values |= {
-                key: f"{values.get(key, before)}, {now} from step {step:,}" for key, (before, now) in changes.items()
-            }
-    return setup | {name: text for name, text in facts.items() if text} | choices | values
+            for key, (before, now) in changes.items():
+                chosen = setup.get(key, now) if now == AUTO else now
+                values[key] = f"{values.get(key, before)}, {chosen} from step {step:,}"
+    return setup | values
+
+
+def auto_values(config: dict[str, Any], events: Sequence[dict[str, Any]], plan: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys that a training's config leaves out: `0.02 (auto)` where paceline chose a value, else `auto`."""
+    if not config or "command" in config:
+        return {}
+    logits_bytes = plan.get("logits_budget_bytes")
+    attempts = [event for event in events if event.get("event") == "attempt"]
+    chosen = plan | {
+        "matrix_lr": MATRIX_LR.get(str(config.get("optimizer", KEYS["optimizer"].default))),
+        "nproc": attempts[-1].get("nproc") if attempts else None,
+        "logits_mib": logits_bytes >> 20 if isinstance(logits_bytes, int) else None,
+    }
+    keys = [key for key, owner in KEYS.items() if owner.default is None and key not in (*OWN_KEYS, *config)]
+    return {key: AUTO if chosen.get(key) is None else f"{format_setting(chosen[key])} ({AUTO})" for key in keys}
 
 
 def expected(plan: dict[str, Any]) -> dict[str, Any] | None:
@@ -280,10 +307,16 @@ def read_evaluations(run: RunDir) -> list[Evaluation]:
     return [latest[key] for key in sorted(latest)]
 
 
-def evaluations_by_title(results: Iterable[Evaluation]) -> dict[str, tuple[str, float]]:
-    """Returns the last result of each text of a run, as text with its step and as a number."""
-    ordered = sorted(results, key=lambda result: result.time)
-    return {r.title: (f"{format_figure('val_bpb', r.val_bpb)} at step {r.step:,}", r.val_bpb) for r in ordered}
+def evaluations_by_title(results: Iterable[Evaluation]) -> dict[str, Evaluation]:
+    """Returns the last result of each text of a run."""
+    return {result.title: result for result in sorted(results, key=lambda result: result.time)}
+
+
+def format_evaluation(result: Evaluation | None, *, step: int | None) -> str:
+    """2.3689, or 2.3726 at 180 where the run has gone on from there. step: the run's."""
+    if result is None:
+        return "n/a"
+    return format_figure("val_bpb", result.val_bpb) + ("" if result.step == step else f" at {result.step:,}")
 
 
 def evaluation_rows(results: Iterable[Evaluation]) -> list[list[Any]]:

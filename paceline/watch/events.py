@@ -46,7 +46,9 @@ STATELESS = {
     "stopping", "silence", "damaged",
 }  # fmt: skip
 # keys of a config that say where a run is, or its length in another unit than steps
+MICRO_BATCH = ("device_batch_size", "grad_accum_steps")  # what a plan chooses for its ranks
 UNCOMPARED_KEYS = ("name", "runs_dir", "cache_dir", "epochs", "time", "tokens_per_param")
+AUTO = "auto"  # a setting that was not set
 BEFORE_ATTEMPTS = {"launch", "script", "note", "finding"}
 INTERRUPTED_JOB = f"{INTERRUPTED}:0"  # exit code and signal, as Slurm shows them
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
@@ -275,7 +277,10 @@ def setting_changes(events: Iterable[JsonRecord]) -> Iterator[tuple[int, int, di
         kind, config = event.get("event"), event.get("config")
         if kind == "launch" and isinstance(config, dict):
             now = {key: format_setting(value) for key, value in config.items() if key not in UNCOMPARED_KEYS}
+        elif kind == "plan_changed":
+            now = now | {name: format_setting(event[name]) for name in MICRO_BATCH if name in event}
         elif kind == "attempt":
+            now = now | {"ranks": str(event.get("world_size"))}
             number, held = event.get("attempt", 0), held if held[-1][1] else [(0, now)]
         elif kind == "resumed":
             held = [item for item in held if item[0] < event["step"]] or held[:1]  # what came after it is done again
@@ -286,7 +291,7 @@ def setting_changes(events: Iterable[JsonRecord]) -> Iterator[tuple[int, int, di
 
 
 def format_setting(value: Any) -> str:
-    return "auto" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return AUTO if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def lost_hosts(events: Iterable[JsonRecord]) -> list[str]:

@@ -190,7 +190,7 @@ def fields(snapshot: Snapshot) -> dict[str, Panel]:
 
 
 def compared_figures(snapshot: Snapshot) -> Iterator[Panel]:
-    """Yields what a comparison shows of a run; `better` is "less" or "more", `step` that of a value that falls with the steps."""
+    """Yields what a comparison shows of a run; `step` is that of a value that falls with the steps, `at` that of a checkpoint."""
     if snapshot.step:
         yield {"name": "step", "text": f"{snapshot.step:,}", "value": snapshot.step, "better": None}
     for name, value, text, *_ in figures(snapshot):
@@ -200,8 +200,9 @@ def compared_figures(snapshot: Snapshot) -> Iterator[Panel]:
             for key in ("eval_tokens", "eval_text") if name == "val_bpb" else ():
                 if shown := getattr(snapshot, key):
                     yield {"name": key, "text": f"{shown:,}" if key == "eval_tokens" else shown}
-    for title, (text, bpb) in evaluations_by_title(snapshot.evaluations).items():
-        yield {"name": f"eval of {title}", "text": text, "value": bpb, "better": "less"}
+    for title, result in evaluations_by_title(snapshot.evaluations).items():
+        text, at = format_figure("val_bpb", result.val_bpb), f"{result.step:,}"
+        yield {"name": f"eval of {title}", "text": text, "value": result.val_bpb, "better": "less", "at": at}
     if snapshot.elapsed_s is not None:
         yield {"name": "time", "text": format_duration(snapshot.elapsed_s)}
     if snapshot.goodput and (share := snapshot.goodput.share) is not None:
@@ -289,8 +290,7 @@ def span_panel(snapshot: Snapshot, attempt: AttemptView) -> Panel:
 
 
 def goodput_panel(snapshot: Snapshot) -> Panel | None:
-    spent = snapshot.goodput
-    if spent is None or not spent.busy_s:
+    if not (spent := snapshot.goodput) or not spent.busy_s:
         return None
     energy = None if spent.energy_j is None else f"The GPUs took {format_energy(spent.energy_j)}."
     return {"rows": time_rows(spent), "energy": energy}

@@ -111,7 +111,7 @@ def markdown_report(path: Path, *, now: float) -> str:
         section("Events", events(snapshot)),
         section("Findings of the checks", (f"- {escape(str(finding.get('what')))}" for finding in snapshot.findings)),
         section("Machine", (machine(**facts) for facts in about["facts"])),
-        section("Sample", (line for sample in about["samples"][:1] for line in fenced(sample["text"]))),
+        section("Sample", (line for sample in about["samples"][:1] for line in sample_lines(**sample))),
         section("Config", fenced("\n".join(config))),
     ]
     return "\n\n".join("\n".join(lines).strip() for lines in blocks if any(lines)) + "\n"
@@ -187,6 +187,14 @@ def events(snapshot: Snapshot) -> Iterator[str]:
 
 def machine(host: str, rows: Sequence[tuple[str, str]]) -> str:
     return f"- {escape(host)}: " + ", ".join(f"{name} {escape(value)}" for name, value in rows)
+
+
+def sample_lines(name: str, prompt: str, text: str) -> list[str]:
+    """Returns a sample with the prompt apart from what the model wrote."""
+    if not prompt or not text.startswith(prompt):
+        return fenced(text)
+    written = text.removeprefix(prompt)
+    return [f"Held-out text, at {name}:", "", *fenced(prompt), "", "Continued by the model:", "", *fenced(written)]
 
 
 def fenced(text: str) -> list[str]:

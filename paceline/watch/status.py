@@ -22,12 +22,21 @@ from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_queued, is_run, read_end, read_json_lines, read_text, to_utc
 from paceline.typed_fields import damaged_files, hints_of, well_typed
 from paceline.units import format_list
-from paceline.watch.about import check_links, config_in, csv_lines, link_out_of, measured_on, read_about, read_notes
+from paceline.watch.about import (
+    check_links,
+    config_in,
+    csv_lines,
+    link_out_of,
+    measured_on,
+    read_about,
+    read_evaluations,
+    read_notes,
+)
 from paceline.watch.events import end_state, is_complete, last_event_time, live_state, run_notes
 from paceline.watch.growing_file import file_stamp, parse_lines, read_part, search
 from paceline.watch.log_lines import ScriptValues
 from paceline.watch.measures import format_bpb, format_figure, format_step, format_time
-from paceline.watch.snapshot import LIVE, Snapshot, State
+from paceline.watch.snapshot import LIVE, Evaluation, Snapshot, State
 from paceline.watch.summary import attempt_outcome, goodput_line, goodput_table, host_place
 from paceline.watch.trend import mean_speed
 
@@ -81,6 +90,7 @@ class RunStatus:
     tags: list[str] = field(default_factory=list)  # of `paceline runs tag`
     note: str = ""  # of `paceline runs note`
     notes: list[str] = field(default_factory=list)  # what could not be read or saved, one line each
+    eval: Evaluation | None = None  # the newest result of `paceline eval`
 
 
 def run_status(run: RunDir, script: ScriptValues | None = None) -> RunStatus:
@@ -107,6 +117,7 @@ def run_status(run: RunDir, script: ScriptValues | None = None) -> RunStatus:
         name=run.name, path=str(run.path), state=state, num_steps=num_steps, attempts=attempts,
         time=max((time for time in times if isinstance(time, str)), default=None),
         command=command, tags=tags, note=note, **values, notes=[*damaged_files(run), *run_notes(run, state, events)],
+        eval=max(read_evaluations(run), key=lambda result: result.time, default=None),
     )  # fmt: skip
     return well_typed(status, RunStatus)  # type: ignore[no-any-return]
 
@@ -158,8 +169,8 @@ class RunList:
         for path in sorted(run_folders(self.runs_dir), key=natural_order):
             with suppress(OSError):  # it has vanished, or belongs to another user
                 run = RunDir(path)
-                files, is_live = [run.events, run.metrics, run.plan_json, run.notes, run.progress(0)], is_locked(run)
-                key = (is_live, *map(file_stamp, files))
+                files = [run.events, run.metrics, run.plan_json, run.notes, run.evaluations, run.progress(0)]
+                key = (is_live := is_locked(run), *map(file_stamp, files))
                 cached_key, script, status = self._cached.get(path, (None, ScriptValues(run), None))
                 if status is None or cached_key != key or not script.is_current(is_live=is_live):
                     status = run_status(run, script)
@@ -299,7 +310,7 @@ class Shelf:
         if opened.snapshot is not None or not (opened.path / "config.toml").is_file():
             return None
         status = asdict(run_status(RunDir(opened.path)))
-        figures = {name: value for name, value in status.items() if name not in ("attempts", "time")}
+        figures = {name: value for name, value in status.items() if name not in ("attempts", "time", "eval")}
         return Snapshot(kind="script" if status["command"] else "training", **figures)
 
     def read_ahead(self, name: str) -> None:

@@ -38,10 +38,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.errors import PacelineError
 from paceline.units import format_number_of
-from paceline.watch.about import check_links, short_texts
+from paceline.watch.about import check_links, format_evaluation, short_texts
 from paceline.watch.connections import TimedConnection, listen, opened_browser
 from paceline.watch.panels import log_levels, run_panels, run_row, seed_groups
-from paceline.watch.snapshot import Snapshot, changes, to_text
+from paceline.watch.snapshot import Evaluation, Snapshot, changes, to_text
 from paceline.watch.status import Shelf, open_reader
 from paceline.watch.summary import summarize
 
@@ -332,7 +332,16 @@ def listed(shelf: Shelf) -> list[dict[str, Any]]:
     runs = shelf.runs()
     groups = seed_groups(runs, shelf.settings())
     texts = short_texts(run["eval_text"] for run in runs if run["eval_text"])
-    rows = {run["name"]: run_row({**run, "eval_text": texts.get(run["eval_text"])}) for run in runs}
+    results = {run["name"]: Evaluation(**run["eval"]) for run in runs if run.get("eval")}
+    titles = short_texts(result.title for result in results.values())
+    rows = {}
+    for run in runs:
+        result = results.get(run["name"])
+        rows[run["name"]] = {
+            **run_row({**run, "eval_text": texts.get(run["eval_text"])}),
+            "eval": format_evaluation(result, step=run["step"]),
+            "eval_of": titles[result.title] if result else "n/a",
+        }
     return [{**run, "texts": rows[run["name"]], "group": groups.get(run["name"])} for run in runs]
 
 

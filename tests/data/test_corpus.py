@@ -374,13 +374,22 @@ def test_a_file_and_a_folder_without_permission_are_named(as_nobody):
     (as_nobody / "closed").chmod(0o755)
 
 
-def test_the_first_broken_file_is_named_with_the_number_of_others(tmp_path):
+def test_all_broken_files_are_named_up_to_ten_each_with_its_reason(tmp_path):
     write_many(tmp_path, range(5))
     for name in ("1.txt", "2.txt", "4.txt"):
         (tmp_path / name).write_bytes(b"caf\xe9")
-    error = refused(tmp_path)
-    assert error.message.startswith(f"{tmp_path}/1.txt is not UTF-8")
-    assert error.message.endswith("(and 2 more of the 5 files cannot be read either)")
+    (tmp_path / "5.jsonl").write_text("{")
+    first, *lines = refused(tmp_path).message.splitlines()
+    assert first.startswith(f"{tmp_path}/1.txt is not UTF-8")
+    assert first.endswith("(and 3 more of the 6 files cannot be read either)")
+    reasons = ("2.txt is not UTF-8", "4.txt is not UTF-8", "5.jsonl:1 is not JSON")
+    assert [line.strip().startswith(f"{tmp_path}/{reason}") for line, reason in zip(lines, reasons, strict=True)] == [
+        True
+    ] * 3
+    for number in range(10, 30):
+        (tmp_path / f"{number}.txt").write_bytes(b"caf\xe9")
+    _, *lines = refused(tmp_path).message.splitlines()
+    assert len(lines) == 11 and lines[-1].strip() == "..."
 
 
 @pytest.mark.parametrize("source", ["hf:", "hf:/no/such/folder", "hf:./no"])

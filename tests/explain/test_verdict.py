@@ -715,20 +715,9 @@ def test_what_only_looks_like_a_result_is_none(end):
 
 
 PREPARATIONS = (
-    "".join(f"image :  /data/train/{n}.png\nGT path :  /data/gt/{n}.png\n" for n in range(9)),
-    "Logger initiated\ndataset prepared and split into train and test sets\n" * 6,
-    "***** Running training *****\n  Num examples = 52,002\n  Num Epochs = 3\n  Batch size per device = 4\n"
-    "  Total train batch size (w. parallel, distributed & accumulation) = 64\n  Gradient Accumulation steps = 16\n"
-    "  Total optimization steps = 2,436\n  Number of trainable parameters = 4,194,304\n",
-    "Loading cuda/12.1\nCurrently Loaded Modulefiles:\n 1) gcc/11.3.0   2) cuda/12.1\nPython 3.10.12\n/usr/bin/python3\nnode017\n"
-    "SLURM_JOB_ID=88123\nMon Jan 12 10:00:00 2026\n",
-    "Args(\n    collect_steps=128,\n    seed=1,\n    batch_size=1024,\n    num_updates=48,\n    lr=0.0003,\n    gamma=1.0\n)\n",
-    "lr            : 0.0002\nbeta1         : 0.5\nn_epochs      : 100\nbatch_size    : 1\ndataset size = 400\n"
-    + "shape of X_train: (1200, 22)\nCompiling model\nModel compiled\n",
     "config.json: 100%|██████████| 654/654 [00:00<00:00, 5.2MB/s]\n100%|██████████| 9912422/9912422 [00:01<00:00, 8123123.1it/s]\n",
     "train_net.py: 519: CfgNode({'LOSS': 0.0, 'A': True, 'B': False, 'C': True, 'D': True, 'E': False})\n" * 3
     + "train_net.py: 611: Start epoch: 1\n",
-    "".join(f"NUM_WORKERS_{n}: 8\nOUTPUT: output\nTRAIN:\n  EPOCHS: 15\nweight_name: ''\n" for n in range(9)),
 )
 
 

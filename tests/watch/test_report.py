@@ -95,6 +95,16 @@ def test_the_markdown_tells_the_run(run):
     ]
 
 
+@pytest.mark.parametrize(("prompt", "is_apart"), [("The old", True), ("Another", False), (None, False)])
+def test_a_sample_has_its_prompt_apart_from_what_the_model_wrote(run, prompt, is_apart):
+    run.samples.mkdir()
+    run.sample(100).write_text("The old house")
+    append_json_line(run.events, {"time": utc(99), "event": "sample", "step": 100, "prompt": prompt, "text": " house"})
+    shown = markdown_report(run.path, now=NOW).partition("## Sample\n\n")[2].partition("\n\n## ")[0]
+    parts = "Held-out text, at step 000100:\n\n```text\nThe old\n```\n\nContinued by the model:\n\n```text\n house\n```"
+    assert shown == (parts if is_apart else "```text\nThe old house\n```")
+
+
 @pytest.fixture
 def failed(tmp_path):
     """A run with something in every section."""

@@ -14,14 +14,16 @@ from run_folders import START, append_step, utc, write_run
 
 from paceline.cli import run_command
 from paceline.command_line import parse
+from paceline.config import MATRIX_LR
 from paceline.errors import PacelineError
 from paceline.explain.lines import strip_escapes
+from paceline.plan.algorithms import ALGORITHMS
 from paceline.run_options import RunsNoteOptions, RunsOptions, RunsTagOptions
 from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
 from paceline.terminal import cells
 from paceline.track.follower import LogRows
 from paceline.watch import log_lines
-from paceline.watch.about import edit_note, edit_tags, read_about, read_notes, write_notes
+from paceline.watch.about import edit_note, edit_tags, read_about, read_evaluations, read_notes, write_notes
 from paceline.watch.events import event_text
 from paceline.watch.log_lines import printed_values
 from paceline.watch.log_reader import LogAndMachine
@@ -40,7 +42,7 @@ from paceline.watch.status import (
 )
 from paceline.watch.summary import summarize
 from paceline.watch.terminal.pages import format_once
-from paceline.watch.terminal.runs import differing_settings, format_runs, list_runs
+from paceline.watch.terminal.runs import compared_evaluations, differing_settings, format_runs, list_runs
 
 
 def make_run(folder, name="a"):
@@ -580,7 +582,7 @@ def test_several_runs_are_shown_as_in_the_list_with_the_settings_that_differ(tmp
     assert run_command(["runs", "show", "a", "b", "c"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert (head.split()[0], [row.split()[0] for row in rows[:3]]) == ("run", ["a", "b", "c"])
-    assert rows[3:] == ["", "setting  a    b     c", "lr       0.1  0.25  0.25", "nproc    n/a  n/a   2"]
+    assert rows[3:] == ["", "setting  a     b     c", "lr       0.1   0.25  0.25", "nproc    auto  auto  2"]
     assert run_command(["runs", "show", "a", "b", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert ([run["name"] for run in shown["runs"]], shown["settings"]) == (["a", "b"], {"lr": ["0.1", "0.25"]})
@@ -613,17 +615,47 @@ def test_results_of_eval_are_shown_with_the_run_and_compared_by_their_text(tmp_p
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert [" ".join(line.split()) for line in table] == [
         "eval of a b",
-        "/t 1.2500 at step 100 1.3000 at step 100",
-        "/t, field body, at most 100 tokens n/a 1.2000 at step 100",
-        "/u, at most 700 tokens n/a 1.1000 at step 80",
+        "/t at step 100 1.2500 1.3000",
+        "/t, field body, at most 100 tokens at step 100 n/a 1.2000",
+        "/u, at most 700 tokens at step 80 n/a 1.1000",
     ]
     assert run_command(["runs", "show", "a", "b", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["evaluations"]
     assert [[result["step"] for result in of_run] for of_run in results] == [[50, 100], [100, 100, 80]]
     figures = {row["name"]: row for row in compared_figures(open_reader(runs["a"].path).update())}
     assert figures["eval of /t"] == {
-        "name": "eval of /t", "text": "1.2500 at step 100", "value": 1.25, "better": "less"
+        "name": "eval of /t", "text": "1.2500", "value": 1.25, "better": "less", "at": "100"
     }  # fmt: skip
+    newer = {"time": utc(999), "step": 80, "val_bpb": 1.4, "eval_tokens": 640, "eval_text": "/t"}
+    append_json_line(runs["b"].evaluations, newer)
+    rows = compared_evaluations(*map(read_evaluations, runs.values()))
+    assert rows[0] == ("/t", "1.2500 at step 100", "1.4000 at step 80")
+
+
+def test_the_list_has_the_newest_result_of_eval_and_sorts_by_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runs_dir = tmp_path / "runs"
+    listed = RunList(runs_dir)
+    results = {"a": [(100, 1.5, "/t")], "b": [(100, 1.1, "/t"), (80, 1.2, "/t")], "c": [(100, 1.3, "/t")], "d": []}
+    for name in results:
+        write_run(runs_dir, name)
+    assert "eval" not in format_runs(listed.read())
+    for name, lines in results.items():
+        for number, (step, bpb, text) in enumerate(lines):
+            line = {"time": utc(number), "step": step, "val_bpb": bpb, "eval_tokens": 640, "eval_text": text}
+            append_json_line(RunDir(runs_dir / name).evaluations, line)
+    head, *lines = format_runs(listed.read()).splitlines()
+    assert head.split()[4:6] == ["val_bpb", "eval"] and "eval of" not in head
+    assert run_command(["runs", "--sort", "eval"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [(row[0], row[5]) for row in rows] == [("b", "1.2000"), ("c", "1.3000"), ("a", "1.5000"), ("d", "n/a")]
+    assert rows[0][6:8] == ["at", "80"]
+    assert run_command(["runs", "--json", "--sort", "eval"]) == 0
+    (first, *_, last) = json.loads(capsys.readouterr().out)
+    assert (first["eval"]["val_bpb"], first["eval"]["eval_tokens"], first["eval"]["step"]) == (1.2, 640, 80)
+    assert last["eval"] is None
+    append_json_line(RunDir(runs_dir / "c").evaluations, {**line, "time": utc(9), "eval_text": "/u"})
+    assert "eval of" in format_runs(listed.read()).splitlines()[0]
 
 
 def test_runs_of_a_run_names_the_command_that_shows_it(script_run, monkeypatch, capsys):
@@ -712,9 +744,64 @@ def test_the_setup_of_a_run_has_the_choices_of_its_plan_and_local_changes(tmp_pa
         "GPUs": "none",
         "commit": "abc with changes",
         "num_steps": 200,
-        "precision": "bf16",
+        "precision": "bf16 (auto)",
     }
-    assert read_about(run)["setup"] == setup
+    shown = read_about(run)["setup"]
+    assert setup.items() <= shown.items() and {*shown.values()} - {*setup.values()} == {"auto", "0.02 (auto)"}
+
+
+def test_a_setting_that_one_run_sets_and_paceline_chooses_in_another_has_the_value_in_both(tmp_path):
+    plan = {"device_batch_size": 8, "shard": "optimizer", "compile": False, "logits_budget_bytes": 256 << 20}
+    keys = {
+        "a": {"optimizer": "adamw"},
+        "b": {"optimizer": "adamw", "matrix_lr": 0.1, "shard": "optimizer", "grad_clip": 1},
+    }
+    runs = [write_run(tmp_path, name, **config) for name, config in keys.items()]
+    runs[0].plan_json.write_text(json.dumps(plan))
+    runs[1].plan_json.write_text(json.dumps({**plan, "device_batch_size": 4, "logits_budget_bytes": 512 << 20}))
+    rows = {name: values for name, *values in differing_settings(*(run.path for run in runs))}
+    assert rows == {
+        "matrix_lr": ["0.002 (auto)", "0.1"],
+        "grad_clip": ["auto", "1"],
+        "device_batch_size": ["8 (auto)", "4 (auto)"],
+        "logits_mib": ["256 (auto)", "512 (auto)"],
+    }
+    assert {name: row.matrix_lr for name, row in ALGORITHMS.items()} == MATRIX_LR
+
+
+@pytest.mark.parametrize(
+    ("launches", "ranks", "rows"),
+    [
+        ([(2, None, 0), (1, None, 200)], "2, 1 from step 200", "8 (auto)"),
+        ([(2, None, 0), (2, None, 200)], "2", "8 (auto)"),
+        ([(2, 4, 0), (1, None, 200)], "2, 1 from step 200", "4, 8 (auto) from step 200"),
+        ([(2, 4, 0), (1, None, 100), (2, None, 50)], "2", "4, 8 (auto) from step 50"),
+    ],
+)
+def test_ranks_and_micro_batches_that_a_resume_changed_have_all_their_values(tmp_path, launches, ranks, rows):
+    run = write_run(tmp_path, "a")
+    run.plan_json.write_text(json.dumps({"device_batch_size": 8, "grad_accum_steps": 1}))
+    run.events.unlink()
+    for number, (world_size, device_batch_size, step) in enumerate(launches, start=1):
+        append_event(run, "launch", config={"name": "a", "device_batch_size": device_batch_size})
+        append_event(run, "attempt", attempt=number, world_size=world_size)
+        if step:
+            append_event(run, "resumed", step=step)
+    setup = read_about(run)["setup"]
+    assert (setup["ranks"], setup["device_batch_size"], setup["grad_accum_steps"]) == (ranks, rows, 1)
+
+
+def test_a_micro_batch_that_was_made_smaller_after_an_error_has_both_values(tmp_path):
+    run = write_run(tmp_path, "a", device_batch_size=8)
+    run.plan_json.write_text(json.dumps({"device_batch_size": 4, "grad_accum_steps": 2}))
+    run.events.unlink()
+    append_event(run, "launch", config={"name": "a", "device_batch_size": 8})
+    append_event(run, "attempt", attempt=1, world_size=2)
+    append_event(run, "plan_changed", world_size=2, device_batch_size=4, grad_accum_steps=2)
+    append_event(run, "attempt", attempt=2, world_size=2)
+    append_event(run, "resumed", step=30)
+    setup = read_about(run)["setup"]
+    assert (setup["ranks"], setup["device_batch_size"]) == ("2", "8, 4 from step 30")
 
 
 def test_a_setting_that_a_resume_changed_is_reported_with_all_its_values(tmp_path):
@@ -737,7 +824,7 @@ def test_a_setting_that_a_resume_changed_is_reported_with_all_its_values(tmp_pat
     assert rows == {
         "matrix_lr": ["0.1, 0.05 from step 100", "0.1"],
         "num_steps": ["100, 200 from step 100", "200"],
-        "compile": ["auto, false from step 100", "n/a"],
+        "compile": ["auto, false from step 100", "auto"],
     }
     run, third = runs[0], {**second, "matrix_lr": 0.02}
     append_event(run, "set_aside", step=80, checkpoints=["step_000100.aside"], text="going back to step 80")

@@ -25,8 +25,8 @@ class ComparePage {
     highlightFrom(this.names, this.board.view);
     this.key = (key) => this.board.key(key);
     this.redraw = () => this.board.redraw();
-    this.figures = el('div.scroll');
-    this.differences = el('div.scroll');
+    this.figures = el('div.scroll.snaps');
+    this.differences = el('div.scroll.snaps');
     const panel = (id, title, body) => el('section', { id, class: 'panel' }, el('h2', title), body);
     this.node = el(
       'div.page',
@@ -77,6 +77,12 @@ class ComparePage {
     };
     const rowsOf = (name) => {
       const cells = figures.map((byName) => byName.get(name));
+      const places = new Set(cells.filter(Boolean).map(({ at }) => at));
+      if (!places.has(undefined)) {
+        const textOf = ({ at, text }) => (places.size > 1 ? `${text} at step ${at}` : text);
+        const results = cells.map((figure) => figure && { ...figure, text: textOf(figure) });
+        return [row(places.size > 1 ? name : `${name} at step ${[...places]}`, results, 'less')];
+      }
       if (name in UNEQUAL) return unequal.includes(name) ? [row([name, span('mark', ' ▲')], cells)] : [];
       const better = name === 'val_bpb' && unequal.length ? null : cells.find(Boolean).better;
       const curves = known.map(({ run }) => run.curves.series[name]);
@@ -106,10 +112,12 @@ class ComparePage {
   drawDifferences() {
     // what the plan chose stands in place of what the config left open
     const settings = this.runs.map(({ about }) => ({ ...about.config, ...about.setup }));
+    const valueOf = (values, key) => written(values[key]).replace(/ \(auto\)$/, ''); // the same value, set or chosen
     const keys = [...new Set(settings.flatMap(Object.keys))].filter(
-      (key) => key !== 'name' && new Set(settings.map((values) => written(values[key]))).size > 1,
+      (key) => key !== 'name' && new Set(settings.map((values) => valueOf(values, key))).size > 1,
     );
-    const rows = keys.map((key) => [key, ...settings.map((values) => wrapped(written(values[key])))]);
+    const breakable = (key) => key.split(/(?=_)/).flatMap((word) => [word, el('wbr')]);
+    const rows = keys.map((key) => [el('span', breakable(key)), ...settings.map((values) => wrapped(written(values[key])))]);
     const none = p('faint', 'None: only the names of the runs differ.');
     this.differences.replaceChildren(rows.length ? table('figures', this.heads(this.runs), rows) : none);
   }

@@ -122,7 +122,17 @@ function drawFacts(facts) {
 }
 
 function drawSamples(samples) {
-  const sample = ({ name, text }, index) => el('details', { open: index === 0 }, el('summary', name), el('pre', text));
+  const parts = ({ prompt, text }) =>
+    prompt && text.startsWith(prompt)
+      ? [
+          p('faint', 'held-out text'),
+          el('pre.muted', prompt),
+          p('faint', 'continued by the model'),
+          el('pre.written', text.slice(prompt.length)),
+        ]
+      : el('pre', text);
+  const sample = (written, index) =>
+    el('details', { open: index === 0 }, el('summary', written.name), parts(written));
   return el('div.samples', samples.map(sample));
 }
 

@@ -9,10 +9,12 @@ const COLUMNS = {
   val_bpb: 'val_bpb',
   eval_tokens: 'eval_tokens', // these two are shown where the runs differ in them
   eval_text: 'eval_text',
+  eval: 'eval', // the newest result of paceline eval, where a run has one
+  eval_of: 'eval of',
   tok_per_sec: 'tok/s',
   time: 'last activity',
 };
-const RISING = ['name', 'state', 'loss', 'val_bpb']; // the columns whose first click puts the smallest value on top
+const RISING = ['name', 'state', 'loss', 'val_bpb', 'eval']; // the columns whose first click puts the smallest value on top
 
 class RunsPage {
   constructor(onCompare) {
@@ -42,7 +44,8 @@ class RunsPage {
     this.names = names;
     this.groups.hidden = !runs.some(({ group }) => group);
     const textsOf = (name) => new Set(runs.map(({ texts }) => texts[name]).filter((text) => text !== NA));
-    this.columns = Object.keys(COLUMNS).filter((name) => !(name in UNEQUAL) || textsOf(name).size > 1);
+    const least = { eval: 0, eval_of: 1, eval_tokens: 1, eval_text: 1 }; // texts that a column is left out for
+    this.columns = Object.keys(COLUMNS).filter((name) => !(name in least) || textsOf(name).size > least[name]);
     this.find();
   }
 
@@ -66,7 +69,12 @@ class RunsPage {
   // Returns the runs in the order of the chosen column; what is not known comes last.
   sorted(runs) {
     const { name, isRising } = this.sort;
-    const values = new Map(runs.map((run) => [run, name === 'time' ? run.texts.time : run[name]]));
+    const valueOf = {
+      time: ({ texts }) => texts.time,
+      eval: (run) => run.eval?.val_bpb,
+      eval_of: ({ texts }) => (texts.eval_of === NA ? null : texts.eval_of),
+    }[name] ?? ((run) => run[name]);
+    const values = new Map(runs.map((run) => [run, valueOf(run)]));
     const isKnown = (value) => value !== null && value !== undefined;
     const order = (a, b) => (typeof a === 'string' ? a.localeCompare(b, 'en', { numeric: true }) : a - b);
     return runs.toSorted((one, other) => {
@@ -172,7 +180,9 @@ class RunsPage {
 
   // Returns the cells between the steps and the time. The one of the figure, with its name, is what a phone shows of them.
   cells(texts) {
-    const figure = [undefined, NA].includes(texts.val_bpb) ? 'loss' : 'val_bpb';
+    const isKnown = (name) => ![undefined, NA].includes(texts[name]);
+    const names = this.sort.name === 'eval' ? ['eval', 'val_bpb'] : ['val_bpb'];
+    const figure = names.find(isKnown) ?? 'loss';
     const kind = (column) => (column === figure ? 'td.figure' : 'td');
     return this.columns.slice(3, -1).map((column) => el(kind(column), { 'data-name': column }, texts[column]));
   }

@@ -20,7 +20,8 @@ from paceline.run_options import RunsOptions
 from paceline.rundir import RunDir
 from paceline.terminal import cells, cut, pad, terminal_width, without_middle
 from paceline.units import format_count
-from paceline.watch.about import evaluations_by_title, read_about, read_evaluations, short_texts
+from paceline.watch.about import evaluations_by_title, format_evaluation, read_about, read_evaluations, short_texts
+from paceline.watch.events import AUTO, format_setting
 from paceline.watch.measures import METRICS, format_figure, format_measure, format_time
 from paceline.watch.snapshot import LIVE, Evaluation, Snapshot, State, finite
 from paceline.watch.status import RunStatus, format_run, format_steps, lost_runs, open_reader, run_json, run_status
@@ -35,10 +36,13 @@ STYLES = ("blue", "orange")  # of the two runs
 MAX_NAME = 40  # columns of a run's name above its settings
 MIN_NAME, MIN_NOTE = 20, 12  # columns of a name and of a note in the list of runs
 HEAD = (
-    "run", "state", "step", "loss", "val_bpb", "eval_tokens", "eval_text", "tok/s", "last activity (UTC)", "tags",
+    "run", "state", "step", "loss", "val_bpb", "eval_tokens", "eval_text", "eval", "eval of", "tok/s",
+    "last activity (UTC)", "tags",
 )  # fmt: skip
 # in the order in which a narrow list leaves them out
-NARROW_WITHOUT = ("last activity (UTC)", "tok/s", "eval_text", "eval_tokens", "tags")
+NARROW_WITHOUT = ("last activity (UTC)", "tok/s", "eval_text", "eval of", "eval_tokens", "tags")
+RARE = ("eval_tokens", "eval_text", "eval of")  # columns that are shown where the runs differ in them
+LEFT = ("run", "state", "eval_text", "eval of", "tags")  # columns of texts
 SIGNS = {"step": -1, "tok_per_sec": -1}  # of what a list begins with the largest of
 NUM_HEADINGS = 2  # lines above the first run
 Setting = tuple[str, ...]  # name, and its value in each run
@@ -157,7 +161,8 @@ def list_runs(runs: Sequence[RunStatus], options: RunsOptions, *, width: int | N
     """Returns those of the runs, the latest first, that the options ask for, in their order; runs without a value are last."""
 
     def place(run: RunStatus) -> tuple[bool, bool, Any]:
-        value = getattr(run, options.sort)
+        value: Any = getattr(run, options.sort)
+        value = value.val_bpb if isinstance(value, Evaluation) else value
         is_other = options.sort == "loss" and run.command is not None  # a script's loss is of another kind
         if value is None or value != value:  # NaN
             return True, is_other, 0
@@ -184,11 +189,12 @@ def list_runs(runs: Sequence[RunStatus], options: RunsOptions, *, width: int | N
 
 
 def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
-    """Returns the list of runs as a table, with eval_tokens and eval_text where the runs differ in them.
+    """Returns the list of runs as a table, with the columns RARE where the runs differ in them, and `eval` where one has a result.
 
     width: the terminal's; None: unlimited. Where the table is wider, it leaves out as few of NARROW_WITHOUT as make it fit.
     """
     shortened = short_texts(run.eval_text for run in runs if run.eval_text)
+    titles = short_texts(run.eval.title for run in runs if run.eval)
     rows = [
         (
             strip_escapes(run.name),
@@ -198,6 +204,8 @@ def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
             format_figure("val_bpb", run.val_bpb),
             f"{run.eval_tokens:,}" if run.eval_tokens and run.val_bpb else "n/a",
             strip_escapes(shortened[run.eval_text]) if run.eval_text and run.val_bpb else "n/a",
+            format_evaluation(run.eval, step=run.step),
+            strip_escapes(titles[run.eval.title]) if run.eval else "n/a",
             "n/a" if run.tok_per_sec is None else format_count(run.tok_per_sec),
             format_time(run.time or "n/a"),
             " ".join(run.tags),
@@ -205,8 +213,9 @@ def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
         for run in runs
     ]
     columns = {name: values for name, *values in zip(HEAD, *rows, strict=True)}
-    shown = {name: len({*columns[name]} - {"n/a"}) > 1 for name in ("eval_tokens", "eval_text")}
-    columns = {name: values for name, values in columns.items() if shown.get(name, name != "tags" or any(values))}
+    shown = {name: len({*columns[name]} - {"n/a"}) > 1 for name in RARE}
+    shown |= {"eval": any(run.eval for run in runs), "tags": any(columns["tags"])}
+    columns = {name: values for name, values in columns.items() if shown.get(name, True)}
     if width is not None:
         all_columns, least_room = columns, min(MIN_NAME, width_of_column("run", columns["run"]))
         for left_out in chain.from_iterable(
@@ -219,10 +228,7 @@ def format_runs(runs: Sequence[RunStatus], *, width: int | None = None) -> str:
         short = [without_middle(name, room) for name in names]
         columns["run"] = [n if short.count(s) > names.count(n) else s for n, s in zip(names, short, strict=True)]
     padded = [
-        [
-            pad(cell, width_of_column(name, values), right=name not in ("run", "state", "eval_text", "tags"))
-            for cell in (name, *values)
-        ]
+        [pad(cell, width_of_column(name, values), right=name not in LEFT) for cell in (name, *values)]
         for name, values in columns.items()
     ]
     lines = ["  ".join(row) for row in zip(*padded, strict=True)]
@@ -278,10 +284,18 @@ def table_lines(rows: Sequence[Setting]) -> list[str]:
 
 
 def compared_evaluations(*results: Sequence[Evaluation]) -> list[Setting]:
-    """Returns a row for each text that `paceline eval` has measured one of the runs on, with the last result of each run."""
-    runs = list(map(evaluations_by_title, results))
-    titles = sorted(set().union(*runs))
-    return [(title, *(run.get(title, ("n/a",))[0] for run in runs)) for title in titles]
+    """Returns a row for each text that `paceline eval` has measured one of the runs on, with the last result of each run.
+
+    The step of the checkpoint stands behind the text where it is the same for all, else behind each result.
+    """
+    runs, rows = list(map(evaluations_by_title, results)), list[Setting]()
+    for title in sorted(set().union(*runs)):
+        row = [run.get(title) for run in runs]
+        steps = [f" at step {result.step:,}" if result else "" for result in row]
+        (shared,) = shown if len(shown := {*steps} - {""}) == 1 else [""]
+        bpbs = [format_figure("val_bpb", result.val_bpb) if result else "n/a" for result in row]
+        rows.append((title + shared, *(bpb + ("" if shared else step) for bpb, step in zip(bpbs, steps, strict=True))))
+    return rows
 
 
 def differing_settings(*paths: Path) -> list[Setting]:
@@ -299,8 +313,8 @@ def differing_settings(*paths: Path) -> list[Setting]:
     names = dict.fromkeys(name for settings in runs for name in settings if name != "name")
     if 0 < len(with_command) < len(runs):
         names = {name: None for name in names if name == "command" or all(name in settings for settings in runs)}
-    rows = [(name, *(str(settings.get(name, "n/a")) for settings in runs)) for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    rows = [(name, *(format_setting(settings.get(name, "n/a")) for settings in runs)) for name in names]
+    return [row for row in rows if len({value.removesuffix(f" ({AUTO})") for value in row[1:]}) > 1]
 
 
 def options_of(command: Sequence[str]) -> list[str]:

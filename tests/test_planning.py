@@ -444,7 +444,9 @@ def test_a_plan_says_how_often_a_text_is_read_that_is_not_prepared(capsys, tmp_p
     remark = "epochs of the text: more than about four improve the model little"
     text = plan(capsys, *books, "--time", "12h")
     depth = re.match(r"advice  depth (\d+) for ", text)[1]
-    assert re.search(rf"\ntext    about \d,\d00 {remark}\.\n +Use about [\d.]+ GiB of text, or a smaller model ", text)
+    assert re.search(
+        r"\ntext    about \d,\d00 epochs of the text: use about [\d.]+ GiB of text, or a smaller model ", text
+    )
     assert re.search(rf"\nlength  .* tokens, about \d,\d00 {remark}\n", text)
     assert " remain, " not in text and f" --depth {depth} --total-batch-size auto --num-steps " in text
     assert "epochs of the text" not in plan(capsys, *TWO, "--num-steps", "1", "--data", "hf:someone/books")

@@ -35,7 +35,7 @@ from paceline.data.readers import (
 )
 from paceline.errors import PacelineError, UnreadableFile, expand_home
 from paceline.hub import PREFIX, is_saved_dataset, parse_source
-from paceline.units import BYTES_PER_TOKEN, format_list, format_number_of
+from paceline.units import format_list, format_number_of
 
 META = "meta.json"  # in the folder of a prepared text
 Progress = Callable[[str, float, float], None]  # label of the work, amount done, in all (0: unknown)
@@ -49,7 +49,6 @@ TARGET_PARTS = 64  # of a source that is one long file, so that some can be held
 HELD_OUT_ONE_IN = 50
 SMALL_CORPUS_BYTES, SMALL_HELD_OUT_ONE_IN = 4 << 20, 10  # under 4 MiB, 2 percent is too little text to measure on
 
-TEXT_PER_BYTE = {"gz": 3.0, "parquet": 2.5}  # of files that are compressed, as a rule
 HUB_BYTES = 64 << 20  # assumed for a dataset of the hub: its size is not known before it is downloaded
 SCAN_AFTER_ERROR_BYTES = 256 << 20  # read at most to find the other broken files
 MAX_BROKEN_NAMED = 10  # of them
@@ -166,15 +165,6 @@ def read_corpus(
                 raise UnreadableFile(error.message + also, fix=fix.for_files(patterns)) from error
             raise UnreadableFile(error.message + also, fix=error.fix) from error
         done += file.num_bytes
-
-
-def tokens_of_sizes(files: list[SourceFile]) -> int:
-    """Estimates the tokens to train on from the sizes of the files; 0 for a dataset of the hub, whose size is not known."""
-    to_train_on = [file for file in files if not file.is_held_out]
-    if any(file.stamp == "hub" for file in to_train_on):
-        return 0
-    sizes = (file.num_bytes * TEXT_PER_BYTE.get(file.path.lower().rpartition(".")[2], 1.0) for file in to_train_on)
-    return int(sum(sizes) / BYTES_PER_TOKEN)
 
 
 def part_bytes_of(files: list[SourceFile]) -> int:

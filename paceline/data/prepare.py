@@ -16,7 +16,6 @@ map the shards, are imported when they are needed.
 
 import hashlib
 import json
-import math
 import re
 import shlex
 import sys
@@ -28,13 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from paceline.config import Config, cache_dir
-from paceline.data.corpus import META, Progress, list_files, tokens_of_sizes
+from paceline.data.corpus import META, Progress, list_files
 from paceline.data.readers import SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file, tokenizer_vocab_size
 from paceline.errors import PacelineError, expand_home
 from paceline.rundir import RunDir, write_atomic
 from paceline.typed_fields import find_training_run, read_run_file
-from paceline.units import format_bytes, format_duration, format_list, format_number_of, format_percent
+from paceline.units import BYTES_PER_TOKEN, format_bytes, format_duration, format_list, format_number_of, format_percent
 
 if TYPE_CHECKING:
     from paceline.data.dataset import TokenSplit
@@ -200,19 +199,10 @@ def known_sizes(config: Config, *, set_keys: Collection[str] = ()) -> TextSizes:
 
 
 def about_tokens(config: Config) -> int:
-    """Estimates the tokens to train on: by the nearest vocabulary that the same text is prepared for, else by its bytes."""
-    folder, known = expand_home(cache_dir(config)) / "data", dict[float, int]()
+    """Estimates the tokens to train on by the sizes of the text's files."""
     with suppress(PacelineError):
         files = list_files(config.data, val_source=config.val_data, text_field=config.text_field)
-        name_of = partial(dataset_path, files, cache_dir=cache_dir(config))
-        for path in folder.glob(f"*/{META}"):
-            with suppress(OSError, ValueError, LookupError, TypeError):  # damaged
-                meta = json.loads(path.read_bytes())
-                trained, ratio = meta["requested_vocab_size"], meta["vocab_size"] / config.vocab_size
-                digest, is_alike = None if trained else meta["tokenizer_hash"], meta["num_files"] == len(files)
-                if is_alike and path.parent == name_of(tokenizer_hash=digest, vocab_size=trained):
-                    known[abs(math.log(ratio))] = meta["splits"]["train"]["num_tokens"]
-        return known[min(known)] if known else tokens_of_sizes(files)
+        return int(sum(file.text_bytes for file in files if not file.is_held_out) / BYTES_PER_TOKEN)
     return 0
 
 

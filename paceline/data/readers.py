@@ -25,6 +25,7 @@ from paceline.errors import FileFix, UnreadableFile
 from paceline.hub import is_saved_dataset, load_split, missing_extra
 
 TEXT_FIELD = "text"
+TEXT_PER_BYTE = {"gz": 3.0, "parquet": 2.5}  # of files that are compressed, as a rule
 # names of a field that is the text where it is the only one of strings; under other names that may be an id, a hash or a label
 TEXT_NAMES = re.compile(
     r"(?i)(raw_|page_|text_)?(text|contents?)|source_code|body|document|article|story|abstract|essay|lyrics|markdown"
@@ -86,6 +87,12 @@ class SourceFile:
     split: str = ""  # of a dataset
     text_field: str | None = None  # of its records; None: TEXT_FIELD, or the one that is found
     is_held_out: bool = False  # a text for validation
+
+    @property
+    def text_bytes(self) -> float:
+        """About how many bytes of text it has; 0 for a dataset of the hub, whose size is not known."""
+        ending = self.path.lower().rpartition(".")[2]
+        return 0 if self.stamp == "hub" else self.num_bytes * TEXT_PER_BYTE.get(ending, 1.0)
 
 
 @dataclass(frozen=True)

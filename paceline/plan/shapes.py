@@ -192,9 +192,9 @@ def text_remark(model: ModelConfig, num_tokens: int, *, tokens_per_param: float,
     models = (model_of_depth(model, depth) for depth in range(1, model.n_layer))
     lengths = [horizon_tokens(smaller, tokens_per_param=tokens_per_param) for smaller in models]
     depth = sum(length <= GOOD_EPOCHS * text_tokens for length in lengths)
-    smaller = f"--depth {depth}" if depth else f"paceline train tiny --epochs {GOOD_EPOCHS}"
-    remark = f"{format_epochs(epochs, is_estimate=True)}.\n        Use about {enough} of text"
-    return f"text    {remark}, or a smaller model and fewer steps: {smaller}"
+    smaller = f"--depth {depth}" if depth else f"the config tiny with --epochs {GOOD_EPOCHS}"
+    shown = format_epochs(epochs, is_estimate=True).partition(":")[0]
+    return f"text    {shown}: use about {enough} of text, or a smaller model and fewer steps: {smaller}"
 
 
 def steps_of_time(time_s: float, *, step_s: float, eval_s: float | None = None, eval_every: int = 0) -> int:

@@ -261,9 +261,14 @@ def check_unfinished(run: RunDir, num_steps: int, *, planned: int, step: int | N
     """Raises PacelineError where the run has done all these steps. planned: its steps so far. step: to go on from, if not last."""
     events = (event for event in read_json_lines(run.events) if event.get("event") != "submitted")
     is_finished = end_state(events) == "finished"
+    if step is not None:
+        if step >= num_steps:
+            fix = f"{resume_command(run)} --step {step} --num-steps {2 * step}"
+            raise PacelineError(f"step {step:,} of {run.name} is not before the end, num_steps {num_steps:,}", fix=fix)
+        return
     if not is_finished and num_steps >= planned:  # one that broke at its last step still has to end
         return
-    if (step := last_good_step(run.checkpoints) if step is None else step) >= num_steps:
+    if (step := last_good_step(run.checkpoints)) >= num_steps:
         longer, text = (
             (f" --num-steps {2 * step}", "extends it") if is_finished else ("", f"trains to step {planned:,}")
         )

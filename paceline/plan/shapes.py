@@ -192,9 +192,9 @@ def text_remark(model: ModelConfig, num_tokens: int, *, tokens_per_param: float,
     models = (model_of_depth(model, depth) for depth in range(1, model.n_layer))
     lengths = [horizon_tokens(smaller, tokens_per_param=tokens_per_param) for smaller in models]
     depth = sum(length <= GOOD_EPOCHS * text_tokens for length in lengths)
-    smaller = f"--depth {depth}" if depth else f"the config tiny with --epochs {GOOD_EPOCHS}"
+    smaller = f"a model of depth {depth} at most" if depth else "the config tiny"
     shown = format_epochs(epochs, is_estimate=True).partition(":")[0]
-    return f"text    {shown}: use about {enough} of text, or a smaller model and fewer steps: {smaller}"
+    return f"text    {shown}: use about {enough} of text, or {smaller}, and train it for {GOOD_EPOCHS} epochs"
 
 
 def steps_of_time(time_s: float, *, step_s: float, eval_s: float | None = None, eval_every: int = 0) -> int:

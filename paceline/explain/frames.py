@@ -105,6 +105,8 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         "cuda-forked", 0.92, r"RuntimeError: CUDA error: initialization error",
         r"\butils[/\\]data[/\\]_utils[/\\]worker\.py",
     ),
+    # of a distributed checkpoint, or the folder of one
+    ("checkpoint-missing-or-perm", 0.9, "IsADirectoryError", r"torch[/\\\\]serialization\.py\", line \d+, in "),
     # a byte that is no command of pickle's format
     ("version-mismatch", 0.7, r"KeyError: \d{1,3}$", r"\bpickle\.py\", line \d+, in load\Z"),
     (  # RANK, WORLD_SIZE or MASTER_PORT

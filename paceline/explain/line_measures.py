@@ -301,7 +301,9 @@ def find_measure(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Matc
 
 def is_setting(text: str) -> bool:
     """Whether a line is a setting, or holds many."""
-    return text.count("True") + text.count("False") >= MIN_FLAGS or SETTING.fullmatch(text) is not None
+    return ("({" in text and text.count("True") + text.count("False") >= MIN_FLAGS) or SETTING.fullmatch(
+        text
+    ) is not None
 
 
 def is_held_out(match: re.Match[str]) -> bool:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from paceline.explain.explanation import LogProgress, Record
-from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.progress import LossPoint, ProgressLine, ProgressTracker, store
 from paceline.explain.run_bounds import RunBounds
 
@@ -29,8 +28,7 @@ SERVED = re.compile(  # a request that was answered, vLLM's report of such, what
 UNNAMED_NAN = re.compile(r"(?:^|[,;(\[]\s*|[\d)\]]:?\s+)tensor\(nan(?=[\s,;)\]]|$)")
 NUMBER = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
 UNNAMED, MIN_UNNAMED = "a value without a name", 5
-# the results of an evaluation: copypaste: nan,nan,nan, or MAE=nan
-NAN_RESULTS = re.compile(rf"(?i).*(?:[:=] *nan(?:\s*[,|/]\s*nan)+|\b(?P<name>{ERROR_NAME}|loss)['\"]?\s*[:=]\s*nan)\W*")
+NAN_RESULTS = re.compile(r"(?i).*[:=] *nan(?:\s*[,|/]\s*nan)+\W*")  # of an evaluation: copypaste: nan,nan,nan
 # a row of nothing but numbers behind a counter; columns that become NaN in the same row, as one alone may where it is not computed
 ROW, MIN_LOST = re.compile(r"\s*\d+(?:[\s,;|]+(?:[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan))+\s*"), 2
 CELL = re.compile(r"[^\s,;|]+")
@@ -243,10 +241,9 @@ class OpenRun:
         progress = self.progress.progress(tail[-1][0] if tail else None)
         has_measures = self.progress.held_out or self.progress.scores or self.progress.rewards
         if progress.nan_line is None and progress.last_loss is None and not has_measures:
-            results = NAN_RESULTS.fullmatch(tail[-1][1]) if tail else None
-            number = find_unnamed_nan(tail) or self.rows.nan_line or (tail[-1][0] if results else None)
-            measure = (results and results["name"]) or UNNAMED
-            progress = replace(progress, nan_line=number, nan_measure=measure) if number else progress
+            last = next((number for number, text in tail[-1:] if NAN_RESULTS.fullmatch(text)), None)
+            number = find_unnamed_nan(tail) or self.rows.nan_line or last
+            progress = replace(progress, nan_line=number, nan_measure=UNNAMED) if number else progress
         if tail and PROMPT.search(tail[-1][1]):
             progress = replace(progress, finished=False, done_line=None)
         records = tuple(record for record in (*self.first, *self.last) if behind is None or record.line < behind)

@@ -114,13 +114,13 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     guesses = [*find_guesses(losses, evaluations, scores)]
     if not parts and not any(OF_GAN.search(text) for log in logs for _, text in log.last_lines):
         trained = [point.value for point in points["losses"] if point.name != "eval_loss"]
-        guesses += find_half(losses, trained, points["accuracies"])
+        guesses += find_half(losses, trained, points["accuracies"]) if not evaluations else ()
     findings = [
         *(rise for item in rising for rise in curve_verdict.find_rises([item], least_rise(item, evaluations))),
         *(find_steady_rises(rising, evaluations) if not parts else ()),
         *find_explosions(parts),
         *still,
-        *curve_verdict.find_unlearned(losses, losses if zero_reason(logs) else held_out),
+        *curve_verdict.find_unlearned(losses, held_out),
         *find_chance(losses, held_out),
         *guesses,
         *find_zeros(losses, ZEROS, cause=NAN if has_nan else STANDS_STILL),
@@ -326,7 +326,7 @@ def find_turns(
     """Validation losses that turn up or end far above the lowest, unless that of training rises too or neither of them moves."""
     curves = [item for item in held_out if not curve_verdict.is_learned(item)]
     far = (item for item in curves if len(item.values) >= MIN_POINTS)
-    far = (item for item in far if min(item.values[-SPIKE:]) > FAR_ABOVE * min(item.values) > 0)
+    far = (item for item in far if min(item.values[-SPIKE:]) > FAR_ABOVE * sorted(item.values)[SPIKE - 1] > 0)
     lowest = (CurveFinding(OVERFITS, item, item.values.index(min(item.values))) for item in far)
     for finding in (*curve_verdict.find_overfitting(curves, scores), *lowest):
         share, values = finding.at / len(finding.series.values), finding.series.values

@@ -122,7 +122,6 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         shape = shape_of(record.text)
         is_end = ended_program(record) or ENDS.search(record.text)
         continued = run_continued(record, log, continuation) or (survived[shape] >= 2 and not is_end)
-        continued = continued or (survived[shape] >= 1 and is_behind_steps(record, log))
         survived[shape] += continued
         # launchers write exits and signals as warnings too
         factor = WARNING if is_line and WARNING_LINE.search(record.text) else WEIGHTS.get(record.kind, ERROR_LINE)
@@ -132,7 +131,13 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         is_banner = record.kind == "banner" or bool(STOPPED.search(record.text))
         from_launcher = is_banner or was_stopped or was_cancelled
         if stopped and pid is not None and not was_stopped and TERMINATED.search(record.text):
-            matches = [(replace(causes["preempted-sigterm"], follows=False), TERMINATED_WEIGHT / factor, {})]
+            matches = [
+                (
+                    replace(causes["preempted-sigterm"], follows=[*causes.keys() - {PEER_DIED}]),
+                    TERMINATED_WEIGHT / factor,
+                    {},
+                )
+            ]
         for cause, weight, values in matches:
             was_harmless = continued and not cause.silent
             score = weight * factor * (CONTINUED if was_harmless else 1.0)
@@ -221,21 +226,11 @@ def as_ended(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
     What follows such a one was in a buffer, as Python writes a file's lines late and tracebacks at once, or is little else. Before
     many lines, or before a run that finished, it was an earlier run's.
     """
-    firsts = {(event.place[0], event.record.text): event.record for event in reversed(events)}
-    shown = [
-        event
-        for event in events
-        if firsts[event.place[0], event.record.text].line < event.record.line
-        and is_behind_steps(event.record, logs[event.place[0]])
-    ]
     return [
         as_fatal(event)
         for event in events
         for log in [logs[event.place[0]]]
-        if event.run_continued
-        and event not in shown
-        and is_near_end(event.record, log)
-        and not is_caught(event.record, log)
+        if event.run_continued and is_near_end(event.record, log) and not is_caught(event.record, log)
         if ended_program(event.record) or is_forwarded(event.record, log)
     ]
 
@@ -243,12 +238,6 @@ def as_ended(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
 def as_fatal(event: Event) -> Event:
     """The event as one after which its run did not go on."""
     return replace(event, run_continued=False, score=event.score / CONTINUED) if event.run_continued else event
-
-
-def is_behind_steps(record: Record, log: Log) -> bool:
-    """Whether the work goes on behind a text that came before and is done, with steps that never begin again: it is a sample."""
-    steps = [step for _, _, step in log.last_progress if step is not None]
-    return record.line < min(log.progress.done_line or 0, log.last_progress_line) and steps == sorted(steps)
 
 
 def is_forwarded(record: Record, log: Log) -> bool:

@@ -142,7 +142,9 @@ IDLE_EPOCH = re.compile(
     r"|(?:num_)?(?:batches|steps)(?:: ?|=| )0)\W*$"
 )
 NO_ITEMS = re.compile(r"(?i)(?<![\d.,])\b0 train(?:ing)? (?:clients|samples|examples|images|sequences|files|batches)\b")
-LAST_COUNTS = re.compile(r"\W*[A-Za-z]\w*s\W{1,3}\d\d+\s+[A-Za-z]\w*s\W{1,3}0\W*")  # labels: 4071, predictions: 0
+LAST_COUNTS = re.compile(  # labels: 4071, predictions: 0
+    r"(?i)\W*[a-z]\w*s\W{1,3}\d\d+\s+(?:predictions|samples|examples|images|sequences|documents|batches|records|rows)\W{1,3}0\W*"
+)
 EPOCH_END = re.compile(r"(?i)\bepoch\b.*(?:\b(?:batches|steps)\b|\b(?:end|ended|done|finished|completed?)\b)")
 MIN_IDLE, MAX_UNDECODED = 2, 0.01  # epochs; of the characters at the end of a log: a model's answer may break one
 NO_RESULT = re.compile(r"(?i)\b(?:core|dump|config\w*|log|settings)\b")  # what was written at the start, or by a crash
@@ -367,8 +369,10 @@ def idle_epochs(logs: Sequence[Log]) -> tuple[Evidence, ...]:
 
 
 def missing_items(logs: Sequence[Log]) -> tuple[Evidence, ...]:
-    """The lines at the ends of logs without a step that count nothing to train on, or nothing behind many other items."""
-    ends = [] if any(log.progress.steps for log in logs) else [log.last_lines for log in logs]
+    """The lines at the ends of logs without a step or a result that count nothing to train on, or nothing behind many others."""
+    ends = (
+        [] if any(log.progress.steps for log in logs) else [log.last_lines for log in logs if not final_result([log])]
+    )
     return tuple(
         Evidence(number, shorten(text))
         for end in ends

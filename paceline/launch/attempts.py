@@ -39,7 +39,7 @@ from paceline.watch.run_reader import RunReader
 from paceline.watch.summary import goodput_line
 
 POLL_S = 0.05
-EVENT_BYTES = 64 << 10  # reserved, so that the events of an end fit on a full disk
+EVENT_BYTES = 16 << 10  # reserved, so that the events of an end fit on a full disk
 JOB_OVER = "job-over"
 TRACEBACK_LINES = 40
 LOG_LINES = 10  # shown of a rank that left no traceback

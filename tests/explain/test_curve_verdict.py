@@ -1358,14 +1358,6 @@ def test_the_loss_of_a_larger_resolution_begins_higher():
     assert explain([(falls + rises).encode()]).cause == "loss-diverged"
 
 
-@with_rows("rate, cause", [("0.0", "loss-stands-still"), ("2e-05", "healthy")])
-def test_a_loss_that_never_falls_has_not_converged_where_the_learning_rate_is_0(rate, cause):
-    line = "{{'loss': {:.4f}, 'grad_norm': 1.2, 'learning_rate': {}, 'epoch': {:.2f}}}\n"
-    lines = (line.format(2.87 + 0.05 * (n * 7 % 5 - 2), rate, n / 50) for n in range(60))
-    explanation = explain(["".join(lines).encode()])
-    assert explanation.cause == cause and ("learning rate is 0" in explanation.summary) == (rate == "0.0")
-
-
 @with_rows("start, accuracy, cause", [(0, 0, "loss-stands-still"), (3, 0, "healthy"), (0, 1, "healthy")])
 def test_an_accuracy_of_0_in_all_evaluations_is_a_failure_where_no_loss_falls(start, accuracy, cause):
     line = "[{}/5000] Train loss: {:.5f}, Valid loss: {:.5f}, Current_accuracy : {:.3f}\n"

@@ -753,7 +753,7 @@ def test_what_comes_before_any_work_does_not_show_that_a_run_works(text):
 def test_results_that_are_all_nan_at_the_end_of_an_evaluation_are_no_ordinary_output():
     output = "the evaluation has read a part\n" * 9
     results = ("copypaste: nan,nan,nan", "VAL MAE=nan", "copypaste: 3.1,nan,nan", "the cell 'nan' was left out")
-    assert [verdict(f"{output}{end}\n").cause for end in results] == ["loss-nan"] * 2 + ["healthy"] * 2
+    assert [verdict(f"{output}{end}\n").cause for end in results] == ["loss-nan"] + ["healthy"] * 3
     assert verdict(f"{STEPS}copypaste: nan,nan,nan\n").cause == "healthy"
 
 
@@ -2157,20 +2157,6 @@ def test_the_error_that_the_late_rank_alone_logged_is_quoted():
     late = steps + said.format(1) + raised(0, WAIT)
     assert "only rank 1 reports: prefetch thread stopped: ValueError" in verdict(late).summary
     assert "prefetch" not in verdict(late.replace(said.format(1), said.format(0) + said.format(1))).summary
-
-
-def test_a_sample_that_comes_again_between_steps_that_go_on_to_the_end_is_no_failure():
-    texts = (
-        "sample prediction: Segmentation fault (core dumped) when I run mpirun -> label 2\n",
-        'user: it fails\nTraceback (most recent call last):\n  File "main.py", line 3, in <module>\n    x = d["a"]\n'
-        "KeyError: 'a'\nassistant: the key is missing\n",
-    )
-    for text in texts:
-        log = f"{STEPS}{text}" + "".join(f"step {step:05d}/00100 | loss 2.1\n" for step in range(10, 15)) + text
-        done = "step 00015/00100 | loss 2.0\nTraining finished\n"
-        assert verdict(log + done).cause == "healthy"
-        assert verdict(log).cause != "healthy"
-        assert verdict(log + "Training finished\n").cause != "healthy"  # no step follows
 
 
 def test_torchruns_own_signal_in_the_rest_of_its_report_is_no_signal_from_outside():

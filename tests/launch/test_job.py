@@ -358,7 +358,7 @@ def test_a_finished_run_is_extended_past_its_present_step(job_on, monkeypatch):
         check_unfinished(run, 20, planned=20)
     assert "--num-steps 110" in error.value.fix
     check_unfinished(run, 20, planned=20, step=10)
-    with pytest.raises(PacelineError, match="finished at step 20 of 20"):
+    with pytest.raises(PacelineError, match="step 20 of run is not before the end, num_steps 20"):
         check_unfinished(run, 20, planned=20, step=20)
 
 

@@ -173,7 +173,9 @@ def format_epochs(epochs: float | None, *, is_estimate: bool = False) -> str:
         return ""
     digits = 2 if is_estimate else 3
     shown = (
-        f"{epochs:.{digits}g}" if epochs < 100 else f"{round(epochs, (2 - len(str(int(epochs)))) * is_estimate):,.0f}"
+        f"{epochs:.{digits}g}"
+        if round(epochs) < 100
+        else f"{round(epochs, (2 - len(str(int(epochs)))) * is_estimate):,.0f}"
     )
     remark = ": more than about four improve the model little" if epochs > MANY_EPOCHS else ""
     return f"about {shown} epochs of the text{remark}" if is_estimate else f"{shown} epochs{remark}"

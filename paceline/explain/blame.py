@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from paceline.explain.collectives import DESYNC, STATUS, CollectiveHang
 from paceline.explain.explanation import RECORDED, Record
-from paceline.explain.lines import KILLED_LAUNCHER
+from paceline.explain.lines import IGNORABLE, KILLED_LAUNCHER
 from paceline.explain.log import Log
 from paceline.explain.matches import PROGRAM_ENDED, WAITING, Event
 from paceline.explain.reader import BANNER_RANK
@@ -61,7 +61,7 @@ def culprit_rank(
     if world_size(logs) == 1:
         return 0
     same_cause = [other for other in candidates if other.cause.id == event.cause.id]
-    if failed_alike(event, [other.record for other in same_cause], logs):
+    if failed_alike(event, logs):
         return None
     if event.cause.id in WAITING and event.cause.follows is True:  # one that compared what ranks called waits for none
         apart = event.cause.id == DESYNC and hang is None and wait_apart(candidates, logs)
@@ -101,11 +101,15 @@ def culprit_rank(
     return only_silent_rank({other.record.rank for other in candidates if other.cause.follows is True}, logs)
 
 
-def failed_alike(event: Event, same_cause: Sequence[Record], logs: Sequence[Log]) -> bool:
-    """Whether an error that has no rank itself is there once for each rank of the job."""
-    shape = shape_of(event.record.text)
-    lines = {record.line for record in same_cause if record.rank is None and shape_of(record.text) == shape}
-    return event.record.rank is None and len(lines) >= max(2, len(ranks_of_job(logs)))
+def failed_alike(event: Event, logs: Sequence[Log]) -> bool:
+    """Whether an error that has no rank itself is there once for each rank that failed, as a launcher reports, else of the job."""
+    texts = [record.text for log in logs for record in log.records]
+    reports = [match for text in texts if (match := BANNER_RANK.match(text) or FAILED_RANK.search(text))]
+    failed = {int(match[match.lastgroup or 0]) for match in reports} or ranks_of_job(logs)
+    first = event.record.text.partition("\n")[0]
+    alike = [record for log in logs for record in log.records if record.kind == event.record.kind]
+    alike = [record for record in alike if shape_of(record.text.partition("\n")[0]) == shape_of(first)]
+    return all(record.rank is None for record in alike) and len(alike) == len(failed) > 1
 
 
 def wait_apart(candidates: Sequence[Event], logs: Sequence[Log]) -> bool:
@@ -197,8 +201,9 @@ def reports_of_leaving(logs: Sequence[Log], late_rank: int | None) -> list[Recor
 
 
 def own_error(rank: int | None, log: Log) -> list[Record]:
-    """The last line that a rank marks as an error and of which no other rank has the like."""
-    errors = [record for record in log.records if record.kind == "line" and OWN_ERROR.match(record.text)]
+    """The last line that a rank marks as an error and of which no other rank has the like; not one about what it can do without."""
+    lines = [record for record in log.records if record.kind == "line" and OWN_ERROR.match(record.text)]
+    errors = [error for error in lines if not IGNORABLE.search(error.text)]
     shapes = {shape_of(error.text) for error in errors if error.rank != rank}
     return [error for error in errors if rank == error.rank is not None and shape_of(error.text) not in shapes][-1:]
 

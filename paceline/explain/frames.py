@@ -106,8 +106,9 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         r"\butils[/\\]data[/\\]_utils[/\\]worker\.py",
     ),
     # of a distributed checkpoint, or the folder of one
-    ("checkpoint-missing-or-perm", 0.9, "IsADirectoryError", r"torch[/\\\\]serialization\.py\", line \d+, in "),
+    ("checkpoint-missing-or-perm", 0.9, r"IsADirectoryError(?:: .*'(?P<path>.+)')?", r"torch[/\\]serialization\.py\", line"),
     # a byte that is no command of pickle's format
+    ("checkpoint-corrupt", 0.7, r"KeyError: \d{1,3}$", r"(?s)torch[/\\]serialization\.py\".*\bpickle\.py\", line \d+, in load\Z"),
     ("version-mismatch", 0.7, r"KeyError: \d{1,3}$", r"\bpickle\.py\", line \d+, in load\Z"),
     (  # RANK, WORLD_SIZE or MASTER_PORT
         "config-error", 0.9, r"ValueError: (?P<message>invalid literal for int\(\).*)",

@@ -277,7 +277,8 @@ def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:
         if traceback and traceback not in message:
             yield from traceback.splitlines()
     kind, value = first_text(fields, ("exc_type",)), first_text(fields, ("exc", "exc_value", "exc_message"))
-    if kind.isidentifier() and value and not any(map(fields.get, TRACEBACKS)):
+    is_error = EXCEPTION.fullmatch(kind) and not WARNING_LINE.match(level.upper())
+    if is_error and value and not any(map(fields.get, TRACEBACKS)):
         yield f"{kind}: {value}"
     is_whole = "text" in fields and "record" in fields  # loguru's text
     for name in NESTED if depth < MAX_DEPTH and not is_whole else ():

@@ -47,7 +47,7 @@ STOPPED = re.compile(r"(?:Sending process|Unable to shutdown process) (?P<pid>\d
 STOPPED_BEFORE_ROOT = re.compile(r"\s*traceback : Signal 15 \(SIGTERM\)")
 PID = re.compile(r"\b(?:pid:|PID) (?P<pid>\d+)\b")
 TERMINATED = re.compile(r"failed \(exitcode: -15\)")  # a worker, before torchrun's agent stopped others
-TERMINATED_WEIGHT = 0.7
+TERMINATED_WEIGHT = 0.45
 STOP_SIGNAL = re.compile(r"-(?:2|9|15)\b|SIG(?:INT|KILL|TERM)\b")
 # a way back through NCCL's functions, also when its sockets are closed at the end
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
@@ -131,13 +131,8 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         is_banner = record.kind == "banner" or bool(STOPPED.search(record.text))
         from_launcher = is_banner or was_stopped or was_cancelled
         if stopped and pid is not None and not was_stopped and TERMINATED.search(record.text):
-            matches = [
-                (
-                    replace(causes["preempted-sigterm"], follows=[*causes.keys() - {PEER_DIED}]),
-                    TERMINATED_WEIGHT / factor,
-                    {},
-                )
-            ]
+            from_outside = replace(causes["preempted-sigterm"], follows=[*causes.keys() - {PEER_DIED}])
+            matches = [(from_outside, TERMINATED_WEIGHT / factor, {})]
         for cause, weight, values in matches:
             was_harmless = continued and not cause.silent
             score = weight * factor * (CONTINUED if was_harmless else 1.0)

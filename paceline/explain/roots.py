@@ -45,7 +45,7 @@ LEFT_OVER_TEXT = re.compile(  # of a file, a folder, a lock or a port
     r"|\bdatabase is locked\b|\block(?:file)? exists\b"
 )
 # of a collective or of the store, as the rank sees it that did not cause it
-LOST = re.compile(r"gloo/transport/|remote process exited|Connection was likely closed|Dist(?:Network|Backend)Error: ")
+LOST = re.compile(r"gloo/transport/|remote process exited|Connection was likely closed|DistNetworkError: ")
 DDP_CHECK = re.compile(r"DDP expects same model across all ranks|_verify_param_shape_across_processes")
 
 
@@ -222,8 +222,10 @@ def is_consequence(event: Event, others: Sequence[Event]) -> bool:
 
 def can_follow(event: Event, other: Event) -> bool:
     """Whether the event can be a consequence of the other one."""
+    # what fails while a rank handles a lost one
     if LOST.search(other.record.context) or LOST.search(event.record.context):
-        return not LOST.search(other.record.context)  # what fails while a rank handles a lost one
+        needs_none = event.cause.id in OF_ITS_OWN and other.cause.follows is True
+        return not (needs_none or LOST.search(other.record.context))
     is_abort, other_is_abort = (e.cause.id == ABORT and e.record.kind in ("exit", "signal") for e in (event, other))
     if is_abort and WATCHDOG.search(other.record.text):
         return True
@@ -274,11 +276,11 @@ def silent_exit(candidates: Sequence[Event], unexplained: Sequence[Record]) -> R
 
 
 def last_words(ended: Record, logs: Sequence[Log]) -> list[Event]:
-    """The error that a rank logged right before its silent exit: no step follows that can be its own."""
+    """The error that a rank logged right before its silent exit: no step follows in its log."""
     cause = load_catalogue().causes[FALLBACK]
     return [
         Event(error, cause, {"message": RANK_PREFIX.sub("", error.text)}, GUESS, False, (number, error.line), False)
         for number, log in enumerate(logs)
         for error in own_error(ended.rank, log)
-        if all(rank not in (None, ended.rank) or line < error.line for line, rank, _ in log.last_progress)
+        if log.last_progress_line < error.line
     ]

@@ -25,11 +25,12 @@ PROGRAM = (
 COMMAND = re.compile(  # as a shell prints it before it starts a program
     rf"\+{{1,4}} +{PROGRAM}|(?:\(\S{{1,40}}\) )?(?:\S{{1,60}}@\S{{1,60}} ?)?\$ +{PROGRAM}|nohup: ignoring input"
 )
-LAUNCHER = re.compile(  # written at once, so that no buffer held it
+RANKS_START = re.compile(  # of torchrun, of deepspeed
     r"(?:\*+ ?|W torch/distributed/run\.py:\d+\] )?Setting OMP_NUM_THREADS environment variable for each process"
     r"|\[INFO\] \[runner\.py:\d+:main\] cmd = "
-    r"|\| NVIDIA-SMI \d|wandb: Tracking run with wandb version"
 )
+# written at once, so that no buffer held it
+LAUNCHER = re.compile(rf"{RANKS_START.pattern}|\| NVIDIA-SMI \d|wandb: Tracking run with wandb version")
 NEW_PROCESS = re.compile(  # Paddle's C++ writes it at once, when a process takes its GPU and joins the others
     r"[IW] \w+\.cc:\d+\] (?:Please NOTE: device: \d|init nccl context nranks: \d|ProcessGroupNCCL pg_timeout_ )"
 )
@@ -47,7 +48,8 @@ OUTERMOST = re.compile(r"in (?:<module>|_run_module_as_main)(?:  .*)?$")  # a pa
 CANCELLED_JOB = re.compile(r"\*\*\* (?:JOB|STEP) (?P<job>\d+)\S* (?:ON \S+ )?CANCELLED")
 UNCOMPILED = re.compile(r"(?:Syntax|Indentation|Tab)Error")  # without a caller: Python could not begin to run it
 SHELL_END = re.compile(  # of a program, as what has started it reports
-    r"ChildFailedError|^(?:[^'\"]*: line \d+: +\d+ +)?(?:Killed|Aborted|Terminated|Segmentation fault|Bus error)\b(?! \d)"
+    r"ChildFailedError|^(?:(?:[^'\"]*|[^\s'\"]\S*): line \d+: +\d+ +)?"
+    r"(?:Killed|Aborted|Terminated|Segmentation fault|Bus error)\b(?! \d)"
     r"|(?<!['\"])srun: error: .*(?:[Ee]xited with|Killed|Terminated|Aborted|Segmentation)|exits with return code = -?[1-9]"
     r"|^Port \d+ is in use by another program|^FatalError: `"  # Flask; a signal, as Paddle's C++ reports it
     r"|^\S+\.py: error: "  # argparse, before the program did anything
@@ -91,7 +93,7 @@ class RunBounds:
     def starts_run(self, number: int, text: str, *, is_first: bool) -> bool:
         """Whether the run is over and a new one begins at a line. is_first: the log began with such a line."""
         is_dump = DUMP.match(text) is not None
-        self.is_launched = self.is_launched or LAUNCHER.match(text) is not None
+        self.is_launched = self.is_launched or RANKS_START.match(text) is not None
         if self.end is not None:
             starts = (
                 is_first

@@ -27,8 +27,9 @@ from itertools import pairwise
 
 from paceline.explain.explanation import Record
 from paceline.explain.frames import INSTALLED, PACKAGE
-from paceline.explain.lines import KILLED_LAUNCHER, WARNING_LINE
+from paceline.explain.lines import WARNING_LINE
 from paceline.explain.log import LAST_LINES, SAVED, Log
+from paceline.explain.progress import lost_launcher
 from paceline.explain.run_bounds import BEHIND_END, BUFFERED_LINES, ended_program, failed_at_import, shape_of
 
 STEPS_AFTER = 3  # different steps after an error: it did not end the run
@@ -57,9 +58,8 @@ HANDLED = re.compile(r"(?i)\bfail\w*, (?:re)?(?:trying|installing|falling back)\
 CANCELLED = r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED"
 CANCELLED_STEP = re.compile(rf"{CANCELLED}|srun: (?:Force Terminated|forcing job termination)")
 FATAL = re.compile(  # what stops at NaN, a kernel's assertion, NCCL's watchdog, Slurm
-    r"[Ss]top [Tt]raining$|terminating training|block: \[[\d,]+\], thread: \[[\d,]+\] Assertion "
+    rf"{CANCELLED}|[Ss]top [Tt]raining$|terminating training|block: \[[\d,]+\], thread: \[[\d,]+\] Assertion "
     r"|Watchdog caught collective operation timeout|taking the entire process down|terminate called |what\(\):  "
-    rf"|{CANCELLED}|{KILLED_LAUNCHER.pattern}"
 )
 FASTER_FAISS = "No module named 'faiss.swigfaiss_"  # what faiss tries before its plain library
 NOT_SET_UP = re.compile(  # which a program can go on without, as what imports bitsandbytes does
@@ -120,7 +120,6 @@ MIN_EVALUATED = 3  # different errors at one place of the script: Python ends at
 CHAIN_LINES = 6  # from an exception to the one that it led to, beside the lines of its frames
 CHILD_STEPS = 20  # that a program takes from what its queue still holds
 STEPS_BEHIND, ITEMS_BEHIND, ITEMS_ABOVE = 3, 2, 3  # that show that it did; lines above, of which one is of such an item
-# of a study of Optuna
 TRIAL, FAILED_TRIAL = re.compile(r"\bTrial \d+ (?:finished|pruned)\b"), re.compile(r"\bTrial \d+ failed with\b")
 STOPS_ENGINE = re.compile(  # vLLM's server, by a signal
     r"\[shutdown\] (?:API server: (?:shutdown triggered|stopping engine client)|EngineCore: trigger received signal=)"
@@ -151,7 +150,8 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True  # the program has not ended
     if RETRIES.search(record.text) and last_line - record.line > MAX_QUOTED:
         return True  # what fails in the end says so
-    if FATAL.search(record.text) and last_line - record.line <= BUFFERED_LINES:
+    is_fatal = FATAL.search(record.text) or lost_launcher(record, log.last_lines)
+    if is_fatal and last_line - record.line <= BUFFERED_LINES:
         return False  # the process ends; the steps behind it are other processes' or were in a buffer
     near = log.records_between(record.line + 1, record.line + WENT_ON - 1)
     if (record.kind == "signal" and any(DIED.search(other.text) for other in near)) or others_waited(record, log):

@@ -181,7 +181,7 @@ def explain_event(
     evidence = (*make_evidence(before, 1), *evidence)[:MAX_EVIDENCE]
     shown = {(item.source, item.line) for item in evidence}
     texts = {(item.rank, item.text) for item in evidence}  # of which the second traceback of a chain may repeat one
-    alike = failed_alike(culprit, same_cause, logs)
+    alike = failed_alike(culprit, logs)
     others = [event.record for event in candidates if (event.record.source, event.record.line) not in shown]
     others = [other for other in others if not alike or shape_of(other.text) != shape_of(record.text)]
     consequences = [other for other in others if (other.rank, shorten(other.text)) not in texts]

@@ -496,6 +496,24 @@ def test_a_saved_model_that_keras_or_pickle_cannot_read_is_of_another_version():
     assert verdict(traceback(error, ("train.py", "load_model"), ("train.py", "parse"))).cause == "user-code-exception"
     assert verdict(traceback("KeyError: 118", ("/usr/lib/python3.11/pickle.py", "load"))).cause == "version-mismatch"
     assert verdict(traceback("KeyError: 118", ("train.py", "load"))).cause == "user-code-exception"
+    torch_load = ((f"{PACKAGE}/torch/serialization.py", "_legacy_load"), ("/usr/lib/python3.11/pickle.py", "load"))
+    text = verdict(traceback("KeyError: 60", *torch_load))
+    assert text.cause == "checkpoint-corrupt" and "git lfs pull" in text.fix
+
+
+def test_torch_save_into_a_folder_is_told_to_name_a_file():
+    error = "IsADirectoryError: [Errno 21] Is a directory: 'outputs'"
+    written, loaded = (
+        verdict(traceback(error, (f"{PACKAGE}/torch/serialization.py", name))) for name in ("save", "load")
+    )
+    assert written.fix.startswith("name a file in it: outputs is a folder")
+    assert loaded.cause == "checkpoint-missing-or-perm" and "(outputs)" in loaded.summary
+
+
+def test_an_empty_variable_of_the_launcher_is_named_as_such():
+    error = "ValueError: invalid literal for int() with base 10: ''"
+    fix = verdict(traceback(error, (f"{PACKAGE}/torch/distributed/rendezvous.py", "_env_rendezvous_handler"))).fix
+    assert "shows which one is empty" in fix and "n/a" not in fix
 
 
 def test_cuda_that_does_not_start_in_a_loader_s_worker_was_forked():

@@ -53,6 +53,14 @@ def test_a_json_line_has_the_rank_and_the_time_of_its_fields():
     assert record.rank == 5
 
 
+def test_an_exception_in_two_fields_is_one_of_an_errors_line_alone():
+    fields = {"msg": "upload failed", "exc_type": "TimeoutError", "exc_value": "x"}
+    [record] = exceptions(read(json.dumps({**fields, "level": "error"})))
+    assert record.text == "TimeoutError: x"
+    for others in ({"level": "warning"}, {"level": "error", "exc_type": "n"}):
+        assert not exceptions(read(json.dumps({**fields, **others})))
+
+
 def docker(text):
     """The file that docker keeps of a container's output."""
     lines = [

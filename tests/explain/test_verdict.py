@@ -2121,6 +2121,10 @@ def test_what_fails_while_a_rank_handles_a_lost_rank_is_a_consequence():
     assert (explanation.cause, explanation.rank, explanation.victims) == ("user-code-exception", 1, (0,))
     assert verdict(STEPS + raised(0, PEER) + "\n" + chain + second).cause == "peer-died"
     assert verdict(STEPS + raised(0, BUG) + "\n" + chain + second).cause == "import-error"  # nobody was lost
+    full = verdict(STEPS + raised(0, PEER) + "\n" + chain + raised(0, "OSError: [Errno 28] No space left on device"))
+    assert (full.cause, full.rank, [item.rank for item in full.consequences]) == ("disk-full", 0, [0])
+    cuda = "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled cuda error"  # lost nobody
+    assert verdict(STEPS + raised(0, cuda) + "\n" + chain + raised(0, OOM) + raised(1, PEER)).cause == "cuda-oom"
     store = "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed."
     agent = chain.replace("[rank0]: ", "") + raised(
         None,
@@ -2148,6 +2152,10 @@ def test_the_last_error_that_a_rank_logged_before_it_ended_silently_is_the_cause
     assert (explanation.cause, explanation.rank) == ("user-code-exception", 2)
     assert "giving up: shard index 17 is negative" in explanation.summary
     assert verdict(said + steps + end).cause == "unknown"  # the rank took steps behind it
+    others = "".join(f"[rank 0] step {step} loss 2.{step}\n" for step in range(4, 9))
+    assert verdict(steps + said + others + end).cause == "unknown"  # the ranks went on for long
+    without = said.replace("giving up: shard index 17 is negative", "no fused kernel, using the slow path")
+    assert verdict(steps + without + end).cause == "unknown"
     assert verdict(steps + said.replace("rank 2", "rank 1") + end).cause == "unknown"
 
 
@@ -2183,6 +2191,44 @@ def test_what_ranks_printed_behind_the_shells_report_of_their_killed_launcher_is
     assert (limited.cause, limited.rank) == ("killed-from-outside", None)
     assert verdict(start + killed.format("") + STEPS).cause == "host-oom-killed"
     assert verdict(start + killed.format("") + start + STEPS).cause == "healthy"  # started again
+    table = "| NVIDIA-SMI 550.54.15   Driver Version: 550.54.15 |\n"
+    done = "step 10/40 loss 1.6\nTraining complete\n"
+    for first in (table, "wandb: Tracking run with wandb version 0.16\n", start):  # a benchmark that went before
+        assert verdict(first + killed.format("") + STEPS + done).cause == "healthy"
+    path = f"{STEPS}/data/bob's/run.sh: line 4: 3344 Killed                  python train.py\n{STEPS}{done}"
+    assert verdict(path).progress.steps == 11  # of the second run
+    for end in ("", "done\n"):  # of the script
+        assert verdict(start + killed.format("") + STEPS + end).cause == "host-oom-killed"
+
+
+AGENT = "W0819 12:00:00.000 100 torch/distributed/elastic/multiprocessing/api.py:858] "
+TORCHRUN = AGENT.replace("W", "E", 1) + "failed (exitcode: {}) local_rank: {} (pid: 10{}) of binary: python\n"
+TWO_RANKS = "".join(f"[rank{rank}]: step {step} loss 2.{step}\n" for step in range(1, 9) for rank in range(2))
+
+
+def test_the_launchers_rank_is_kept_unless_an_error_is_there_once_for_each_rank_that_failed():
+    error, end = raised(None, "IndexError: list index out of range"), TORCHRUN.format(1, 1, 2)
+    assert verdict(TWO_RANKS + error + "Exiting\n" + error + end).rank == 1  # logged and raised again
+    both = end + banner(1, 1, (0, 1))
+    assert verdict(TWO_RANKS + error + error + both).rank is None
+    assert verdict(TWO_RANKS + 3 * (error + "retry\n") + both).rank == 1
+
+
+def test_a_worker_that_a_signal_ended_behind_an_error_or_a_hang_is_not_the_cause():
+    stop = AGENT + "Sending process 10{} closing signal SIGTERM\n"
+    end = stop.format(2) + TORCHRUN.format(-15, 0, 1)
+    explanation = verdict(TWO_RANKS + raised(1, "IndexError: list index out of range") + end)
+    assert (explanation.cause, explanation.rank) == ("user-code-exception", 1)
+    interrupt = verdict(TWO_RANKS + "KeyboardInterrupt\n" + end)
+    assert (interrupt.cause, interrupt.confidence) == ("keyboard-interrupt", 0.88)
+    outside = verdict(TWO_RANKS + raised(1, PEER) + end)
+    assert (outside.cause, outside.rank, outside.confidence) == ("preempted-sigterm", 0, 0.6)
+    work = (
+        "WorkNCCL(SeqNum=40, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600010 milliseconds"
+    )
+    watchdog = f"[rank0]:[E ProcessGroupNCCL.cpp:607] [Rank 0] Watchdog caught collective operation timeout: {work}\n"
+    hang = verdict(TWO_RANKS + watchdog + stop.format(1) + stop.format(3) + TORCHRUN.format(-15, 1, 2))
+    assert (hang.cause, hang.rank) == ("collective-timeout-desync", 1)
 
 
 def test_a_log_that_ends_while_lightnings_ranks_join_is_not_healthy():

@@ -98,6 +98,9 @@ def find_training_run(name: str, *, runs_dir: str, script_fix: str = "") -> RunD
     try:
         run = find_run(name, runs_dir=runs_dir)
     except PacelineError as error:
+        for path in (Path(name), Path(runs_dir) / name):
+            if launched_config(RunDir(path)):
+                raise damaged(RunDir(path).config_toml, "is missing") from error
         if (origin := export_origin(expand_home(name))) is None:
             raise
         exported = RunDir(Path(runs_dir) / origin[0])

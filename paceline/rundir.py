@@ -8,6 +8,7 @@ half-written last line. Nothing here depends on what a step or a process is.
 import errno
 import json
 import os
+import re
 import shlex
 import socket
 import stat
@@ -153,7 +154,7 @@ def append_json_line(path: Path, record: dict[str, Any], *, quiet: bool = False)
     line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
     lines = _pending.pop(path, b"") + line
     try:
-        _append_whole(path, lines)
+        append_whole(path, lines)
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise unwritable_file(path, error) from error
@@ -168,13 +169,13 @@ def append_sample(path: Path, record: dict[str, Any]) -> bool:
     """Appends a line that may be lost: on a full disk or without a folder it is skipped. Returns whether it was written."""
     try:
         path.parent.mkdir(exist_ok=True)
-        _append_whole(path, (json.dumps(record, separators=(",", ":"), ensure_ascii=False) + "\n").encode())
+        append_whole(path, (json.dumps(record, separators=(",", ":"), ensure_ascii=False) + "\n").encode())
     except OSError:
         return False
     return True
 
 
-def _append_whole(path: Path, lines: bytes) -> None:
+def append_whole(path: Path, lines: bytes) -> None:
     """Writes all of the lines or none; after a line that a crash or a full disk has cut, it starts a new one."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -201,6 +202,7 @@ def unwritable_run(run: RunDir, error: OSError) -> PacelineError:
     """Returns the error for a run folder that cannot be created or written."""
     has_begun = os.access(run.config_toml, os.F_OK)
     fix = f"copy it first: cp -r {run.quoted} DIR" if has_begun else "--runs-dir DIR in a place you can write"
+    fix = "make room in its file system (df -h), then repeat the command" if error.errno in NO_SPACE else fix
     return PacelineError(f"run folder {run.path} cannot be written: {error.strerror}", fix=fix)
 
 
@@ -278,10 +280,10 @@ def write_atomic(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-    except OSError:
+    except OSError as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class RunInUse(PacelineError):
@@ -367,8 +369,8 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
         problem = f"{lost} has checkpoints and no config.toml"
         fix = "restore it from a copy of the run, or write it with the keys of the CONFIG and the flags that began the run"
     elif owner := next((place for place in named.parents if (place / "config.toml").is_file()), None):
-        step = named.name.removeprefix("step_")
-        option = f", with --step {int(step)} for resume, sample, eval or export" if step.isdecimal() else ""
+        step = re.fullmatch(r"step_(\d+)", named.name) if named.is_dir() else None
+        option = f", with --step {int(step[1])} for resume, sample, eval or export" if step else ""
         fix = f"give the folder of the run: {shlex.quote(str(owner))}{option}"
     elif len(names) > 5:
         fix = f"paceline runs{'' if runs_dir == 'runs' else f' {shlex.quote(runs_dir)}'} lists all {len(names)} runs"

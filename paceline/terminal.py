@@ -229,8 +229,11 @@ def problem_of(error: OSError) -> PacelineError:
         return unreadable_file(Path(str(error.filename)), error)
     if error.errno == errno.ENAMETOOLONG:
         return PacelineError(f"{error.filename} cannot be a path: {error.strerror}", fix="check the name and the path")
-    if error.errno not in NO_SPACE or error.filename is not None:
+    if error.errno not in NO_SPACE:
         raise error
+    if error.filename is not None:
+        fix = "make room in its file system (df -h), then repeat the command"
+        return PacelineError(f"{error.filename} cannot be written: {error.strerror}", fix=fix)
     silence(sys.stdout)
     return PacelineError(f"the output cannot be written: {error.strerror}", fix="write it to another place")
 

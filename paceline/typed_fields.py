@@ -96,7 +96,7 @@ def find_training_run(name: str, *, runs_dir: str, script_fix: str = "") -> RunD
     Raises PacelineError where config.toml is empty or damaged too. script_fix: instead of the command that resumes the script.
     """
     try:
-        run = find_run(name, runs_dir=runs_dir)
+        run = find_recorded_run(name, runs_dir=runs_dir)
     except PacelineError as error:
         if (origin := export_origin(expand_home(name))) is None:
             raise
@@ -120,6 +120,17 @@ def find_training_run(name: str, *, runs_dir: str, script_fix: str = "") -> RunD
     if not read_run_file(run.config_toml, tomllib.loads):
         raise damaged(run.config_toml, "is empty")
     return run
+
+
+def find_recorded_run(name: str, *, runs_dir: str) -> RunDir:
+    """find_run; where the folder has the config of a training run in its events alone, the error has the command that writes it."""
+    try:
+        return find_run(name, runs_dir=runs_dir)
+    except PacelineError as error:
+        for run in map(RunDir, (Path(name), Path(runs_dir) / name)):
+            if launched_config(run):
+                raise damaged(run.config_toml, "is missing") from error
+        raise
 
 
 def export_origin(folder: Path) -> tuple[str, int] | None:

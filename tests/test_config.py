@@ -14,7 +14,7 @@ from paceline.config_file import format_toml, load_config, resolve_config
 from paceline.errors import PacelineError, UsageError
 from paceline.options import ConfigOptions
 from paceline.rundir import RunDir, append_event
-from paceline.typed_fields import find_training_run
+from paceline.typed_fields import find_recorded_run, find_training_run
 
 USAGE = "paceline train [CONFIG] [--key value ...] [options]"
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -606,6 +606,15 @@ def test_a_config_that_is_cut_is_written_again_from_the_run_s_events(tmp_path, m
     assert load_config(run.config_toml, {})[0] == config
     assert (run.path / "config.toml.damaged").read_text() == "depth = 3\ndata = "
     assert find_training_run("old", runs_dir="runs").config_toml == run.config_toml
+    run.config_toml.unlink()
+    for name, runs_dir in (("old", "runs"), ("runs/old", "elsewhere")):
+        for find in (find_training_run, find_recorded_run):
+            with pytest.raises(PacelineError, match=r"config\.toml is missing") as error:
+                find(name, runs_dir=runs_dir)
+    subprocess.run(
+        shlex.split(error.value.fix.partition(" as the last attempt had it: ")[2].rpartition(", or ")[0]), check=True
+    )
+    assert load_config(run.config_toml, {})[0] == config
 
 
 def test_a_config_without_events_has_no_command_that_writes_it(tmp_path):

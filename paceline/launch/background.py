@@ -27,8 +27,8 @@ from paceline.launch.stacks import GONE, process_state
 from paceline.launch.stop_signals import ONE_CTRL_C_S, request_stop
 from paceline.model.manifest import (
     clean_leftovers,
+    free_name,
     list_checkpoints,
-    rename_aside,
     step_folders,
     step_of,
     verified_checkpoint,
@@ -38,7 +38,7 @@ from paceline.run_options import StopOptions
 from paceline.rundir import (
     RunDir,
     RunInUse,
-    append_event,
+    append_whole,
     find_run,
     holder_of,
     is_queued,
@@ -48,7 +48,7 @@ from paceline.rundir import (
     read_json_lines,
     resume_command,
     unwritable_run,
-    write_atomic,
+    utc_now,
     write_holder,
 )
 from paceline.typed_fields import read_run_file
@@ -279,33 +279,24 @@ def wait_for_lock(run: RunDir) -> int:
 def go_back(run: RunDir, step: int) -> None:
     """Sets aside the checkpoints after a step, so that the run goes on from it, and prints a line about it. Needs the lock.
 
-    Raises PacelineError where the checkpoint of the step is damaged.
+    What `paceline eval` measured of them is no longer the run's: its readers compare its time with that of the event, which is
+    therefore written first. Where it is killed between two renames, a second call sets aside what remains. Raises PacelineError
+    where the checkpoint of the step is damaged, and on a full disk, before it has changed anything.
     """
     try:
         clean_leftovers(run.checkpoints)  # it may bring back a later checkpoint, whose replacement was killed
         verified_checkpoint(run, step)
         newer = [path for path in reversed(step_folders(run.checkpoints)) if step_of(path) > step]
-        # the newest last: until then a resume without --step goes on from it
-        names = [rename_aside(path, "aside").name for path in newer]
-        if not names:
+        if not newer:
             return
-        if run.evaluations.exists():
-            keep_evaluations(run, step, run.checkpoints / names[-1] / run.evaluations.name)
+        places = [free_name(path, "aside") for path in newer]
+        names, folder = [path.name for path in places], shlex.quote(str(run.checkpoints))
+        delete = f"to delete: rm -r {folder}/*.aside*"
+        text = f"going back to step {step:,}, as --step asks; set aside in {folder}: {format_list(names)} ({delete})"
+        event = {"time": utc_now(), "event": "set_aside", "step": step, "checkpoints": names, "text": text}
+        append_whole(run.events, (json.dumps(event, ensure_ascii=False) + "\n").encode())
+        for path, place in zip(newer, places, strict=True):
+            path.rename(place)  # the newest last: until then a resume without --step goes on from it
     except OSError as error:
         raise unwritable_run(run, error) from error
-    folder = shlex.quote(str(run.checkpoints))
-    delete = f"to delete: rm -r {folder}/*.aside*"
-    text = f"going back to step {step:,}, as --step asks; set aside in {folder}: {format_list(names)} ({delete})"
-    append_event(run, "set_aside", step=step, checkpoints=names, text=text)
     print(text, flush=True)
-
-
-def keep_evaluations(run: RunDir, step: int, path: Path) -> None:
-    """Moves what `paceline eval` measured after a step to another file: its weights are no longer those of the run."""
-    remaining, moved = list[str](), list[str]()
-    for record in read_json_lines(run.evaluations):
-        is_later = isinstance(record.get("step"), int) and record["step"] > step
-        (moved if is_later else remaining).append(json.dumps(record, ensure_ascii=False) + "\n")
-    if moved:
-        write_atomic(path, "".join(moved))
-        write_atomic(run.evaluations, "".join(remaining))

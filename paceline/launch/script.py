@@ -50,7 +50,6 @@ from paceline.run_options import ResumeOptions
 from paceline.rundir import (
     RunDir,
     append_event,
-    find_run,
     is_script_run,
     lock_run,
     read_json_lines,
@@ -59,7 +58,7 @@ from paceline.rundir import (
     write_atomic,
 )
 from paceline.terminal import has_input, shows_colours
-from paceline.typed_fields import find_training_run
+from paceline.typed_fields import find_recorded_run, find_training_run
 from paceline.units import format_duration, format_number_of
 from paceline.watch.about import label_new_run
 from paceline.watch.events import end_state, event_text
@@ -93,7 +92,7 @@ class Script:
 def resume(options: ResumeOptions, nodes: Sequence[HostEntry] = ()) -> int:
     """Resumes a training run or a script's, and returns the exit code; nodes: that have joined."""
     runs_dir = options.keys.get("runs_dir", Config.runs_dir)
-    run = find_run(options.run, runs_dir=runs_dir)
+    run = find_recorded_run(options.run, runs_dir=runs_dir)
     if is_script_run(run):
         return resume_script(run, options, nodes)
     if options.quiet_ranks or options.sync or options.no_sync:

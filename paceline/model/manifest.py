@@ -184,7 +184,7 @@ def newest_good(directory: Path, *, set_aside: bool) -> tuple[Path, list[str]]:
             notes.append(f"{problem.message}: {action}")
         if set_aside:
             for other, _ in damaged:
-                rename_aside(other, "damaged")
+                other.rename(free_name(other, "damaged"))
         return path, notes
     if not damaged:
         raise NoCheckpoint(f"no checkpoint in {directory}", fix="train until the first one is saved (save_every steps)")
@@ -234,11 +234,11 @@ def format_steps(run: RunDir, *, without: int | None = None) -> str:
     return "--step " + " or ".join(steps) if steps else ""
 
 
-def rename_aside(path: Path, ending: str) -> Path:
-    """Renames a checkpoint to step_000060.ENDING, or .ENDING-2 ..., which no reader takes for one; returns the new path."""
+def free_name(path: Path, ending: str) -> Path:
+    """Returns a name for a checkpoint, step_000060.ENDING or .ENDING-2 ..., by which no reader takes it for one."""
     endings = itertools.chain([ending], (f"{ending}-{number}" for number in itertools.count(2)))
     names = (path.with_name(f"{path.name}.{text}") for text in endings)
-    return path.rename(next(name for name in names if not name.exists()))
+    return next(name for name in names if not name.exists())
 
 
 def clean_leftovers(directory: Path) -> None:

@@ -37,7 +37,7 @@ POSITION_EVERY_S = 10.0  # how often the position is saved
 FINISH_S = 900.0  # to send the remaining rows after the command that held the run has ended
 HEALTH_S = 15.0  # each row of health is a mean over so long
 OWN_FILES = {"tensorboard": read_events, "wandb": read_wandb}  # the readers of files that a script's own tracker writes
-MAX_HELD = 5000  # steps of a log without a loss
+HOLD_S = 60.0  # how long files of metrics may take to come after the first step of a log without a loss
 # fields of a line that are not measures
 SKIPPED = {"time", "step", "index", "processes", "cores", "ram_total", "disk_total", "total_bytes"}
 
@@ -210,7 +210,8 @@ class RunRows:
         self.places: list[tuple[float, dict[str, str]]] = []
         self.hosts: dict[str, HostRows] = {}
         self.logs: dict[Path, LogRows] = {}
-        self.files, self.held, self.has_loss = files, list[Step](), False  # of the log, until a line shows a loss
+        # of a log, until a line shows a loss, or no file of metrics has come by that time
+        self.files, self.held, self.has_loss, self.until = files, list[Step](), False, math.inf
 
     def read(self, *, last: bool = False) -> Iterator[TrackerRow]:
         """Yields new rows, health before steps. last: nothing follows, so a mean over a shorter time is a row too."""
@@ -244,7 +245,9 @@ class RunRows:
             if not self.has_loss and self.files:
                 yield from self.files.read([start for start, _ in self.places], last=last)
                 self.held = [] if self.files.has_loss else self.held
-            if self.has_loss or last or len(self.held) > MAX_HELD:
+            if self.held and self.until == math.inf:
+                self.until = time.monotonic() + HOLD_S
+            if self.has_loss or last or time.monotonic() >= self.until:
                 yield from self.held
                 self.held = []
 

@@ -188,8 +188,8 @@ def setup_of(
     )
     values: dict[str, str] = {}
     resumes = list(setting_changes(events))
-    for index, (_, step, changes) in enumerate(resumes):
-        if all(step < other for _, other, _ in resumes[index + 1 :]):  # else its steps were done again
+    for index, (_, step, changes, _) in enumerate(resumes):
+        if all(step < other for _, other, *_ in resumes[index + 1 :]):  # else its steps were done again
             for key, (before, now) in changes.items():
                 chosen = setup.get(key, now) if now == AUTO else now
                 values[key] = f"{values.get(key, before)}, {chosen} from step {step:,}"
@@ -295,15 +295,21 @@ def record_evaluation(run: RunDir, result: Mapping[str, Any], options: EvalOptio
         print(f"note    {run.evaluations} cannot be written: the result is not in the run's folder", file=sys.stderr)
 
 
-def read_evaluations(run: RunDir) -> list[Evaluation]:
-    """Returns the results in evals.jsonl by what was measured and by step; of those of the same step the last."""
+def read_evaluations(run: RunDir, events: Iterable[dict[str, Any]]) -> list[Evaluation]:
+    """Returns the results in evals.jsonl by what was measured and by step; of those of the same step the last.
+
+    Results of checkpoints that were set aside afterwards are not the run's. events: the run's.
+    """
     latest: dict[tuple[str, int], Evaluation] = {}
+    backs = [(unix_time(e["time"]), e["step"]) for e in events if e.get("event") == "set_aside" and is_complete(e)]
     with suppress(OSError):
         for record in read_json_lines(run.evaluations):
             values: dict[str, Any] = {name: record.get(name) for name in Evaluation.__dataclass_fields__}
             if type(values["val_bpb"]) is float and type(values["time"]) is str:
                 result = well_typed(Evaluation(**values), Evaluation)
-                latest[result.title, result.step] = result
+                measured = unix_time(result.time)
+                if not any(measured <= time and result.step > step for time, step in backs):
+                    latest[result.title, result.step] = result
     return [latest[key] for key in sorted(latest)]
 
 

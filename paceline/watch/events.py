@@ -49,12 +49,16 @@ STATELESS = {
 MICRO_BATCH = ("device_batch_size", "grad_accum_steps")  # what a plan chooses for its ranks
 UNCOMPARED_KEYS = ("name", "runs_dir", "cache_dir", "epochs", "time", "tokens_per_param")
 AUTO = "auto"  # a setting that was not set
+SettingChanges = dict[str, tuple[str, str]]  # by key: before and now
 BEFORE_ATTEMPTS = {"launch", "script", "note", "finding"}
 INTERRUPTED_JOB = f"{INTERRUPTED}:0"  # exit code and signal, as Slurm shows them
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
 ATTEMPT_FIELDS = {"attempt_ended": ("state", "message"), "verdict": ("cause", "summary"), "decision": ("action", "why")}
 DECISIONS = {"stop": "no further attempt: ", "retry": "retrying: "}  # other actions say themselves what is done
-REQUIRED_FIELDS = {"attempt": ("attempt",), "resumed": ("step",), "checkpoint": ("step",), "sample": ("step",)}
+REQUIRED_FIELDS = {
+    "attempt": ("attempt",),
+    **dict.fromkeys(("resumed", "checkpoint", "sample", "set_aside"), ("step",)),
+}
 # by the launching terminal; a finding is printed whole, by check/ready.py
 PRINTED = {
     "checkpoint", "save_failed", "rollback", "sample", "resumed", "stopping", "silence", "damaged", "note", "step_time",
@@ -239,18 +243,18 @@ def end_notes(state: State, attempts: Sequence[AttemptView]) -> Iterator[str]:
 
 def attempt_views(events: Sequence[JsonRecord]) -> list[AttemptView]:
     """Returns the attempts of a run, each with how it ended and what was decided then."""
-    attempts, requested = dict[int, JsonRecord](), None
+    attempts, requested, requests = dict[int, JsonRecord](), None, dict[int, int]()  # the steps of --step
     for event in events:
         number, kind = event.get("attempt", 0), str(event.get("event"))
         if kind == "attempt":
             attempts[number] = {"time": event["time"], "world_size": event.get("world_size")}
+            if requested is not None:
+                requests[number] = requested
+                attempts[number] |= {"changes": f"to resume from step {requested:,}, as --step asked"}
         elif kind in ("launch", "script") and attempts and "state" not in attempts[max(attempts)]:
             attempts[max(attempts)].setdefault("cause", SUPERVISOR_LOST)  # the verdict comes when all hosts are ready
-        elif kind == "set_aside":
-            requested = event.get("step")
-        elif kind == "resumed" and attempts:
-            way, requested = ", as --step asked" if event["step"] == requested else " on", None
-            attempts[max(attempts)] |= {"changes": f"from step {event['step']:,}{way}"}
+        elif kind in ("set_aside", "resumed") and type(event.get("step")) is int:
+            requested = event["step"] if kind == "set_aside" else None
         elif kind == "damaged" and attempts:  # of the attempt that resumes from another checkpoint
             attempts[max(attempts)] |= {"damage": event.get("message")}
         elif kind == "requeued" and attempts:
@@ -262,16 +266,24 @@ def attempt_views(events: Sequence[JsonRecord]) -> list[AttemptView]:
             attempts[number] |= {name: event.get(name) for name in ATTEMPT_FIELDS.get(kind, ())}
             with suppress(TypeError, ValueError):  # a damaged step
                 attempts[number] |= {"summary": format_summary(event)} if kind == "verdict" else {}
-    for number, _, changes in setting_changes(events):
-        if changes and number in attempts:
-            texts = [f"{key} {now} in place of {before}" for key, (before, now) in changes.items()]
-            start = attempts[number]["changes"]
-            attempts[number] |= {"changes": one_line(f"{start}: {', '.join(texts)}", TEXT_CHARS)}
+    for number, step, _, changes in setting_changes(events):
+        if number in attempts:
+            texts = ", ".join(f"{key} {now} in place of {before}" for key, (before, now) in changes.items())
+            way = ", as --step asked" if step == requests.get(number) else " on" if texts else ""
+            text = f"from step {step:,}{way}: {texts}" if texts else f"resumed from step {step:,}{way}"
+            attempts[number] |= {"changes": one_line(text, TEXT_CHARS)}
     return [AttemptView(number, **values) for number, values in attempts.items()]
 
 
-def setting_changes(events: Iterable[JsonRecord]) -> Iterator[tuple[int, int, dict[str, tuple[str, str]]]]:
-    """Yields each attempt that resumed, the step that it resumed from, and by key the settings before that step and from it on."""
+def setting_changes(events: Iterable[JsonRecord]) -> Iterator[tuple[int, int, SettingChanges, SettingChanges]]:
+    """Yields each attempt that resumed, the step that it resumed from, and by key the settings before that step and from it on.
+
+    The last of the four has those that the attempt itself changed: an earlier one at the same step may have changed others.
+    """
+
+    def changes(before: dict[str, Any]) -> SettingChanges:
+        return {key: (before[key], now[key]) for key in before if now.get(key, before[key]) != before[key]}
+
     number, now, held = 0, dict[str, Any](), [(0, dict[str, Any]())]  # the settings, and from which step on
     for event in events:
         kind, config = event.get("event"), event.get("config")
@@ -282,12 +294,11 @@ def setting_changes(events: Iterable[JsonRecord]) -> Iterator[tuple[int, int, di
         elif kind == "attempt":
             now = now | {"ranks": str(event.get("world_size"))}
             number, held = event.get("attempt", 0), held if held[-1][1] else [(0, now)]
-        elif kind == "resumed":
-            held = [item for item in held if item[0] < event["step"]] or held[:1]  # what came after it is done again
-            before = held[-1][1]
-            changes = {key: (before[key], now[key]) for key in before if now.get(key, before[key]) != before[key]}
-            yield number, event["step"], changes
-            held.append((event["step"], now))
+        elif kind == "resumed" and type(step := event.get("step")) is int:
+            last = next((settings for start, settings in reversed(held) if start <= step), held[0][1])
+            held = [item for item in held if item[0] < step] or held[:1]  # what came after it is done again
+            yield number, step, changes(held[-1][1]), changes(last)
+            held.append((step, now))
 
 
 def format_setting(value: Any) -> str:

@@ -361,10 +361,11 @@ class RunReader:
         return {**explanation, "fix": None} if explanation and state == "recovering" else explanation
 
     def _evaluations(self) -> list[Any]:
-        """Returns the results of `paceline eval`; reads them only when their file has changed."""
+        """Returns the results of `paceline eval`; reads them only when their file has changed, or checkpoints were set aside."""
         if (stamp := file_stamp(self.run.evaluations)) is None:
             return []
-        return list(self._cached("evaluations", stamp, lambda: read_evaluations(self.run)))
+        backs = sum(event.get("event") == "set_aside" for event in self.events)
+        return list(self._cached("evaluations", (stamp, backs), lambda: read_evaluations(self.run, self.events)))
 
     def _content(self, path: Path, parse: Callable[[str], Any], absent: Any) -> Any:
         """Returns what a small file holds; reads it only when it has changed. absent: for a missing or damaged file."""

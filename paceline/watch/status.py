@@ -117,7 +117,7 @@ def run_status(run: RunDir, script: ScriptValues | None = None) -> RunStatus:
         name=run.name, path=str(run.path), state=state, num_steps=num_steps, attempts=attempts,
         time=max((time for time in times if isinstance(time, str)), default=None),
         command=command, tags=tags, note=note, **values, notes=[*damaged_files(run), *run_notes(run, state, events)],
-        eval=max(read_evaluations(run), key=lambda result: result.time, default=None),
+        eval=max(read_evaluations(run, events), key=lambda result: result.time, default=None),
     )  # fmt: skip
     return well_typed(status, RunStatus)  # type: ignore[no-any-return]
 

@@ -27,7 +27,7 @@ from paceline.model.manifest import (
     verify,
 )
 from paceline.model.publish import RawTensor, prune, shard_bytes, write_shard
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, read_json_lines
 
 SHARD = "shard_00000_of_00001.safetensors"
 
@@ -186,14 +186,11 @@ def test_going_back_sets_aside_what_comes_after_a_step_and_a_damaged_one_changes
     for _ in range(2):
         save_steps(run.checkpoints, 20, 40, 60)
         (run.checkpoints / "step_000060").rename(run.checkpoints / "step_000060.replaced")  # its replacement was killed
-        run.evaluations.write_text('{"step": 20}\n{"step": 40}\n{"step": "?"}\n')
         go_back(run, 20)
     go_back(run, 20)  # nothing is left to be set aside
     asides = [f"step_0000{name}" for name in ("40.aside", "40.aside-2", "60.aside", "60.aside-2")]
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_000020", *asides]
     assert [path.name for path in step_folders(run.checkpoints)] == ["step_000020"]
-    assert run.evaluations.read_text() == '{"step": 20}\n{"step": "?"}\n'
-    assert (run.checkpoints / "step_000060.aside" / "evals.jsonl").read_text() == '{"step": 40}\n'
     line = f"going back to step 20, as --step asks; set aside in {run.checkpoints}: step_000040.aside and step_000060.aside"
     assert capsys.readouterr().out.splitlines()[0] == f"{line} (to delete: rm -r {run.checkpoints}/*.aside*)"
     prune(run.checkpoints, step=80, keep_last=1)
@@ -206,6 +203,40 @@ def test_going_back_sets_aside_what_comes_after_a_step_and_a_damaged_one_changes
         assert problem in error.value.message
         assert error.value.fix == ("--step 40" if step == 20 else "--step 20 or 40")
     assert (run.checkpoints / "step_000040").is_dir()
+
+
+def test_going_back_that_was_killed_between_two_renames_is_finished_by_a_second_call(
+    tmp_path: Path, monkeypatch, capsys
+):
+    run = RunDir(tmp_path)
+    save_steps(run.checkpoints, 20, 40, 60)
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda path, to: sys.exit() if "60" in path.name else rename(path, to))
+    with pytest.raises(SystemExit):
+        go_back(run, 20)
+    assert [path.name for path in step_folders(run.checkpoints)] == ["step_000060", "step_000020"]
+    monkeypatch.undo()
+    go_back(run, 20)
+    assert [path.name for path in step_folders(run.checkpoints)] == ["step_000020"]
+    asides = [event["checkpoints"] for event in read_json_lines(run.events) if event["event"] == "set_aside"]
+    assert asides == [["step_000040.aside", "step_000060.aside"], ["step_000060.aside"]]
+    assert "set aside in " in capsys.readouterr().out
+
+
+def test_going_back_on_a_full_disk_changes_nothing_and_works_when_there_is_room(tiny_disk: Path, capsys):
+    run = RunDir(tiny_disk)
+    save_steps(run.checkpoints, 20, 40)
+    with (tiny_disk / "fill").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(b"x" * 4096)
+    with pytest.raises(PacelineError) as error:
+        go_back(run, 20)
+    assert error.value.fix == "make room in its file system (df -h), then repeat the command"
+    assert len(step_folders(run.checkpoints)) == 2 and not list(read_json_lines(run.events))
+    (tiny_disk / "fill").unlink()
+    go_back(run, 20)
+    assert [event["checkpoints"] for event in read_json_lines(run.events)] == [["step_000040.aside"]]
+    assert capsys.readouterr().out.startswith("going back to step 20")
 
 
 def test_when_all_are_damaged_all_are_reported_and_none_is_moved(tmp_path: Path):

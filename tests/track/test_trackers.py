@@ -163,6 +163,14 @@ def test_the_rows_of_a_script_that_prints_no_loss_are_those_of_its_files_of_metr
     assert 14 not in file_rows(run, last=False)[0]  # further numbers may follow
 
 
+def test_the_rows_of_a_script_without_any_loss_are_live_unless_a_file_of_metrics_may_still_come(run, monkeypatch):
+    assert file_rows(run, log="step: 5/36 lr: 1e-3\nstep: 6/36 lr: 1e-3\n", last=False)[0] == {}
+    monkeypatch.setattr("paceline.track.follower.HOLD_S", 0.0)
+    assert file_rows(run, last=False)[0] == {5: {"lr": 1e-3}}
+    (run.path / "metrics.csv").write_text(LIGHTNING)
+    assert set(file_rows(run, last=False)[0]) == {4, 9}
+
+
 def test_the_rows_of_a_script_that_prints_its_loss_are_those_of_its_log(run):
     (run.path / "metrics.csv").write_text(LIGHTNING)
     assert file_rows(run, log="step 3/9 | loss 2.50\n") == ({3: {"loss": 2.5}}, [])

@@ -77,6 +77,16 @@ def test_a_resume_after_a_killed_supervisor_starts_before_its_attempt_has_begun(
         assert attempt_outcome(snapshot, snapshot.attempts[0]) == outcome
 
 
+def test_a_damaged_step_of_a_resume_is_ignored():
+    for step in ({}, {"step": None}, {"step": "4"}):
+        events = [
+            {"event": "attempt", "attempt": 1, "time": START},
+            {"event": "set_aside", **step},
+            {"event": "resumed", **step},
+        ]
+        assert [attempt.changes for attempt in attempt_views(events)] == [None]
+
+
 def test_an_attempt_has_its_number_of_ranks():
     events = [
         {"event": "attempt", "attempt": 1, "time": START, "world_size": 2},

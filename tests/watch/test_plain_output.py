@@ -14,8 +14,8 @@ from run_folders import utc, write_run
 
 from paceline import terminal
 from paceline.cli import run_command
-from paceline.rundir import append_json_line
-from paceline.terminal import STEERING, PlainStream, own_stream
+from paceline.rundir import append_json_line, write_atomic
+from paceline.terminal import STEERING, PlainStream, own_stream, problem_of
 
 EVIL = "\x1b[2J\x1b]52;c;ZXZpbA==\x07\x1b]0;title\x1b\\\x9b2J\r\x08\u202e\x1b[31mred\x1b[0m\x1bc"
 NAME = f"kept{EVIL.replace('/', '')}"
@@ -135,6 +135,15 @@ def test_a_full_disk_behind_stdout_is_one_line(runs):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     lines = ["error: the output cannot be written: No space left on device", "  fix: write it to another place"]
     assert (done.returncode, done.stderr.splitlines()) == (1, lines)
+
+
+def test_a_file_that_a_full_disk_takes_no_more_is_no_output(tiny_disk):
+    (tiny_disk / "fill").write_bytes(b"x" * (1 << 20))
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_atomic(tiny_disk / "config.toml", "depth = 2")
+    problem = problem_of(caught.value)
+    assert problem.message == f"{tiny_disk}/config.toml cannot be written: No space left on device"
+    assert problem.fix == "make room in its file system (df -h), then repeat the command"
 
 
 def test_a_bar_stays_one_on_a_terminal_without_utf8():

@@ -628,8 +628,14 @@ def test_results_of_eval_are_shown_with_the_run_and_compared_by_their_text(tmp_p
     }  # fmt: skip
     newer = {"time": utc(999), "step": 80, "val_bpb": 1.4, "eval_tokens": 640, "eval_text": "/t"}
     append_json_line(runs["b"].evaluations, newer)
-    rows = compared_evaluations(*map(read_evaluations, runs.values()))
+    rows = compared_evaluations(*(read_evaluations(run, []) for run in runs.values()))
     assert rows[0] == ("/t", "1.2500 at step 100", "1.4000 at step 80")
+    reader = open_reader(runs["b"].path)
+    assert [result.val_bpb for result in reader.update().evaluations] == [1.4, 1.3, 1.2, 1.1]
+    append_json_line(runs["b"].events, {"time": utc(30), "event": "set_aside", "step": 80})
+    append_json_line(runs["b"].events, {"time": utc(9999), "event": "set_aside", "step": None})  # damaged
+    # of step 100 only what was measured after it was done again
+    assert [result.val_bpb for result in reader.update().evaluations] == [1.4, 1.2, 1.1]
 
 
 def test_the_list_has_the_newest_result_of_eval_and_sorts_by_it(tmp_path, monkeypatch, capsys):
@@ -699,7 +705,10 @@ def test_a_run_that_is_not_there_names_each_place_once(tmp_path):
 
 def test_a_path_inside_a_run_is_answered_with_the_run_and_the_step(script_run):
     option = ", with --step 10 for resume, sample, eval or export"
-    for inside, ending in (("config.toml", ""), ("checkpoints/step_000010", option)):
+    places = ("config.toml", "logs/1", "checkpoints/step_000099")
+    for inside, ending in (("checkpoints/step_000010", option), *((place, "") for place in places)):
+        if ending or "logs" in inside:
+            (script_run.path / inside).mkdir(parents=True, exist_ok=True)
         with pytest.raises(PacelineError) as error:
             find_run(str(script_run.path / inside))
         assert error.value.fix == f"give the folder of the run: {script_run.path}{ending}"
@@ -829,13 +838,18 @@ def test_a_setting_that_a_resume_changed_is_reported_with_all_its_values(tmp_pat
     run, third = runs[0], {**second, "matrix_lr": 0.02}
     append_event(run, "set_aside", step=80, checkpoints=["step_000100.aside"], text="going back to step 80")
     assert run_status(run).state == "broken"  # its last steps are set aside
-    append_event(run, "launch", config=third)
-    for attempt, step in ((3, 80), (4, 90)):
+    for attempt, step, num_steps in ((3, 80, 200), (4, 80, 300), (5, 90, 300)):
+        append_event(run, "launch", config={**third, "num_steps": num_steps})
         append_event(run, "attempt", attempt=attempt, world_size=2)
+        shown = format_run(open_reader(run.path).update())
+        assert ("\n  to resume from step 80, as --step asked" in shown) is (attempt == 3)
+        append_event(run, "resumed", step=step)
+    for step in (None, "90", True):
         append_event(run, "resumed", step=step)
     shown = format_run(open_reader(run.path).update())
     assert "\n  from step 80, as --step asked: matrix_lr 0.02 in place of 0.1, num_steps 200 in place of 100" in shown
-    assert "\n  from step 90 on\n" in f"{shown}\n" and "80: going" not in shown
+    assert "\n  from step 80 on: num_steps 300 in place of 200\n" in shown  # matrix_lr is attempt 3's change
+    assert "\n  resumed from step 90\n" in f"{shown}\n" and "80: going" not in shown
     rows = {name: values for name, *values in differing_settings(*(run.path for run in runs))}
     assert rows["matrix_lr"] == ["0.1, 0.02 from step 80", "0.1"]  # the steps with 0.05 were done again
 

@@ -17,7 +17,7 @@ from paceline.errors import PacelineError, nearest
 from paceline.explain.lines import strip_escapes
 from paceline.explain.series import natural_order
 from paceline.run_options import RunsOptions
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, read_json_lines
 from paceline.terminal import cells, cut, pad, terminal_width, without_middle
 from paceline.units import format_count
 from paceline.watch.about import evaluations_by_title, format_evaluation, read_about, read_evaluations, short_texts
@@ -263,7 +263,7 @@ def show_runs(paths: Sequence[Path], *, as_json: bool) -> str:
         snapshot = open_reader(paths[0]).update()
         return json.dumps(run_json(snapshot), indent=1) if as_json else format_run(snapshot)
     runs, settings = [run_status(RunDir(path)) for path in paths], differing_settings(*paths)
-    results = [read_evaluations(RunDir(path)) for path in paths]
+    results = [read_evaluations(run, read_json_lines(run.events)) for run in map(RunDir, paths)]
     if as_json:
         rows = {name: values for name, *values in settings}
         evaluations = [list(map(asdict, of_run)) for of_run in results]

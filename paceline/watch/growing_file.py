@@ -194,11 +194,12 @@ class MetricSteps:
             for path in paths:
                 with suppress(PacelineError, OSError):  # it may vanish
                     self.read_file(path)
-            if not (ends := {path: self.ends[path] for path in paths if path in self.ends}):
+            ends = {path: self.ends[path] for path in paths if path in self.ends}
+            if not any(has_loss for has_loss, _ in ends.values()):
                 continue
             path, is_last = training_file(ends), paths is attempts[-1]
             own = next((other for other in ends if ends[other][0] and reader_of(other) is self.own), None)
-            self.has_loss, name = self.has_loss or ends[path][0], (own or path).relative_to(self.run.path)
+            self.has_loss, name = True, (own or path).relative_to(self.run.path)
             text = f"{name} is the script's own: only health is sent" if own else f"steps are those of {name}"
             if text != self.text and is_last:
                 self.text = text

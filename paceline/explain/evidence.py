@@ -192,7 +192,7 @@ def judge_run(run: RunDir, *, since: float = math.nan, until: float = math.nan) 
 def worse_than_untrained(series: Sequence[MetricSeries]) -> list[CurveFinding]:
     """The validation loss of paceline's trainer that ends above its value before the first step, while no other one has fallen."""
     return [
-        CurveFinding(DIVERGED, item, 0, f"the model was better untrained: higher {FROM_START}")
+        CurveFinding(DIVERGED, item, 0, f"worse than untrained {FROM_START}")
         for item in series
         if item.name in OWN_VALIDATION and item.steps[0] == 0 and len(item.values) > MIN_EVALUATED
         if item.values[-1] > WORSE * item.values[0] >= 0

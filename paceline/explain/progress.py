@@ -252,7 +252,8 @@ class ProgressTracker:
             self._add_loss(rank, self._point(progress.step, name, progress.loss))
             self._add_evaluation(text, progress.name, progress.loss)
         # many games begin with scores of 0
-        is_first = progress.reward == 0 and not self.rewards and not line_measures.REWARD.search(text)
+        is_first = progress.reward == 0 and not self.rewards and line_measures.EPISODE_SCORE.match(text) is not None
+        is_first = is_first and line_measures.REWARD.search(text) is None
         reward = None if is_first else progress.reward
         named = (("reward", reward), ("score", progress.score), ("grad_norm", progress.grad_norm))
         for points, (name, value) in zip((self.rewards, self.scores, self.gradients), named, strict=True):

@@ -237,6 +237,7 @@ VALIDATED = "Epoch {step}/50 | Train Loss: 0.5 | Val Loss: {loss}\n"
 GREEDY = "Validation result (greedy) at epoch {step}, step {step}000: token_accuracy: 6.2, loss: {loss}, ppl: 22.9\n"
 SAMPLED = "EPOCH[{step}/100] loss{loss:.3f}-|Sample:9.03|\n"
 BESIDE = "step {step}\nloss {loss:.4f} policy_loss {loss:.4f} value_loss {loss:.4f}\n"
+RISES = [2.0 - 0.01 * n for n in range(50)] + [2.0 * n - 99 for n in range(51, 99)]
 FITTED = "Epoch {step}/50 | Train Loss: 2e-{step} | Val Loss: {loss}\n"
 TRAINED = "Epoch {step}/50 | Train Loss: 0.7{step:02} | Val Loss: {loss}\n"  # it rises a little
 UP = [0.62, 0.62, 0.62, *[0.71] * 10]
@@ -328,6 +329,9 @@ OF_LINES = [  # the form of a line, its losses, what they show
     (EPOCH, [0.0] * 10 + [0.4] * 40, "loss-stands-still"),
     # batches about what guessing between two classes gives, as of one network that competes with another
     (ITERATION, [0.693 + 0.06 * math.sin(9 * n) for n in range(1200)], "healthy"),
+    # lines that look like a download or settings
+    ("{step}%|##| {step}0000/1000000 [00:01<00:01, 2500000.00it/s, loss={loss}]\n", RISES, "loss-diverged"),
+    ("step={step} loss={loss} ({{'a': True, 'b': False, 'c': True, 'd': True, 'e': False}})\n", RISES, "loss-diverged"),
     # few units of its last digit, beside an accuracy that is perfect or not
     (PERFECT, [0.0004, 0.0004, *[0.0005] * 10, *[0.0006] * 60], "healthy"),
     (PERFECT.replace("100", "52"), [0.0004, 0.0004, *[0.0005] * 10, *[0.0006] * 60], "loss-stands-still"),

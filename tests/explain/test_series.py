@@ -693,7 +693,7 @@ def test_a_run_that_ends_worse_than_before_its_first_step_has_diverged(values, o
     explanation = explain_run(run)
     assert explanation.cause == cause
     is_worse = cause != "healthy"
-    assert ("a tenth as high" in explanation.fix, "better untrained" in explanation.summary) == (is_worse, is_worse)
+    assert ("a tenth as high" in explanation.fix, "worse than untrained" in explanation.summary) == (is_worse, is_worse)
 
 
 @with_rows("name, limit, start, cause", [

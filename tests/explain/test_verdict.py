@@ -751,6 +751,8 @@ def test_what_comes_before_any_work_does_not_show_that_a_run_works(text):
     flags = "is_best={}, clipped=False, skipped=False"
     lines = f"epoch 1 loss 2.1 {flags.format(True)}\nepoch 2 loss nan {flags.format(False)}\nloss=nan,\n"
     assert verdict(text + lines).cause == "loss-nan"
+    own_lines = "".join(f"epoch =   {n} , elbo: 1.000\n train_loss = nan,\n" for n in range(40))
+    assert verdict(text + own_lines).cause == "loss-nan"
 
 
 def test_a_result_of_an_evaluation_that_is_nan_shows_no_failure_of_a_training():

@@ -50,6 +50,7 @@ MIN_SCORES, NEAR_BEST = 3, 0.02  # points of evaluations, and the share by which
 LATEST_START = 0.1  # of the last step: a curve that begins later has lost its beginning
 MIN_GROWTH = 0.1  # of memory
 GROWTH_STARTS = (0.2, 0.4, 0.6)  # of the curve: memory grows in any run at first, and a leak may begin late
+REWARD_PARTS, REWARD_LEFT = 10, 0.8  # of a reward's course; of its highest gain, at its end
 WORSE = 0.98  # of the score at the lowest point, which no later one reaches
 FLAT_VALIDATION, MAX_FALL, LOW_ACCURACY = 0.005, 0.05, 0.5  # shares of the first value: less is no fall of a loss
 # of a validation curve alone, as a share of its first value: above it nothing shows that the run works
@@ -197,8 +198,13 @@ def ends_high(series: MetricSeries) -> bool:
 
 
 def improves(reward: MetricSeries) -> bool:
-    """Whether a reward rises beyond its noise."""
-    return is_judged(reward) and noise.falls([-value for value in reward.values], math.inf)
+    """Whether a reward rises beyond its noise, and is as high at its end as about its best."""
+    values = thinned(reward).values
+    if not is_judged(reward) or not noise.falls([-value for value in values], math.inf):
+        return False
+    length = max(noise.SPIKE, len(values) // REWARD_PARTS)
+    levels = [noise.median(values[at : at + length]) for at in range(0, len(values), length)]
+    return noise.median(values[-length:]) - levels[0] >= REWARD_LEFT * (max(levels) - levels[0])
 
 
 def find_nan(by_kind: Mapping[str, Sequence[MetricSeries]]) -> Iterator[CurveFinding]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.explain.curve_verdict import CurveFinding, judge_curves
+from paceline.explain.curve_verdict import DIVERGED, FROM_START, CurveFinding, judge_curves
 from paceline.explain.explanation import KERNEL_LOG, RECORDED, LogProgress, Record, RecordKind
 from paceline.explain.log import Log
 from paceline.explain.log_text import count_lines, read_chunks
@@ -44,13 +44,14 @@ WHOLE_BYTES = 1 << 20  # a health file up to this size is read whole
 NUM_SAMPLES = 200  # of a longer one
 MAX_LINE_BYTES = 16 << 10
 WHOLE_METRICS = 2 << 20  # bytes: metrics up to this size are read whole
-WORSE = 1.02  # times the validation loss before the first step
+# times the validation loss of paceline's trainer before the first step; evaluations behind it
+OWN_VALIDATION, WORSE, MIN_EVALUATED = ("val_bpb", "val_loss"), 1.02, 2
 NUM_CHANGED = 8  # lines from where values become NaN
 MAX_EVALUATIONS = 4000  # of more, some
 KERNEL_LOG_BYTES = 1 << 20  # from the end of a file
 XID_TEXTS = {79: ", GPU has fallen off the bus"}  # what the kernel's line says too, and a fix depends on
 NEARLY_ALL = 0.95  # of memory, or of a disk
-MUCH_OF_MEMORY = 0.2  # of a host's: other programs than the run take and free memory too
+MUCH_OF_MEMORY = 0.2  # of a host's, of which other programs than the run take and free some too
 KMSG = Path("/dev/kmsg")
 MAX_RECORD_BYTES, MAX_OVERWRITTEN = 1 << 16, 100  # of a record; reads in a row that fail because theirs was overwritten
 KERNEL_LOGS = (Path("/var/log/kern.log"), Path("/var/log/messages"), Path("/var/log/syslog"))
@@ -189,11 +190,13 @@ def judge_run(run: RunDir, *, since: float = math.nan, until: float = math.nan) 
 
 
 def worse_than_untrained(series: Sequence[MetricSeries]) -> list[CurveFinding]:
-    """A run whose last evaluation is worse than the one before its first step."""
+    """The validation loss of paceline's trainer that ends above its value before the first step, while no other one has fallen."""
     return [
-        CurveFinding("loss-diverged", item, 0, "higher from its first value on, that before the first step")
+        CurveFinding(DIVERGED, item, 0, f"worse than untrained {FROM_START}")
         for item in series
-        if item.kind == VALIDATION and item.steps[0] == 0 < item.steps[-1] and item.values[-1] > WORSE * item.values[0]
+        if item.name in OWN_VALIDATION and item.steps[0] == 0 and len(item.values) > MIN_EVALUATED
+        if item.values[-1] > WORSE * item.values[0] >= 0
+        if not any(other.kind == VALIDATION and other.values[-1] < other.values[0] for other in series)
     ]
 
 
@@ -258,10 +261,13 @@ def lines_of(path: Path) -> list[bytes]:
 
 
 def grows_by_much(memory: MetricSeries, limits: Mapping[str, Any]) -> bool:
-    """Whether memory that others use too, a host's or a control group's, grows by much of its limit."""
-    limit = limits.get(memory.name.split()[-1])
+    """Whether memory grows by much of a host's, which others use too, or fills it nearly; true of all other memory."""
+    name = memory.name.split()[-1]
+    limit = limits.get(name)
     values = [value for value in memory.values if math.isfinite(value)]
-    return not isinstance(limit, int) or not values or max(values) - min(values) > MUCH_OF_MEMORY * limit
+    if name != "ram_used" or not isinstance(limit, int) or not values:
+        return True
+    return max(values) - min(values) > MUCH_OF_MEMORY * limit or max(values) > NEARLY_ALL * limit
 
 
 def memory_of(sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -150,9 +150,11 @@ RECORD = re.compile(  # a measure as a dictionary, behind its name: {'epoch': 0,
     r"(?P<name>\w+): \{'epoch': (?P<epoch>\d+(?:\.\d+)?), 'value': (?P<value>\S+)\} \(\{'split': '(?P<split>\w+)'\}\)"
 )
 FOREIGN_WORDS = ("epoche", "verlust", "perda", "perte", "perdita", "epoca")  # those in ASCII
-SETTING = re.compile(r"\W*(?!loss)\w+ ?= ?[^=]+,")  # a line of its own in an object that is printed over several lines
+SETTING = re.compile(
+    r"(?i)\W*(?!\w*loss)\w+ ?= ?(?!nan|[-+]?inf)[^=]+,"
+)  # a line of its own in an object that is printed over several lines
 MIN_FLAGS = 5  # on a line of settings: a measure is seldom true or false
-TRANSFER = re.compile(r"\d ?[kMGT]?i?B/s\b|\d{7}(?:\.\d+)?it/s\b")  # a bar of bytes: a download
+TRANSFER = re.compile(r"(?i)(?!.*loss).*(?:\d ?[kMGT]?i?B/s\b|\d{7}(?:\.\d+)?it/s\b)")  # a bar of bytes: a download
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ def strip_bars(text: str) -> tuple[str, StepLoss | None]:
         return strip_counters(text) if "it [" in text else (text, None)
     progress = None
     for match in BAR.finditer(text):
-        if PREPARATION.match(match[0]) or TRANSFER.search(match[0]):
+        if PREPARATION.match(match[0]) or TRANSFER.match(match[0]):
             continue
         at, of = parse_count(match["at"]), parse_count(match["of"])
         has_loss = "loss" in match[0].lower()
@@ -280,7 +282,7 @@ def read_step_and_loss(text: str) -> StepLoss | None:
         name = next((name_of(match) for match in ERROR_MEASURE.finditer(text) if float(match["value"]) == loss), name)
     reward = read_value(REWARD.search(text)) if has_word(lowered, ("reward", "return")) else None
     if reward is None and "score" in lowered:
-        reward = read_value(EPISODE_SCORE.match(text)) or None  # many games begin with scores of 0
+        reward = read_value(EPISODE_SCORE.match(text))
     score = None
     if held_out is not None or name in ("eval_loss", PART_LOSS):
         score = read_score(HELD_OUT_SCORE.search(text) or SCORE.search(text))
@@ -301,9 +303,8 @@ def find_measure(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Matc
 
 def is_setting(text: str) -> bool:
     """Whether a line is a setting, or holds many."""
-    return ("({" in text and text.count("True") + text.count("False") >= MIN_FLAGS) or SETTING.fullmatch(
-        text
-    ) is not None
+    has_flags = "({" in text and text.count("True") + text.count("False") >= MIN_FLAGS
+    return has_flags or SETTING.fullmatch(text) is not None
 
 
 def is_held_out(match: re.Match[str]) -> bool:

@@ -28,7 +28,6 @@ SERVED = re.compile(  # a request that was answered, vLLM's report of such, what
 UNNAMED_NAN = re.compile(r"(?:^|[,;(\[]\s*|[\d)\]]:?\s+)tensor\(nan(?=[\s,;)\]]|$)")
 NUMBER = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
 UNNAMED, MIN_UNNAMED = "a value without a name", 5
-NAN_RESULTS = re.compile(r"(?i).*[:=] *nan(?:\s*[,|/]\s*nan)+\W*")  # of an evaluation: copypaste: nan,nan,nan
 # a row of nothing but numbers behind a counter; columns that become NaN in the same row, as one alone may where it is not computed
 ROW, MIN_LOST = re.compile(r"\s*\d+(?:[\s,;|]+(?:[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan))+\s*"), 2
 CELL = re.compile(r"[^\s,;|]+")
@@ -241,8 +240,7 @@ class OpenRun:
         progress = self.progress.progress(tail[-1][0] if tail else None)
         has_measures = self.progress.held_out or self.progress.scores or self.progress.rewards
         if progress.nan_line is None and progress.last_loss is None and not has_measures:
-            last = next((number for number, text in tail[-1:] if NAN_RESULTS.fullmatch(text)), None)
-            number = find_unnamed_nan(tail) or self.rows.nan_line or last
+            number = find_unnamed_nan(tail) or self.rows.nan_line
             progress = replace(progress, nan_line=number, nan_measure=UNNAMED) if number else progress
         if tail and PROMPT.search(tail[-1][1]):
             progress = replace(progress, finished=False, done_line=None)

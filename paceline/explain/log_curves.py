@@ -13,17 +13,7 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 
 from paceline.explain import curve_verdict
-from paceline.explain.curve_verdict import (
-    BOTH_RISE,
-    DIVERGED,
-    FROM_START,
-    LEARNED,
-    MIN_SCORES,
-    NEAR_BEST,
-    OVERFITS,
-    STANDS_STILL,
-    CurveFinding,
-)
+from paceline.explain.curve_verdict import DIVERGED, FROM_START, LEARNED, OVERFITS, STANDS_STILL, CurveFinding
 from paceline.explain.explanation import HEALTHY, UNKNOWN, Explanation, format_value
 from paceline.explain.line_measures import MEAN_LOSS
 from paceline.explain.log import EARLY_STOP, Log
@@ -57,7 +47,6 @@ MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
 MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations
 # accuracies of a guess between two classes, and how near to a half each is; to ln 2 the losses behind the first, the last half
 MIN_HALF, EVEN, FEW_CHANCE, STILL_CHANCE = 5, 0.02, 0.03, 0.01
-STRETCHES_OF_HALF, MIN_STRETCH = 5, 60  # of the values of batches, whose means are compared; values of each
 # of two networks that compete, whose losses may stay there
 OF_GAN = re.compile(
     r"(?i)\b(?:discriminator|generator|adversar\w*)\b|(?<![a-z])(?:[dg][ _]?loss|loss[ _]?[dg])(?![a-z])"
@@ -72,9 +61,10 @@ ZERO_REASONS = {
     ),
     "the margins between chosen and rejected answers are 0": re.compile(r"rewards/margins\W{1,4}(?P<value>[\d.]+)"),
 }
-MIN_SAME_SCORES, LOG_GROWTH, LOG_SLOWER = 20, 0.2, 1.0  # evaluations; of memory, of the time for a sample
-# from each point of a loss to the next; as a share of the first one; an accuracy
-MIN_RISES, STEADY_RISE, PERFECT = 7, 0.03, 0.99
+LOG_GROWTH, LOG_SLOWER = 0.2, 1.0  # of memory, of the time for a sample
+MIN_SAME_SCORES = 20  # evaluations
+MIN_RISES, STEADY_RISE = 7, 0.03  # from each point of a loss to the next; as a share of the first one
+PERFECT, TINY = 0.99, 0.01  # an accuracy; a loss beside it, whose last digit may stay
 TRAIN_RISE, FAR_ABOVE = 0.1, 5.0  # of the loss of training, as a share; times the lowest loss of evaluations
 # Lightning's bar shows the loss that was logged last, by default (log_every_n_steps) on every 50th step
 LIGHTNING_BAR, LOGGED_EVERY = re.compile(r"\bv_num="), 50
@@ -98,39 +88,38 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     losses, held_out, parts = ([item for item in reported if item.kind == kind] for kind in kinds)
     memories = [curve_verdict.evenly_spaced(item) for item in line_series(points["memory"], kind=MEMORY)]
     speeds = [curve_verdict.evenly_spaced(item) for item in line_series(points["speeds"], kind=THROUGHPUT)]
-    is_perfect = median(list(points["accuracies"]) or [0.0]) > PERFECT
-    exact = [item for item in losses if not (is_perfect and has_one_digit(item.values))]
-    lengths = ((finding, len(finding.series.values)) for finding in curve_verdict.find_still(exact, [], []))
-    still = (item for item, length in lengths if item.at < length // 2 or is_stuck(item.series.values))
     evaluations = [*line_series(points["held_out"]), *held_out]
     if not losses and all(point.step is point.epoch is None for point in points["losses"]):
         evaluations = []  # results of several programs
     scores, rewards = line_series(points["scores"], kind=SCORE), line_series(points["rewards"], kind=REWARD)
-    learns = any(map(curve_verdict.is_lowest_at_end, evaluations)) or any(map(curve_verdict.improves, rewards))
-    ends_best = is_best_at_end(points["scores"])
+    learns = any(map(curve_verdict.is_lowest_at_end, evaluations))
+    has_gained, ends_best = any(map(curve_verdict.improves, rewards)), is_best_at_end(points["scores"])
     rising = [] if learns else [item for item in losses if not (ends_best and curve_verdict.ends_below_start(item))]
+    rising = [item for item in rising if not has_gained or any(find_explosions([item]))]
+    falls = any(map(curve_verdict.may_fall, losses))
     # transformers writes 0 for a loss that is NaN, but not in evaluations
     has_nan = any(math.isnan(point.value) for name in ("losses", "held_out") for point in points[name])
     guesses = [*find_guesses(losses, evaluations, scores)]
     if not parts and not any(OF_GAN.search(text) for log in logs for _, text in log.last_lines):
         trained = [point.value for point in points["losses"] if point.name != "eval_loss"]
-        guesses += find_half(losses, trained, points["accuracies"]) if not evaluations else ()
+        guesses += find_half(losses, trained, points["accuracies"])
     findings = [
         *(rise for item in rising for rise in curve_verdict.find_rises([item], least_rise(item, evaluations))),
         *(find_steady_rises(rising, evaluations) if not parts else ()),
         *find_explosions(parts),
-        *still,
+        *find_still(losses, points["accuracies"]),
         *curve_verdict.find_unlearned(losses, held_out),
         *find_chance(losses, held_out),
         *guesses,
         *find_zeros(losses, ZEROS, cause=NAN if has_nan else STANDS_STILL),
         *find_zeros([item for item in losses if item.name == MEAN_LOSS], 1, reason=MEAN_OF_ALL),
         *find_zeros(rewards, ZERO_REWARDS, reason=NO_REWARD),
+        *(() if falls else find_one_reward(rewards)),
         *find_lost_reward(rewards),
         *curve_verdict.find_growth(memories, LOG_GROWTH),
         *curve_verdict.find_slowdown({THROUGHPUT: speeds}, LOG_SLOWER),
         *(() if ends_best else find_turns(losses, evaluations, scores)),
-        *(() if any(map(curve_verdict.may_fall, losses)) else find_same(points["scores"], points["held_out"])),
+        *(() if falls else find_same(points["scores"], points["held_out"])),
     ]
     stops_early = any(log.stops_early or any(EARLY_STOP.search(text) for _, text in log.last_lines) for log in logs)
     flat = next(filter(hardly_moves, losses + held_out), None)
@@ -198,7 +187,7 @@ def repeats_logged(series: MetricSeries, points: Sequence[LossPoint]) -> bool:
 def has_epochs(curve: Sequence[LossPoint]) -> bool:
     """Whether each point of a curve is of a later epoch than the one before, or the same one reported again."""
     ascends = all(before == point or (before.epoch or 0) < (point.epoch or 0) for before, point in pairwise(curve))
-    is_often = 2 * len({*curve}) >= len(curve) or len({point.value for point in curve}) >= MIN_SCORES
+    is_often = 2 * len({*curve}) >= len(curve) or len({point.value for point in curve}) >= curve_verdict.MIN_SCORES
     return ascends and curve[0].epoch is not None and is_often
 
 
@@ -207,6 +196,16 @@ def is_of_ranks(curve: Sequence[LossPoint]) -> bool:
     times = [len(list(group)) for _, group in groupby(point.value for point in curve)]
     as_often = len(times) > 1 and min(times) > 1 and max(times) <= RANK_SPREAD * min(times)
     return as_often and all(len(f"{point.value!r}") > RANK_DIGITS for point in curve)
+
+
+def find_still(losses: Sequence[MetricSeries], accuracies: Sequence[float]) -> Iterator[CurveFinding]:
+    """Losses that stand still from early on, but for the last digit of a tiny one beside an accuracy that is perfect."""
+    is_perfect = median(list(accuracies) or [0.0]) > PERFECT
+    for finding in curve_verdict.find_still(losses, [], []):
+        values = finding.series.values
+        is_rounded = is_perfect and max(values) < TINY and has_one_digit(values)
+        if not is_rounded and (finding.at < len(values) // 2 or is_stuck(values)):
+            yield finding
 
 
 def find_steady_rises(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
@@ -229,17 +228,25 @@ def find_explosions(parts: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
 def is_best_at_end(scores: Sequence[LossPoint]) -> bool:
     """Whether the accuracy of evaluations has risen and ends at about its best: a loss that rises is no failure then."""
     values = [point.value for point in scores]
-    return len(values) >= MIN_SCORES and values[0] < median(values[-MIN_SCORES:]) >= (1 - NEAR_BEST) * max(values)
+    return len(values) >= curve_verdict.MIN_SCORES and values[0] < median(values[-curve_verdict.MIN_SCORES :]) >= (
+        1 - curve_verdict.NEAR_BEST
+    ) * max(values)
 
 
 def find_zeros(
     series: Sequence[MetricSeries], at_least: int, *, cause: str = STANDS_STILL, reason: str | None = None
 ) -> Iterator[CurveFinding]:
-    """Curves that are 0 wherever they are reported, or rewards below 0 that are one value: one above may be the best there is."""
+    """Curves that are 0 wherever they are reported."""
     for item in series:
-        is_one = item.kind == REWARD and len(item.values) >= SAME_REWARDS and min(item.values) == max(item.values) < 0
-        if is_one or (len(item.values) >= at_least and not any(item.values)):
-            yield CurveFinding(cause, item, 0, ONE_REWARD if is_one else reason)
+        if len(item.values) >= at_least and not any(item.values):
+            yield CurveFinding(cause, item, 0, reason)
+
+
+def find_one_reward(rewards: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+    """Rewards below 0 that are one value: one above may be the best there is."""
+    for item in rewards:
+        if len(item.values) >= SAME_REWARDS and min(item.values) == max(item.values) < 0:
+            yield CurveFinding(STANDS_STILL, item, 0, ONE_REWARD)
 
 
 def find_lost_reward(rewards: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
@@ -290,19 +297,13 @@ def find_guesses(
 def find_half(
     losses: Sequence[MetricSeries], values: Sequence[float], accuracies: Sequence[float]
 ) -> Iterator[CurveFinding]:
-    """A loss that stays where a guess between two classes is, while each accuracy is about a half, or in each part of many values.
-
-    values: of the loss, also of batches that vary.
-    """
+    """A loss that stays where a guess between two classes is, while each accuracy of the log is about a half; values: of it."""
     is_half = len(accuracies) >= MIN_FEW and max(abs(value - 0.5) for value in accuracies) < EVEN
-    if len(losses) != 1 or len(values) < MIN_HALF or not all(map(math.isfinite, values)):
+    if not is_half or len(losses) != 1 or len(values) < MIN_HALF or not all(map(math.isfinite, values)):
         return
     chance = math.log(2)
-    is_near = is_half and max(abs(value - chance) for value in values[1:]) < FEW_CHANCE * chance
-    stays = is_near and median(values[len(values) // 2 :]) > (1 - STILL_CHANCE) * chance
-    length = len(values) // STRETCHES_OF_HALF
-    means = [sum(values[length * at :][:length]) / max(1, length) for at in range(STRETCHES_OF_HALF)]
-    if stays or (length >= MIN_STRETCH and not accuracies and all(map(is_near_half, means))):
+    is_near = max(abs(value - chance) for value in values[1:]) < FEW_CHANCE * chance
+    if is_near and median(values[len(values) // 2 :]) > (1 - STILL_CHANCE) * chance:
         yield CurveFinding(STANDS_STILL, losses[0], 0, CHANCE.format(number=2))
 
 
@@ -360,7 +361,7 @@ def least_rise(series: MetricSeries, evaluations: Sequence[MetricSeries]) -> flo
     if not curve_verdict.is_whole(series):
         return PART_RISE
     if series not in evaluations and evaluations and all(map(curve_verdict.ends_high, evaluations)):
-        return BOTH_RISE
+        return curve_verdict.BOTH_RISE
     last = list(filter(math.isfinite, series.values[-STRETCHES[0] :]))
     return START_RISE if last and median(last) > max(series.values[:SPIKE]) else LOG_RISE
 

@@ -162,7 +162,8 @@ class ProgressTracker:
             self._begin_epoch(int(match["epoch"]))
             self._in_epoch = self._in_epoch or KERAS_EPOCH.fullmatch(text) is not None
         progress = None if self._is_setting(text) else read_row(text, self._columns) or read_line(text, bar)
-        progress = None if progress is not None and line_measures.is_setting(text) else progress
+        if progress is not None and None in (progress.step, progress.loss) and line_measures.is_setting(text):
+            progress = None
         if progress is not None and progress.name == MEAN_LOSS:
             counts = not self._losses and (self._last_step or 0) >= MIN_MEAN
             progress = replace(progress, step=self._last_step) if counts else None
@@ -251,7 +252,11 @@ class ProgressTracker:
             name = "test_loss" if progress.name == "eval_loss" and TEST.match(text) else progress.name
             self._add_loss(rank, self._point(progress.step, name, progress.loss))
             self._add_evaluation(text, progress.name, progress.loss)
-        named = (("reward", progress.reward), ("score", progress.score), ("grad_norm", progress.grad_norm))
+        # many games begin with scores of 0
+        is_first = progress.reward == 0 and not self.rewards and line_measures.EPISODE_SCORE.match(text) is not None
+        is_first = is_first and line_measures.REWARD.search(text) is None
+        reward = None if is_first else progress.reward
+        named = (("reward", reward), ("score", progress.score), ("grad_norm", progress.grad_norm))
         for points, (name, value) in zip((self.rewards, self.scores, self.gradients), named, strict=True):
             if value is not None:
                 store(points, self._point(progress.step, name, value))

@@ -36,22 +36,19 @@ PREPARED = r"(?!.*\b(?:load|captur|compil|prepar|initiali|tokeni|warm))"  # befo
 LOGGER = (  # what it writes before a message
     r"(?:[\w./-]+\.py:\d+\W+)?(?:[\w.]+ - )?(?:\W?(?:INFO|SUCCESS)\b[\]:>\s-]*(?:\w[\w.]*: ?)?)?(?:\[\w+\] )?\W{0,3}"
 )
-RESULT = re.compile(  # of work that ended, of a server that waits or has answered, of all items: 1200/1200
+RESULT = re.compile(  # of work that ended, of a server that waits or has answered
     rf"(?i){NOT_DONE}{LOGGER}(?:.*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)\W*$"
     rf"|{PREPARED}(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished|done)\b(?:\W*$|[!.])"
     r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
     r"|(?:[a-z]+ ){0,3}(?:suite|pipeline|experiment|benchmark|simulation|workflow)s?(?: (?!\d+/|\w+ly )\S+)?"
     r" (?:completed?|finished|done)\W*$"
     r"|(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far)|.{1,9}(?:config|arg|setting|code)\w*\b)"
-    r"|finished \w+ on 20\d\d-|(?:exported|converted|merged|uploaded)\b.* (?:to|into|as) \S"
+    r"|finished \w+ on 20\d\d-|(?:exported|uploaded)\b.* (?:to|into|as) \S"
     rf"|{PREPARED}(?:upload|export|job)s? (?:is )?(?:completed?|finished|done)(?:[:!.]? (?:https?:|with exit code 0\b).*|\W*)$"
-    r"|(?!\W*\d+ ?/ ?\d+\]|.*(?:%\||load|prepar|epoch|ready|rank|gpu|node|worker|connect|attempt|retr|tri|fail|error|start|time))"
-    r".*\b(?P<number>\d\d+) ?(?:/|of) ?(?P=number)\b(?![/.])"
     rf"|{PREPARED}.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$"
     rf"|{PREPARED}(?:finish(?:ed)? \w+ in: \d|(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$)"
     r"|\{\"(?:summary|results?|metrics)\": ?[\[{][\"\d{]|saving the dataset \(\d+/\d+ shards\): 100%|build: [0-9a-f]{7,10} \(\d+\)$"
-    r"|=+ \d+ passed\b[^=]{0,40}=+$"
-    r"|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?(?:saved|written to)\b)"
+    r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?(?:saved|written to)\b)"
 )
 SCORE = re.compile(  # of an evaluation, not a limit or a weight among settings
     r"(?i)(?!.*(?:Namespace\(|\b(?:\w+_)?(?:target|min|max|limit|thres\w*|weights?|lambda|conf|mixed|stop\w*)(?:_\w+)?\b"

@@ -237,7 +237,7 @@ VALIDATED = "Epoch {step}/50 | Train Loss: 0.5 | Val Loss: {loss}\n"
 GREEDY = "Validation result (greedy) at epoch {step}, step {step}000: token_accuracy: 6.2, loss: {loss}, ppl: 22.9\n"
 SAMPLED = "EPOCH[{step}/100] loss{loss:.3f}-|Sample:9.03|\n"
 BESIDE = "step {step}\nloss {loss:.4f} policy_loss {loss:.4f} value_loss {loss:.4f}\n"
-GUESSES = [0.693 + 0.06 * math.sin(9 * n) for n in range(1200)]
+RISES = [2.0 - 0.01 * n for n in range(50)] + [2.0 * n - 99 for n in range(51, 99)]
 FITTED = "Epoch {step}/50 | Train Loss: 2e-{step} | Val Loss: {loss}\n"
 TRAINED = "Epoch {step}/50 | Train Loss: 0.7{step:02} | Val Loss: {loss}\n"  # it rises a little
 UP = [0.62, 0.62, 0.62, *[0.71] * 10]
@@ -327,13 +327,15 @@ OF_LINES = [  # the form of a line, its losses, what they show
     # it was 0 for long
     (EPOCH, [1.4 * 0.9**n for n in range(120)] + [0.6 + 0.01 * n for n in range(30)], "loss-diverged"),
     (EPOCH, [0.0] * 10 + [0.4] * 40, "loss-stands-still"),
-    # in each part of many batches that vary, it is that of a guess between two classes
-    (ITERATION, GUESSES, "loss-stands-still"),
-    (ITERATION, [loss - n / 12000 for n, loss in enumerate(GUESSES)], "healthy"),
-    (ITERATION, GUESSES[:250], "healthy"),
+    # batches about what guessing between two classes gives, as of one network that competes with another
+    (ITERATION, [0.693 + 0.06 * math.sin(9 * n) for n in range(1200)], "healthy"),
+    # lines that look like a download or settings
+    ("{step}%|##| {step}0000/1000000 [00:01<00:01, 2500000.00it/s, loss={loss}]\n", RISES, "loss-diverged"),
+    ("step={step} loss={loss} ({{'a': True, 'b': False, 'c': True, 'd': True, 'e': False}})\n", RISES, "loss-diverged"),
     # few units of its last digit, beside an accuracy that is perfect or not
     (PERFECT, [0.0004, 0.0004, *[0.0005] * 10, *[0.0006] * 60], "healthy"),
     (PERFECT.replace("100", "52"), [0.0004, 0.0004, *[0.0005] * 10, *[0.0006] * 60], "loss-stands-still"),
+    (PERFECT, [2.0] * 60, "loss-stands-still"),
     # evaluations that do not move any more, beside a loss of training that never has or has fallen
     (TRAINED, UP, "loss-stands-still"),
     (FITTED, UP, "validation-turns-up"),
@@ -524,6 +526,12 @@ def test_a_return_below_0_that_never_changes_is_no_healthy_log():
     assert still.cause == "loss-stands-still" and "every reward is the same" in still.summary
     for values in ([-200.0] * 30, [500.0] * 60, [-200.0] * 59 + [-199.0]):
         assert explain_returns(values).cause == "healthy"
+
+
+@with_rows("fall, cause", [(0.005, "healthy"), (0.0, "loss-stands-still")])
+def test_scores_of_episodes_that_are_all_one_are_no_failure_while_a_loss_falls(fall, cause):
+    lines = (f"ep {n} score: -1.0 loss {1 - fall * n + 0.001 * (n % 3):.4f}\n" for n in range(60))
+    assert explain(["".join(lines).encode()]).cause == cause
 
 
 def test_a_validation_loss_that_rises_behind_end_of_epoch_is_found():
@@ -1346,6 +1354,18 @@ def test_early_stopping_has_come_when_its_counter_is_full():
 def test_the_loss_of_a_policy_may_rise_while_the_score_of_its_episodes_does(gain, cause):
     line = "Episode {}\tScore: {:.2f}\tLoss: {:.4f}\n"
     lines = (line.format(n, 200 + gain * n + 9 * (n % 3), 0.01 * 1.05**n + 0.001 * (n % 4)) for n in range(1, 201))
+    assert explain(["".join(lines).encode()]).cause == cause
+
+
+@with_rows("score, loss, cause", [
+    (lambda n: n / 10, lambda n: 0.5 if n < 120 else 0.5 * n - 59, "healthy"),
+    # the policy is lost while its loss rises, or it has exploded
+    (lambda n: n / 10 if n < 120 else 0.0, lambda n: 0.5 if n < 120 else 0.5 * n - 59, "loss-diverged"),
+    (lambda n: n / 10 if n < 120 else 3 + n % 2, lambda n: 0.5 if n < 120 else 0.5 * n - 59, "loss-diverged"),
+    (lambda n: n / 10, lambda n: 0.5 * 1.1**n, "loss-diverged"),
+])  # fmt: skip
+def test_a_score_that_was_lost_again_or_a_loss_that_explodes_excuses_no_rise(score, loss, cause):
+    lines = (f"episode {n} loss {loss(n):.3f} score: {score(n):.2f}\n" for n in range(200))
     assert explain(["".join(lines).encode()]).cause == cause
 
 

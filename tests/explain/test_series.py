@@ -15,7 +15,8 @@ from curve_shapes import Noise, falling
 from rows import with_rows
 
 from paceline.cli import run_command
-from paceline.explain.evidence import judge_run, metric_lines, read_run_series
+from paceline.explain.curve_verdict import judge_curves
+from paceline.explain.evidence import grows_by_much, judge_run, metric_lines, read_run_series
 from paceline.explain.run_folder import explain_run
 from paceline.explain.series import (
     ACCURACY,
@@ -28,6 +29,7 @@ from paceline.explain.series import (
     STEP_TIME,
     THROUGHPUT,
     VALIDATION,
+    SeriesTable,
     kind_of,
     read_series,
 )
@@ -669,14 +671,40 @@ def test_a_script_is_explained_by_its_files_of_metrics_and_its_lines_unless_its_
     assert (explanation.cause, explanation.step) == (cause, step)
 
 
-@pytest.mark.parametrize(("last", "cause"), [(4.7, "loss-diverged"), (4.1, "healthy"), (2.9, "healthy")])
-def test_a_run_that_ends_worse_than_before_its_first_step_has_diverged(last, cause, tmp_path):
+@pytest.mark.parametrize(
+    ("values", "other", "cause"),
+    [
+        ({0: 4.1, 100: 4.6, 200: 4.7}, {}, "loss-diverged"),
+        ({0: 4.1, 100: 4.6, 200: 4.1}, {}, "healthy"),
+        ({0: 4.1, 100: 3.2, 200: 2.9}, {}, "healthy"),
+        ({0: 4.1, 200: 4.7}, {}, "healthy"),  # in the warm-up
+        ({0: -3.0, 100: -3.0, 200: -3.0}, {}, "healthy"),
+        ({0: 2.0, 100: 2.1, 200: 2.1}, {0: 3.0, 100: 2.8, 200: 2.5}, "healthy"),
+    ],
+)
+def test_a_run_that_ends_worse_than_before_its_first_step_has_diverged(values, other, cause, tmp_path):
     run = own_run(tmp_path / "books")
-    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    records = [{"step": 0}, *(json.loads(line) for line in run.metrics.read_text().splitlines())]
     for record in records:
         record.pop("val_bpb", None)
-    records[-1]["val_bpb"] = last
-    run.metrics.write_text("".join(f"{json.dumps(record)}\n" for record in [{"step": 0, "val_bpb": 4.1}, *records]))
+        curves = {"val_bpb": values, "val_books_loss": other}
+        record |= {name: curve[record["step"]] for name, curve in curves.items() if record["step"] in curve}
+    run.metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     explanation = explain_run(run)
     assert explanation.cause == cause
-    assert ("a tenth as high" in explanation.fix) == (cause != "healthy")
+    is_worse = cause != "healthy"
+    assert ("a tenth as high" in explanation.fix, "worse than untrained" in explanation.summary) == (is_worse, is_worse)
+
+
+@with_rows("name, limit, start, cause", [
+    ("ram_used", 64, 30, "healthy"),  # other programs of the host may take so much
+    ("ram_used", 64, 51, "memory-grows"),
+    ("cgroup_used", 64, 30, "memory-grows"),
+])  # fmt: skip
+def test_memory_of_a_host_that_grows_by_little_is_a_failure_where_it_is_nearly_full(name, limit, start, cause):
+    table = SeriesTable("health/ada.jsonl", prefix="ada ")
+    for step in range(200):
+        table.add_record({name: round((start + 0.057 * step) * 2**30)}, number=step, time=60.0 * step, step=step)
+    [memory] = table.take_series()
+    found = [item.cause for item in judge_curves([memory] if grows_by_much(memory, {name: limit * 2**30}) else [])]
+    assert found == ([] if cause == "healthy" else [cause])

@@ -663,7 +663,6 @@ def test_few_lines_of_output_that_end_with_a_result_are_healthy():
         "\033[33m Run successfully with command - python3.7 tools/infer.py --use-gpu=True",
         "Saving the dataset (1/1 shards): 100%|████████| 447/447 [00:00<00:00, 15421.02 examples/s]",
         "build: 39cf5d6 (1)",
-        "processed 1200/1200",
         "Exported model to onnx/model.onnx (254.3 MB)",
         "Upload complete: https://huggingface.co/user/model",
         "Job finished with exit code 0 at Mon Jan 12 10:21:14 CET 2026",
@@ -702,6 +701,10 @@ def test_a_score_of_an_evaluation_and_what_says_that_it_is_done_are_results(end)
         "loss weights: {'mae': 0.5, 'mse': 0.5}",
         "precision=16",
         "Attempt 10/10",
+        "Read 100 of 100",
+        "Using 64 of 64 cores\nwaiting",
+        "converted dataset to arrow\nWaiting for scheduler",
+        "merged LoRA into base model\npushing to hub",
         "[12/12] scale",
         "connected workers: 16/16",
         "Download complete: https://example.org/a.zip",
@@ -748,13 +751,14 @@ def test_what_comes_before_any_work_does_not_show_that_a_run_works(text):
     flags = "is_best={}, clipped=False, skipped=False"
     lines = f"epoch 1 loss 2.1 {flags.format(True)}\nepoch 2 loss nan {flags.format(False)}\nloss=nan,\n"
     assert verdict(text + lines).cause == "loss-nan"
+    own_lines = "".join(f"epoch =   {n} , elbo: 1.000\n train_loss = nan,\n" for n in range(40))
+    assert verdict(text + own_lines).cause == "loss-nan"
 
 
-def test_results_that_are_all_nan_at_the_end_of_an_evaluation_are_no_ordinary_output():
+def test_a_result_of_an_evaluation_that_is_nan_shows_no_failure_of_a_training():
     output = "the evaluation has read a part\n" * 9
-    results = ("copypaste: nan,nan,nan", "VAL MAE=nan", "copypaste: 3.1,nan,nan", "the cell 'nan' was left out")
-    assert [verdict(f"{output}{end}\n").cause for end in results] == ["loss-nan"] + ["healthy"] * 3
-    assert verdict(f"{STEPS}copypaste: nan,nan,nan\n").cause == "healthy"
+    results = ("AUC: nan/nan", "mAP: nan, nan", "VAL MAE=nan", "copypaste: 3.1,nan,nan", "the cell 'nan' was left out")
+    assert {verdict(f"{before}{end}\n").cause for before in (output, STEPS) for end in results} == {"healthy"}
 
 
 def test_an_answer_of_a_model_with_a_broken_character_is_decoded_output():

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from paceline.explain.explanation import LogProgress, Record
-from paceline.explain.progress import LossPoint, ProgressLine, ProgressTracker, store
+from paceline.explain.lines import KILLED_LAUNCHER
+from paceline.explain.progress import DONE, LossPoint, ProgressLine, ProgressTracker, store
 from paceline.explain.run_bounds import RunBounds
 
 FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a run with more errors
@@ -134,6 +135,15 @@ class Log:
             for line, rank, step in self.last_progress
             if record.line < line < before and (record.rank is None or rank in (None, record.rank))
         }
+
+    def lost_launcher(self, record: Record) -> bool:
+        """Whether a shell reports that the ranks' launcher was killed, and no program behind it that its work is done.
+
+        A script says "done" behind a program that has failed, too.
+        """
+        is_killed = KILLED_LAUNCHER.search(record.text) is not None
+        ends = (text for number, text in self.last_lines if number > record.line and " " in text)
+        return is_killed and not any(map(DONE.search, ends))
 
     def has_trained_behind(self, record: Record) -> bool:
         """Whether a whole training follows what a shell did not find: N or more lines to step or epoch N/N, and a save.

@@ -6,15 +6,14 @@ import math
 import re
 import sys
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from paceline.explain import line_measures
-from paceline.explain.explanation import LogProgress, Record
+from paceline.explain.explanation import LogProgress
 from paceline.explain.line_measures import HELD_OUT_WORDS, MEAN_LOSS, PART_LOSS, StepLoss, labelled_values, read_score
 from paceline.explain.line_rows import read_boosting, read_columns, read_counter, read_row
-from paceline.explain.lines import KILLED_LAUNCHER, MAX_RANKS, LogLine, has_word
+from paceline.explain.lines import MAX_RANKS, LogLine, has_word
 from paceline.noise import ABRUPT
 
 # stored: what came before these lines has not ended the run, and with more losses every second one is dropped
@@ -393,12 +392,3 @@ def store(points: list[Point], point: Point) -> None:
     points.append(point)
     if len(points) > MAX_LOSSES:
         del points[1::2]
-
-
-def lost_launcher(record: Record, last_lines: Sequence[tuple[int, str]]) -> bool:
-    """Whether a shell reports that the ranks' launcher was killed, and no program behind it that its work is done.
-
-    A script says "done" behind a program that has failed, too.
-    """
-    is_killed = KILLED_LAUNCHER.search(record.text) is not None
-    return is_killed and not any(n > record.line and " " in text and DONE.search(text) for n, text in last_lines)

@@ -29,7 +29,6 @@ from paceline.explain.explanation import Record
 from paceline.explain.frames import INSTALLED, PACKAGE
 from paceline.explain.lines import WARNING_LINE
 from paceline.explain.log import LAST_LINES, SAVED, Log
-from paceline.explain.progress import lost_launcher
 from paceline.explain.run_bounds import BEHIND_END, BUFFERED_LINES, ended_program, failed_at_import, shape_of
 
 STEPS_AFTER = 3  # different steps after an error: it did not end the run
@@ -150,7 +149,7 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True  # the program has not ended
     if RETRIES.search(record.text) and last_line - record.line > MAX_QUOTED:
         return True  # what fails in the end says so
-    is_fatal = FATAL.search(record.text) or lost_launcher(record, log.last_lines)
+    is_fatal = FATAL.search(record.text) or log.lost_launcher(record)
     if is_fatal and last_line - record.line <= BUFFERED_LINES:
         return False  # the process ends; the steps behind it are other processes' or were in a buffer
     near = log.records_between(record.line + 1, record.line + WENT_ON - 1)

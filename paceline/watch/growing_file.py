@@ -204,9 +204,8 @@ class MetricSteps:
             if text != self.text and is_last:
                 self.text = text
                 self.report(text)
-            steps = self.waiting[path]
-            for step in sorted(steps)[: -1 if is_last and not last else None] if not own else ():
-                yield steps.pop(step)
+            for step in sorted(self.waiting[path])[: -1 if is_last and not last else None] if not own else ():
+                yield self.waiting[path].pop(step)
 
     def read_file(self, path: Path) -> None:
         """Reads what is new in a file; of one that is read again from its beginning all steps."""

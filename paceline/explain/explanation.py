@@ -56,9 +56,8 @@ class Record:
     frames: tuple[str, ...] = ()  # 'File "x", line 3, in f' lines of a traceback, innermost last
     source: str | None = None  # the file's name if several were read
     device: int | None = None  # the GPU's index on its host, in lines of NCCL
-    context: str = (
-        ""  # how the first exception of a chain of tracebacks begins, which was handled when this one was raised
-    )
+    # how the first exception of a chain of tracebacks begins, which was handled when this one was raised
+    context: str = ""
 
 
 @dataclass(frozen=True)

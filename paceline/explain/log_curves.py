@@ -228,9 +228,10 @@ def find_explosions(parts: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
 def is_best_at_end(scores: Sequence[LossPoint]) -> bool:
     """Whether the accuracy of evaluations has risen and ends at about its best: a loss that rises is no failure then."""
     values = [point.value for point in scores]
-    return len(values) >= curve_verdict.MIN_SCORES and values[0] < median(values[-curve_verdict.MIN_SCORES :]) >= (
-        1 - curve_verdict.NEAR_BEST
-    ) * max(values)
+    if len(values) < curve_verdict.MIN_SCORES:
+        return False
+    end = median(values[-curve_verdict.MIN_SCORES :])
+    return values[0] < end >= (1 - curve_verdict.NEAR_BEST) * max(values)
 
 
 def find_zeros(

@@ -81,10 +81,8 @@ FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 WORDS = re.compile(r"[^a-z0-9]+")
 MAX_FOLDERS, MAX_DEPTH = 1000, 6  # below a run's, that are searched for files of metrics
 MAX_LARGE, MAX_NEW = 8, 4  # files of metrics that are read of an attempt: the largest and the newest
-FIRST_OF, MAX_JUDGED_BYTES = (
-    50,
-    8 << 20,
-)  # shares of an epoch's steps; of a file of metrics that is judged after each attempt
+FIRST_OF = 50  # shares of an epoch's steps
+MAX_JUDGED_BYTES = 8 << 20  # of a file of metrics that is judged after each attempt
 MAX_CLOCK_LAG_S = 60.0  # of a file server behind the host of the first attempt
 SAME_LENGTH = 0.9  # of the steps of an attempt's longest file: files of its other ranks have about as many
 

@@ -136,9 +136,8 @@ class AttemptView:
     message: str | None = None  # of a stop that cut ranks off
     damage: str | None = None  # the checkpoint that it could not resume from
     job: str | None = None  # what became of Slurm's job behind it
-    changes: str | None = (
-        None  # the step that it resumed from, and the settings in which it differs from the attempts before
-    )
+    # the step that it resumed from, and the settings in which it differs from the attempts before
+    changes: str | None = None
     world_size: int | None = None
 
 

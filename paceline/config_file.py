@@ -7,7 +7,6 @@ told at once.
 """
 
 import ast
-import json
 import operator
 import re
 import shlex
@@ -24,7 +23,7 @@ from paceline.encoding import not_utf8, utf16_as_utf8
 from paceline.errors import PacelineError, expand_home, nearest, nearest_choice
 from paceline.other_names import KEY_OF, KEY_REMARKS, translate
 from paceline.rundir import RunDir
-from paceline.typed_fields import find_training_run, toml_line
+from paceline.typed_fields import find_training_run, format_toml_value, toml_line, toml_text
 from paceline.units import format_list
 
 PACKAGED = Path(__file__).parent / "configs"
@@ -232,20 +231,7 @@ def _prefix(where: str) -> str:
 
 def format_toml(config: Config) -> str:
     """The file that gives this Config back; keys at auto are left out."""
-    lines = [f"{name} = {format_toml_value(value)}" for name, value in asdict(config).items() if value is not None]
-    return "\n".join(lines) + "\n"
-
-
-def format_toml_value(value: Any) -> str:
-    """A bool, number, text or list of these as TOML writes it."""
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(format_toml_value, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if not isinstance(value, str):
-        return str(value)
-    # a JSON string is a basic string of TOML, except for the one character that JSON does not escape
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return toml_text(asdict(config))
 
 
 def with_values(config: Config, **values: Any) -> Config:

@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
@@ -204,12 +204,26 @@ def launched_config(run: RunDir) -> dict[str, Any]:
 def restore_config(folder: str) -> None:
     """Writes the config.toml of a run from its events; a damaged one is kept as config.toml.damaged."""
     run = RunDir(Path(folder))
-    values = {key: value for key, value in launched_config(run).items() if value is not None}
     with suppress(FileNotFoundError):
         run.config_toml.replace(f"{run.config_toml}.damaged")
-    # JSON's strings are TOML's, except for the one character that JSON does not escape
-    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items()]
-    write_atomic(run.config_toml, "".join(lines).replace("\x7f", "\\u007f"))
+    write_atomic(run.config_toml, toml_text(launched_config(run)))
+
+
+def toml_text(values: Mapping[str, Any]) -> str:
+    """Returns TOML with a line for each value; those that are None are left out."""
+    return "".join(f"{key} = {format_toml_value(value)}\n" for key, value in values.items() if value is not None)
+
+
+def format_toml_value(value: Any) -> str:
+    """A bool, number, text or list of these as TOML writes it."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(format_toml_value, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str):
+        return str(value)
+    # a JSON string is a basic string of TOML, except for the one character that JSON does not escape
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def damaged_files(run: RunDir) -> list[str]:

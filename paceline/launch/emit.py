@@ -17,7 +17,7 @@ from pathlib import Path
 import paceline
 from paceline.check.ready import training_intent
 from paceline.config import Config, cache_dir
-from paceline.config_file import find_config, format_toml_value, load_config, resolve_config
+from paceline.config_file import find_config, load_config, resolve_config
 from paceline.data.prepare import known_sizes
 from paceline.errors import PacelineError, UsageError, check_new_file, expand_home
 from paceline.hub import is_local
@@ -27,7 +27,7 @@ from paceline.plan.machine import Machine, machine_of, num_hosts
 from paceline.plan.planner import Plan
 from paceline.run_options import EmitOptions
 from paceline.terminal import write_output
-from paceline.typed_fields import find_training_run
+from paceline.typed_fields import find_training_run, toml_text
 from paceline.units import GIB, MIB, format_bytes, format_number_of
 
 WORKSPACE = "/workspace"  # in the container: runs, prepared text and the text itself
@@ -168,7 +168,7 @@ def config_text(config: Config) -> str:
     """Returns the TOML of the keys that are not at their defaults, without those that the command line sets."""
     defaults = asdict(Config())
     values = {key: value for key, value in asdict(config).items() if value != defaults[key] and key not in OWN_KEYS}
-    return "".join(f"{key} = {format_toml_value(value)}\n" for key, value in values.items())
+    return toml_text(values)
 
 
 def gpu_name(machine: Machine, plan: Plan) -> str:

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from paceline.config import LENGTH_KEYS, Config, cache_dir, parse_time
-from paceline.config_file import format_toml_value, load_config, source_of
+from paceline.config_file import load_config, source_of
 from paceline.data.corpus import META, Progress, list_files
 from paceline.data.prepare import (
     TokenDataset,
@@ -54,7 +54,7 @@ from paceline.plan.replan import MakePlan
 from paceline.plan.shapes import param_shapes
 from paceline.rundir import RunDir, read_json_lines, resume_command, unwritable_run, write_atomic
 from paceline.terminal import show_progress
-from paceline.typed_fields import read_run_file
+from paceline.typed_fields import format_toml_value, read_run_file
 from paceline.units import format_duration, format_list, format_ms, format_number_of
 
 # `resume` takes no other value of these

@@ -23,7 +23,7 @@ from typing import Any
 from paceline.check.ready import CheckResult, find_findings, report_and_refuse, save_check
 from paceline.check.verdicts.rules import Intent
 from paceline.config import Config, cache_dir, check_config, check_utf8
-from paceline.config_file import checked_value, format_toml_value
+from paceline.config_file import checked_value
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_summary
@@ -58,7 +58,7 @@ from paceline.rundir import (
     write_atomic,
 )
 from paceline.terminal import has_input, shows_colours
-from paceline.typed_fields import find_recorded_run, find_training_run
+from paceline.typed_fields import find_recorded_run, find_training_run, toml_text
 from paceline.units import format_duration, format_number_of
 from paceline.watch.about import label_new_run
 from paceline.watch.events import end_state, event_text
@@ -363,7 +363,7 @@ def format_config(script: Script) -> str:
     """Returns the config.toml that gives this script back."""
     values = {"command": script.command, "nproc": script.nproc, "device": script.device, "cwd": str(script.cwd)}
     values |= script.hosts
-    return "".join(f"{name} = {format_toml_value(value)}\n" for name, value in values.items())
+    return toml_text(values)
 
 
 def choose_run(name: str | None, runs_dir: str, request: Request) -> RunDir:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from paceline.config import RATES_OF_DEPTH, Config, ModelConfig, format_flags
+from paceline.config import MATRIX_LR, RATES_OF_DEPTH, Config, ModelConfig, format_flags
 from paceline.plan.shapes import FP32, HEAD, MATRIX, REFERENCE_BATCH, REFERENCE_WIDTH, reference_params
 
 Shape = tuple[int, ...]
@@ -96,7 +96,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
             whole=True,
             states={"momentum_buffer": same_shape, "second_momentum_buffer": longer_side},
             codes={"momentum_buffer": "int8"},  # the other is one number for each row
-            matrix_lr=0.02,
+            matrix_lr=MATRIX_LR["muon"],
             matrix_betas=(0.0, 0.9),  # the second is NorMuon's; the momentum is a schedule of train/updates.py
             matrix_weight_decay=None,
             lr_falls_with_width=False,
@@ -112,7 +112,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
             whole=False,
             states={"exp_avg": same_shape, "exp_avg_sq": same_shape},
             codes={"exp_avg": "int8", "exp_avg_sq": "uint8"},
-            matrix_lr=0.002,
+            matrix_lr=MATRIX_LR["adamw"],
             matrix_betas=(0.9, 0.95),
             matrix_weight_decay=0.1,
             lr_falls_with_width=True,

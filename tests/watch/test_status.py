@@ -14,10 +14,8 @@ from run_folders import START, append_step, utc, write_run
 
 from paceline.cli import run_command
 from paceline.command_line import parse
-from paceline.config import MATRIX_LR
 from paceline.errors import PacelineError
 from paceline.explain.lines import strip_escapes
-from paceline.plan.algorithms import ALGORITHMS
 from paceline.run_options import RunsNoteOptions, RunsOptions, RunsTagOptions
 from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
 from paceline.terminal import cells
@@ -775,7 +773,6 @@ def test_a_setting_that_one_run_sets_and_paceline_chooses_in_another_has_the_val
         "device_batch_size": ["8 (auto)", "4 (auto)"],
         "logits_mib": ["256 (auto)", "512 (auto)"],
     }
-    assert {name: row.matrix_lr for name, row in ALGORITHMS.items()} == MATRIX_LR
 
 
 @pytest.mark.parametrize(

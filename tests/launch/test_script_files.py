@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PacelineError, UsageError
-from paceline.launch import sync
+from paceline.launch import script_command
 from paceline.launch.env import Launch, env_elsewhere, listed_env
 from paceline.launch.gather import folder_frames, sha256_of
+from paceline.launch.script_command import find_script_files, list_files
 from paceline.launch.script_copy import PREFIX, ScriptCopy
-from paceline.launch.sync import find_script_files, list_files
 from paceline.rundir import RunDir
 
 SECRET = {"TOKEN": "s3cret", "OTHER": "x", "OMP_NUM_THREADS": "7"}
@@ -68,7 +68,7 @@ def test_without_git_environments_caches_and_large_checkpoints_stay(tmp_path):
     write(folder, ".venv/x", "pkg/__init__.py", "runs/a/log", "small.pt")
     (folder / "empty").mkdir()
     with (folder / "large.pt").open("wb") as file:
-        file.truncate(sync.CHECKPOINT_BYTES + 1)
+        file.truncate(script_command.CHECKPOINT_BYTES + 1)
     assert sent(folder) == (["pkg/__init__.py", "small.pt", "train.py"], ["empty", "pkg", "runs"][:2])
     listing = list_files(folder, script=folder / "train.py", run=RunDir(folder / "runs" / "a"))
     assert listing.notes == ["note    not sent: 1 checkpoint, 10.0 MiB: large.pt"]
@@ -90,7 +90,7 @@ def test_a_link_within_the_folder_is_sent_as_a_file_and_one_that_leads_out_is_no
     ("MAX_FILES", 1, r"has more than 1 files"),
 ])  # fmt: skip
 def test_too_much_is_refused_with_what_is_largest(tmp_path, monkeypatch, limit, value, message):
-    monkeypatch.setattr(sync, limit, value)
+    monkeypatch.setattr(script_command, limit, value)
     with pytest.raises(PacelineError, match=message) as error:
         sent(write(tmp_path, "train.py", "data/ab.txt"))
     assert "--sync DIR of a smaller folder" in error.value.fix and "--no-sync" in error.value.fix

@@ -330,7 +330,7 @@ class FarEnd:
         own = {theirs["python"]: sys.executable, theirs["path"]: str(self.run.path)}
         job["command"] = [own.get(word, word) for word in job["command"]]
         reach = job.pop("reach")
-        job["env"] = {**os.environ, **own_env(job["env"], self.run), **interface_env(reach, self.interface)}
+        job["env"] = {**own_path(), **own_env(job["env"], self.run), **interface_env(reach, self.interface)}
         job["lock_fd"] = self.lock
         prepare_attempt(self.run, self.attempt, job)
         if self.follower:
@@ -378,6 +378,12 @@ class FarEnd:
                 self.channel.send({"event": "copied", "folder": folder.name})
 
         self.in_thread(missing_files, folder, self.copied_files, then=answer)
+
+
+def own_path() -> dict[str, str]:
+    """Returns this host's environment, in which a rank finds the programs of the interpreter's own, such as torchrun, by name."""
+    place, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    return {**os.environ, "PATH": path if place in path.split(os.pathsep) else f"{place}{os.pathsep}{path}"}
 
 
 def own_env(env: dict[str, str], run: RunDir) -> dict[str, str]:

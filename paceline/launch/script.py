@@ -134,8 +134,10 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = (), *, run: 
         raise UsageError("--sync and --no-sync contradict each other", fix="leave one of them out")
     argv = make_argv(request.command, cwd=request.cwd)
     files = find_script_files(argv, cwd=request.cwd, sync=options.sync) if entries else None
-    is_new = run is None
-    run = run or choose_run(options.keys.get("name"), options.keys.get("runs_dir", Config.runs_dir), request.command)
+    is_new = False
+    if run is None:
+        runs_dir = options.keys.get("runs_dir", Config.runs_dir)
+        run, is_new = choose_run(options.keys.get("name"), runs_dir, request.command)
     reaches = reach_early(entries, config.python, options)
     facts = script_facts(entries, config, run) if entries or options.check else None
     machine = StartCheck(facts, entries, lambda _: Intent(), is_on=options.check, stream=sys.stderr).machine()
@@ -271,16 +273,20 @@ class ScriptJob(Job):
 
     def closing_lines(self, outcome: Outcome, *, seconds: float, time_line: str) -> list[str]:
         """Returns how the script ended and where its logs are."""
-        logs = f"logs    {self.run.logs(outcome.attempt)}"
+        first = self.cluster.started[:1] if self.cluster else ()
+        places = [
+            f"folder  {member.name}:{member.own_job['cwd']}, where rank 0 ran" for member in first if member.own_job
+        ]
+        places.append(f"logs    {self.run.logs(outcome.attempt)}")
         if outcome.state == "interrupted":
             next_line = f"next    {resume_command(self.run)}"
-            return ["", f"interrupted after {format_duration(seconds)}", time_line, logs, next_line]
+            return ["", f"interrupted after {format_duration(seconds)}", time_line, *places, next_line]
         notes = []
         if shown := outcome.explanation:
             notes.append(f"note    exit code 0, and yet {format_summary(shown)}: paceline explain {self.run.quoted}")
         if outcome.joined is False and self.script.nproc > 1:
             notes.append(f"note    no rank joined a process group: each of the {self.script.nproc} ranks worked alone")
-        return ["", *notes, f"done    in {format_duration(seconds)}", time_line, logs]
+        return ["", *notes, f"done    in {format_duration(seconds)}", time_line, *places]
 
     def shown_failure(self, outcome: Outcome) -> Explanation | None:
         """Returns the failure that the output shows; None where it is too long to be read here, or the script went on."""

@@ -18,8 +18,10 @@ from paceline.config import Config, check_config
 from paceline.errors import PacelineError, UsageError, expand_home
 from paceline.launch.background import check_unused
 from paceline.launch.gather import sha256_of
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, is_script_run, read_json_lines, resume_command
+from paceline.slurm import allocation
 from paceline.units import format_bytes, format_number_of
+from paceline.watch.events import end_state
 
 LAUNCHER_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
 LAUNCHERS = {"torchrun", "deepspeed", "mpirun", "mpiexec", "horovodrun"}
@@ -111,14 +113,23 @@ def command_name(command: Sequence[str]) -> str:
     return "".join(char if char.isalnum() or char in "-_" else "-" for char in stem).strip("-") or "script"
 
 
-def choose_run(name: str | None, runs_dir: str, command: Sequence[str]) -> RunDir:
-    """Returns the folder that the run will have, and creates nothing. Raises PacelineError where it is in use."""
+def choose_run(name: str | None, runs_dir: str, command: Sequence[str]) -> tuple[RunDir, bool]:
+    """Returns the folder that the run will have, and whether it is new; creates nothing. Raises PacelineError where it is in use.
+
+    A job that Slurm has requeued starts its batch script again, with the same name: it continues its run.
+    """
     if name is None:
-        return RunDir(Path(runs_dir) / f"{command_name(command)}-{datetime.now():%Y%m%d-%H%M%S}")
+        return RunDir(Path(runs_dir) / f"{command_name(command)}-{datetime.now():%Y%m%d-%H%M%S}"), True
     check_config(Config(name=name))
-    run = RunDir(Path(runs_dir) / name)
-    check_unused(run, fix="another --name; without --name, script and time make the name")
-    return run
+    run, place = RunDir(Path(runs_dir) / name), allocation()
+    if place and place.restarts and is_script_run(run):
+        events = list(read_json_lines(run.events))
+        jobs = [event.get("job_id") for event in events if event.get("event") == "attempt"]
+        if jobs[-1:] == [place.job_id] and end_state(events) != "finished":
+            return run, False
+    other = "another --name; without --name, script and time make the name"
+    check_unused(run, fix=f"{resume_command(run)} continues it; or {other}" if is_script_run(run) else other)
+    return run, True
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.launch import script_command
 from paceline.launch.env import Launch, env_elsewhere, listed_env
 from paceline.launch.gather import folder_frames, sha256_of
+from paceline.launch.remote import own_path
 from paceline.launch.script_command import find_script_files, list_files
 from paceline.launch.script_copy import PREFIX, ScriptCopy
 from paceline.rundir import RunDir
@@ -232,3 +234,13 @@ def test_a_variable_that_cannot_be_sent_is_refused(names, several, message, fix)
     with pytest.raises((PacelineError, UsageError), match=message) as error:
         listed_env(SECRET, names, several=several)
     assert error.value.fix == fix and "s3cret" not in str(error.value)
+
+
+@pytest.mark.parametrize("path, expected", [
+    ("/usr/bin:/bin", "/opt/env/bin:/usr/bin:/bin"),
+    ("/home/me/bin:/opt/env/bin", "/home/me/bin:/opt/env/bin"),
+])  # fmt: skip
+def test_a_rank_on_another_host_finds_the_programs_beside_its_interpreter(monkeypatch, path, expected):
+    monkeypatch.setattr(sys, "executable", "/opt/env/bin/python")
+    monkeypatch.setenv("PATH", path)
+    assert own_path()["PATH"] == expected

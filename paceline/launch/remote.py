@@ -113,6 +113,8 @@ class FarEnd:
                 sent_at = now
                 self.channel.send_alive({"event": "alive", "time": time.time(), "processes": self.processes()})
             if self.saved and not self.channel.has_more:
+                if self.saved.began and self.attempt:  # logs do not wait for a large file
+                    self.look()
                 self.saved.push()
             is_waiting = not self.agent and self.channel.heard_at != self.silent_since
             is_silent = now - self.channel.heard_at > (IDLE_S if is_waiting else HEAD_LOST_S)

@@ -283,7 +283,7 @@ def make_parser(command: str, options: type) -> argparse.ArgumentParser:
             text = f"{parameter.value_name} ..." if parameter.many else parameter.value_name
             usage.insert(2, text if parameter.default is ... else f"[{text}]")
     # the others are keys of a config, which tiny sets
-    begins_with_tiny = "config" in parameters and parameters["config"].about.endswith("auto: tiny")
+    begins_with_tiny = "config" in parameters and "auto: tiny" in parameters["config"].about
     own = inspect.get_annotations(options) if begins_with_tiny else parameters
     prose, _, examples = inspect.cleandoc(options.__doc__ or "").partition("\n\n$ ")
     parser = argparse.ArgumentParser(

@@ -19,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, TrainingFailed
+from paceline.explain.explanation import format_summary
 from paceline.file_systems import LOCK_WAIT_S
 from paceline.launch.queue import active_job, format_next_commands, stop_job
 from paceline.launch.ssh import agent_note
@@ -140,10 +141,11 @@ def planned_device(run: RunDir) -> str:
     return read_run_file(run.plan_json, lambda text: str(json.loads(text)["device"]))
 
 
-def answer_stop(options: StopOptions) -> str:
-    """Ends the run that the options name; returns what `paceline stop` prints."""
+def answer_stop(options: StopOptions) -> int:
+    """Ends the run that the options name, and prints how it ended; returns the exit code: that of a failed run if it failed."""
     result = stop_run(find_run(options.run, runs_dir=options.runs_dir), now=options.now)
-    return json.dumps(result, indent=1) if options.json else format_stop(result)
+    print(json.dumps(result, indent=1) if options.json else format_stop(result))
+    return TrainingFailed.exit_code if result["state"] == "failed" else 0
 
 
 def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
@@ -174,6 +176,8 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
             f"process {word or 'n/a'}, which ran {run.name}, has ended; its ranks save and end by themselves",
             fix="wait half a minute; paceline watch shows the run",
         )
+    if not now:
+        check_saves(run)
     request_stop(run)
     try:
         os.kill(pid, signal.SIGINT)
@@ -189,6 +193,21 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
     while holder_of(run) == holder:
         time.sleep(POLL_S)
     return {"run": str(run.path), "pid": pid, **state_of(run)}
+
+
+def check_saves(run: RunDir) -> None:
+    """Raises PacelineError where the last save failed, so that a stop would lose work. It saves when there is room."""
+    saves = [e for e in read_json_lines(run.events) if e.get("event") in ("attempt", "checkpoint", "save_failed")]
+    if not saves or saves[-1]["event"] != "save_failed":
+        return
+    steps = [manifest.step for _, manifest in list_checkpoints(run.checkpoints, skip_unreadable=True)]
+    since = f"the steps since its checkpoint at step {max(steps):,}" if steps else "its work: it has no checkpoint"
+    host = saves[-1].get("host")
+    raise PacelineError(
+        f"{run.name} cannot save: {saves[-1].get('message')}",
+        fix=f"free some space{f' on {host}' if host else ''}: it then saves within seconds, and the same command ends it;"
+        f" paceline stop {run.quoted} --now ends it without {since}",
+    )
 
 
 def not_running(run: RunDir) -> PacelineError:
@@ -217,6 +236,10 @@ def state_of(run: RunDir) -> dict[str, Any]:
     state = run_status(run).state if run.config_toml.is_file() else "stopped"
     ends = [event for event in read_json_lines(run.events) if event.get("event") == "attempt_ended"]
     message = ends[-1].get("message") if ends else None
+    if state == "failed" and (
+        reasons := [event for event in read_json_lines(run.events) if event.get("event") == "verdict"]
+    ):
+        message = f"{reasons[-1]['cause']}: {format_summary(reasons[-1])}"
     return {"state": state, "checkpoint_step": max(steps, default=None), **({"message": message} if message else {})}
 
 

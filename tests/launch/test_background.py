@@ -13,7 +13,7 @@ import pytest
 from waiting import wait_for
 
 from paceline.errors import PacelineError
-from paceline.launch.background import format_stop, neighbour_notes, stop_run
+from paceline.launch.background import check_saves, format_stop, neighbour_notes, stop_run
 from paceline.model.manifest import Manifest, encode_manifest
 from paceline.rundir import RunDir, RunInUse, append_event, holder_of, lock_run, read_json_lines
 
@@ -138,6 +138,21 @@ def script_run(tmp_path):
     run.config_toml.write_text('command = ["train.py"]\nnproc = 2\ndevice = "cpu"\ncwd = "/home/me"\n')
     append_event(run, "attempt", attempt=1, nproc=2, world_size=2, pids=[])
     return run
+
+
+def test_a_run_that_cannot_save_is_not_stopped(tmp_path):
+    run = RunDir(tmp_path)
+    append_event(run, "attempt", attempt=1, nproc=2, world_size=2, pids=[])
+    check_saves(run)
+    append_event(run, "save_failed", step=90, needed_bytes=1 << 20, host="bob", message="no space for step 90")
+    with pytest.raises(PacelineError, match="cannot save: no space for step 90") as error:
+        check_saves(run)
+    assert error.value.fix == (
+        "free some space on bob: it then saves within seconds, and the same command ends it;"
+        f" paceline stop {run.quoted} --now ends it without its work: it has no checkpoint"
+    )
+    append_event(run, "checkpoint", step=95)
+    check_saves(run)
 
 
 def test_a_stopped_script_is_started_again_by_resume(script_run):

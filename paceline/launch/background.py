@@ -22,10 +22,11 @@ from typing import Any
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.explain.explanation import format_summary
 from paceline.file_systems import LOCK_WAIT_S
+from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts
 from paceline.launch.queue import active_job, format_next_commands, stop_job
 from paceline.launch.ssh import agent_note
 from paceline.launch.stacks import GONE, process_state
-from paceline.launch.stop_signals import ONE_CTRL_C_S, request_stop
+from paceline.launch.stop_signals import request_stop
 from paceline.model.manifest import (
     clean_leftovers,
     free_name,
@@ -122,18 +123,28 @@ def create_folder(run: RunDir, *, is_named: bool) -> RunDir:
 
 
 def neighbour_notes(run: RunDir, plan: Plan) -> list[str]:
-    """Returns a line where other runs of the same folder use this host's cores; of a GPU the checks show who uses it."""
+    """Returns a line where other runs of the same folder use the same hosts' cores; of a GPU the checks show who uses it."""
     if plan.device != "cpu":
         return []
-    names = list[str]()
+    names, own, shared = list[str](), hosts_used(run), set[str]()
     folders = set(map(os.path.realpath, run_folders(run.path.parent)))  # a link to a run is no run of its own
     for other in (RunDir(Path(path)) for path in sorted(folders - {os.path.realpath(run.path)})):
         if (holder_of(other) or "").endswith(f" {socket.gethostname()}"):
             with suppress(PacelineError):  # it is damaged, or has no plan yet
                 device = read_config(other).get("device") if is_script_run(other) else planned_device(other)
-                names += [other.name] if device == "cpu" else []
+                if device == "cpu" and (common := own & hosts_used(other)):
+                    names.append(other.name)
+                    shared |= common
     are = f"{format_list(names, limit=3)} {'runs' if len(names) == 1 else 'run'}"
-    return [f"note    {are} on this host's cores too: all of them are slower than planned"] if names else []
+    cores = f"the cores of {format_list(sorted(shared), limit=3)}"
+    return [f"note    {are} on {cores} too: all of them are slower than planned"] if names else []
+
+
+def hosts_used(run: RunDir) -> set[str]:
+    """Returns the hosts that a run names; raises PacelineError where its list is damaged."""
+    text = read_config(run).get("hosts")
+    entries = parse_hosts(str(text)) if text and not str(text).isdecimal() else [HostEntry("localhost")]
+    return {"this host" if is_this_host(entry) else entry.host for entry in entries}
 
 
 def planned_device(run: RunDir) -> str:
@@ -155,7 +166,7 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
     """
     job = active_job(run)
     if job and job.is_batch:  # a shell of salloc is no part of the run, and has others in it
-        request_stop(run)
+        request_stop(run, now=now)
         stop_job(run, job, now=now)
         state = state_of(run)
         if is_queued(run):  # nothing has run
@@ -178,13 +189,9 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
         )
     if not now:
         check_saves(run)
-    request_stop(run)
+    request_stop(run, now=now)
     try:
         os.kill(pid, signal.SIGINT)
-        if now:
-            time.sleep(2 * ONE_CTRL_C_S)  # a wrapper repeats a signal sooner
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGINT)
     except PermissionError as error:
         raise PacelineError(f"process {pid} is another user's", fix=f"sudo paceline stop {run.quoted}") from error
     if not now:

@@ -50,11 +50,16 @@ def test_a_run_on_the_same_cores_is_reported_and_no_other(tmp_path, monkeypatch)
         (tmp_path / f"latest-{name}").symlink_to(name)
     on_cpu, on_gpu = SimpleNamespace(device="cpu"), SimpleNamespace(device="cuda")
     new = RunDir(tmp_path / "new")
-    note = "note    a and b run on this host's cores too: all of them are slower than planned"
+    note = "note    a and b run on the cores of this host too: all of them are slower than planned"
     assert neighbour_notes(new, on_cpu) == neighbour_notes(RunDir(tmp_path / "latest-new"), on_cpu) == [note]
     assert neighbour_notes(new, on_gpu) == []
-    os.close(held["a"])
+    for name, hosts in (("new", "ada,bob"), ("a", "me@bob,cy")):
+        (tmp_path / name / "config.toml").write_text(f'depth = 2\nhosts = "{hosts}"\n')
+    other = "note    a runs on the cores of bob too: all of them are slower than planned"
+    assert neighbour_notes(new, on_cpu) == [other]  # this host only drives
+    (tmp_path / "new" / "config.toml").write_text("depth = 2\n")
     assert neighbour_notes(new, on_cpu) == [note.replace("a and b run", "b runs")]
+    os.close(held["a"])
     os.close(held["b"])
     assert neighbour_notes(new, on_cpu) == []
     for name in ("new", "on-gpu", "far", "half"):

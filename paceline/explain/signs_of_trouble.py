@@ -17,7 +17,7 @@ from paceline.explain.lines import IGNORABLE, WARNING_LINE, split_prefix
 from paceline.explain.log import PROMPT, Log
 from paceline.explain.matches import Event, as_fatal, matches_of_message
 from paceline.explain.run_bounds import failed_at_import, shape_of
-from paceline.explain.survival import STEPS_AFTER, WENT_ON, is_caught, is_quoted, left_program_running
+from paceline.explain.survival import STEPS_AFTER, WENT_ON, is_caught, left_program_running
 
 LAST_CHECKED, MIN_REPEATED = 3, 3  # lines at the end of a log; alike and far from it: the program went on each time
 MAX_WORDS = 200  # characters in which a line tells of trouble; in a long one such a word can be in the data
@@ -257,7 +257,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
     """The last lines of the logs, behind progress and results, that tell of trouble; none whose like was survived twice."""
     trouble = []
     for log in logs:
-        threads = [r.line for r in log.records if left_program_running(r, log) or is_quoted(r, log)]
+        threads = [r.line for r in log.records if left_program_running(r, log)]
         lines = log.last_lines[-LAST_CHECKED:]
         if log.last_ignored is not None and lines and lines[0][0] - log.last_ignored <= WENT_ON:  # its traceback
             threads.append(log.last_ignored)
@@ -265,13 +265,12 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         was_shut_down = any(SHUT_DOWN.search(text) for _, text in log.last_lines)
         ends = {shape_of(split_prefix(text).text) for _, text in lines}
         alike = [record for record in log.records if shape_of(record.text) in ends]
-        tools = {r.line for r in log.records if survival.NOT_FOUND.search(r.text) and log.has_trained_behind(r)}
         survived = Counter(shape_of(record.text) for record in alike if len(log.steps_after(record)) >= STEPS_AFTER)
         trouble += [
             (number, text)
             for number, text in lines
             if number > last_good or (last_good == number == log.last_progress_line and MARKED_ERROR.match(text))
-            if number <= min([number, *threads]) and number not in tools and not log.is_in_sample(number, text)
+            if number <= min([number, *threads])
             if is_trouble(text, at_end=True) and survived[shape_of(split_prefix(text).text)] < 2
             if not (was_shut_down and ENDED.search(text))
         ]

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Record, RecordKind
-from paceline.explain.forwarded import ForwardedLines, WrappedLines, is_notebook, printed_outputs
+from paceline.explain.forwarded import ForwardedLines, WrappedLines
 from paceline.explain.line_filter import AFTER, LineFilter, Shapes, Start
 from paceline.explain.line_measures import StepLoss, in_english, read_step_and_loss, strip_bars
 from paceline.explain.lines import (
@@ -32,7 +32,7 @@ from paceline.explain.lines import (
     unwrap_json,
 )
 from paceline.explain.log import LAST_LINES, Log, OpenRun
-from paceline.explain.log_text import CHUNK_BYTES, as_text, is_binary, split_start
+from paceline.explain.log_text import CHUNK_BYTES, as_text, is_binary, is_notebook, printed_outputs, split_start
 from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, may_start, rank_in_start, shape_of
 from paceline.explain.tracebacks import TracebackReader, as_raised
 

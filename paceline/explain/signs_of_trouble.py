@@ -47,16 +47,14 @@ WORK_DONE = (  # evaluation complete. experiment 3 finished, job finished with e
 )
 OUTPUT_SAVED = (  # saved to out.json, exported the model to out/, 3 files were written to out/
     r"(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far)|.{1,9}(?:config|arg|setting|code)\w*\b)"
-    r"|(?:exported|uploaded)\b.* (?:to|into|as) \S"
+    r"|(?:exported|uploaded)\b.* (?:to|into|as) \S|saving the dataset \(\d+/\d+ shards\): 100%"
     r"|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?(?:saved|written to)\b"
-    r"|saving the dataset \(\d+/\d+ shards\): 100%"
 )
 OUTPUT_PRINTED = (  # as Python or JSON, by pytest, by llama-bench
     r".*?['\"]eval_\w+['\"]: ?-?\d|\{\"(?:summary|results?|metrics)\": ?[\[{][\"\d{]"
     r"|=+ \d+ passed\b[^=]{0,40}=+$|build: [0-9a-f]{7,10} \(\d+\)$"
 )
-# a server that waits, or has answered
-SERVES = (
+SERVES = (  # a server that waits, or has answered
     r".*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
 )
 RESULT = re.compile(rf"(?i){NOT_DONE}{LOGGER}(?:{WORK_DONE}|{OUTPUT_SAVED}|{OUTPUT_PRINTED}|{SERVES})")
@@ -111,8 +109,7 @@ LACKS_SCREEN = (  # terminals, locales, screens and sound that a server lacks, d
     r"Inappropriate ioctl|\bset(?:ting )?locale\b|XDG_RUNTIME_DIR|^(?:ALSA|Xlib|libEGL|libpng|libva|MESA-LOADER|qt\.\w+)\b"
     r"|\bGLFWError\b|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|IProgress not found|No such comm\b"
 )
-# trackers, the Hub, httpx, a list of packages, pip, git, Debian, docker build, sacct, PowerShell's words around stderr
-OF_TOOLS = (
+OF_TOOLS = (  # trackers, the Hub, httpx, lists of packages, pip, git, Debian, docker build, sacct, PowerShell
     r"^wandb:|`HF_TOKEN` (?:secret|does not)|^(?:HTTP Request: )?(?:GET|HEAD) https?://|^Welcome to bitsandbytes\b"
     r"|^[\w.-]+ +\d+(?:\.\w+)+(?: |$)|error during package walk|\btracker file does not exist|\bMailType="
     r"|\bhas requirement .*, but you'll have |^(?:Installing collected packages|Successfully installed)\b"

@@ -130,10 +130,9 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|slurm_load_jobs error: Invalid job id"  # of squeue, when the job is over
     # Isaac Sim at inotify's limit, Lmod
     r"|Failed to create change watch for|Module cannot be loaded due to a conflict|Load of requirement \S+ failed"
-    # of W&B: behind every cell of a notebook, in its own log without an NVIDIA GPU, and for images that it shows scaled
+    # of W&B: behind every cell of a notebook, in its own log without an NVIDIA GPU
     r"|Error in callback <bound method _WandbInit\.|\bgpu\.py:is_available\(\):\d+\] Error initializing NVML:|\bgit repo not found"
     r"|Failed to (?:sample|serialize) metric:"
-    r"|^Images sizes do not match\. This will cause"
     r"|_cgroup_procs_check: |Cannot write to cgroup\.procs|TensorDispatcher: dlopen failed|\bexits with return code = [1-9]"
     r"|^\w[\w. -]{2,40} {3,}not (?:built correctly|found|available)\b"  # a row of a table of the environment
     r"|failed call to cuInit|Ignore above cudart dlerror"  # TensorFlow and XLA go on with the CPU
@@ -141,7 +140,6 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     # torch's profiler; W&B, which asks which cloud it runs in
     r"|External init callback must run in same thread|^ERROR: dialing: google: "
     r"|NCCL WARN NET/OFI (?:Failed to initialize \w+ protocol|aws-ofi-nccl initialization failed|Initializing plugin)"  # others do
-    r"|^\S+\.pyi?:\d+:(?:\d+:)? (?:error|note): |^\d+\. \w+ \(-?[\d.]+\)$"  # mypy's lines, ranked words of a topic
     r"|^Exception happened during processing of request from "  # a server's, which goes on
     r"|\bUCX +(?:DEBUG|DIAG|INFO|TRACE)\b"
     r"|has failed to shutdown the rendezvous"  # another node has shut it down before; a lost one shows in its own log

@@ -32,7 +32,6 @@ EPOCH_OF = re.compile(r"(?i)\bepochs?\W{,4}(?P<epoch>\d{1,6})\s*(?:/|of)\s*(?P<o
 MIN_MEAN, AS_AT_FIRST = 10, 0.8
 KERAS_BAR = re.compile(r"\s*(?P<at>\d+)/(?P<of>\d+) (?:\[[=>.]{10,}\]|[━╸]{10,})")
 KERAS_EPOCH = re.compile(r"\s*Epoch \d+/\d+\s*")
-UNEVEN = 1.25  # times the share of the epochs that steps over all of them may be ahead or behind
 MIN_LOSSES, MIN_EPOCHS = 3, 3  # that show a training above a bar of Keras; of one behind which another begins
 DONE = re.compile(
     r"(?:train|tun)ing (?:is |was |has been )?(?:successfully )?(?:completed?|finished|done)|^\W*end train(?:ing)?\W*$"
@@ -71,35 +70,6 @@ class LossPoint(NamedTuple):
     name: str
     value: float
     epoch: int | None = None
-
-
-class EpochSteps:
-    """Counts the steps of all epochs of a log that counts them in each: step 80/250 in epoch 6/10 is step 1330/2500.
-
-    Some logs count the steps of all epochs themselves. Which it is shows where one epoch follows another, and before that
-    only where the share of the steps is not that of the epochs.
-    """
-
-    def __init__(self) -> None:
-        self.first_epoch = 1  # 0 behind a line of epoch 0
-        self.restarts: bool | None = None  # whether each epoch counts from 0; None: no two epochs were seen yet
-        self._last: tuple[int, int] | None = None  # epoch and step of the line before, which may be a later one
-
-    def count(self, step: int, *, num_steps: int, epoch: int, num_epochs: int) -> tuple[int, int | None]:
-        """Returns the step and the number of steps of all epochs by the values of a line; None where it may be either number."""
-        self.first_epoch = min(self.first_epoch, epoch)
-        if self._last is not None and self._last[0] != epoch:
-            (_, end), (_, start) = sorted((self._last, (epoch, step)))
-            self.restarts = start <= end
-        self._last = epoch, step
-        epochs_before = epoch - self.first_epoch
-        share = step / num_steps * num_epochs
-        restarts = self.restarts
-        if restarts is None and not epochs_before / UNEVEN <= share <= (epochs_before + 1) * UNEVEN:
-            restarts = True
-        if restarts:  # epochs from 0 on may be shown as "0/9 to 9/9"
-            return epochs_before * num_steps + step, max(num_epochs, epochs_before + 1) * num_steps
-        return step, num_steps if epochs_before or restarts is False or num_epochs == 1 else None
 
 
 class ProgressTracker:

@@ -45,6 +45,7 @@ RESUMED = re.compile(  # from a checkpoint of a step
 # that it learns
 STAGE = re.compile(r"(?i)\b(?:stage|phase|task|res(?:olution)?)[ _=:]{1,3}(?P<stage>\d{1,3})\b")
 MIN_STAGE, STAGE_START, STAGE_FALL, STAGE_END = 10, 3, 0.8, 3
+SAMPLE_STEPS = 3  # between two samples of the same text
 MIN_TRAINED = 10  # steps of a training that is short and whole
 LAST_OF = re.compile(r"(?<![\d/])(?P<last>\d{1,6})/(?P=last)(?![\d/])")
 SAVED = re.compile(r"(?i)^(?!.*\b(?:not|never|no|0|fail\w*|error)\b).*\b(?:saved|wrote|written)\b")
@@ -144,6 +145,14 @@ class Log:
         is_killed = KILLED_LAUNCHER.search(record.text) is not None
         ends = (text for number, text in self.last_lines if number > record.line and " " in text)
         return is_killed and not any(map(DONE.search, ends))
+
+    def outlived_like(self, record: Record) -> bool:
+        """Whether a run printed a text again that it had outlived, and then further steps and its end: a program ends once."""
+        twins = (other for other in self.records if other.line < record.line and other.text == record.text)
+        was_outlived = any(len(self.steps_after(twin, before=record.line)) >= SAMPLE_STEPS for twin in twins)
+        done = self.progress.done_line or 0
+        has_failed = any(other.line > record.line and other.kind in ("exit", "banner") for other in self.records)
+        return was_outlived and bool(self.steps_after(record, before=done)) and not has_failed
 
     def has_trained_behind(self, record: Record) -> bool:
         """Whether a whole training follows what a shell did not find: N or more lines to step or epoch N/N, and a save.

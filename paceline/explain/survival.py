@@ -9,6 +9,7 @@ Whether the program survived an error: the one place with the rules by which an 
     caught             a line beside it says what is tried or left out, and steps or items follow        is_caught
     of a sample        one of several errors at one place of an evaluation whose results are saved       is_of_evaluated
     quoted             it is a part of a text that a model has written                                   is_quoted
+    a sample           the same text was printed and survived before, and steps and the end follow       Log.outlived_like
     of a trial         Optuna went on with other trials                                                  is_of_trial
     of a shutdown      a server had stopped its engine itself                                            is_of_shutdown
     warned of          a logger wrote it below a warning, and it led to no other error                   line_above
@@ -311,7 +312,7 @@ def is_caught(record: Record, log: Log) -> bool:
 
     Likewise what a model has written, the end of a trial of Optuna, and of an engine that its server has stopped.
     """
-    if is_of_trial(record, log) or is_of_shutdown(record, log) or is_quoted(record, log):
+    if is_of_trial(record, log) or is_of_shutdown(record, log) or is_quoted(record, log) or log.outlived_like(record):
         return True
     if not record.frames or CONTEXT_LOST.search(record.text):
         return False

@@ -271,7 +271,7 @@ def test_a_text_that_is_printed_as_a_sample_again_and_again_is_no_failure():
         assert verdict("".join((*steps[:4], sample, *steps[4:], sample)) + end).cause != "healthy"
 
 
-def test_the_rank_whose_loss_is_nan_first_is_named():
+def test_the_rank_whose_loss_is_nan_first_is_reported():
     def lines(step, **losses):
         return "".join(f"INFO [rank {rank[1:]}] step {step} loss {loss}\n" for rank, loss in losses.items())
 

@@ -315,10 +315,10 @@ def first_to_end(
 
     of_ranks: the line, and the step, of its last finite value and of the next one.
     """
-    by_rank = {rank: places for (name, rank), places in of_ranks.items() if name == measure}
-    ended = [(places[1][2] or 0, rank) for rank, places in by_rank.items() if rank is not None and len(places) > 1]
+    by_rank = {rank: at for (name, rank), at in of_ranks.items() if name == measure}
+    ended = [(at[1][2] or 0, rank) for rank, at in by_rank.items() if rank is not None and at[0][0] and len(at) > 1]
     step, first = min(ended, default=(0, None))
-    others = [places[0][2] or 0 for rank, places in by_rank.items() if rank != first]
+    others = [at[0][2] or 0 for rank, at in by_rank.items() if rank != first]
     return (by_rank[first][1][0], first, step) if first is not None and others and min(others) >= step else None
 
 

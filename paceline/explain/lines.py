@@ -152,7 +152,6 @@ OF_TOOLS = re.compile(r"(?:wandb: (?!Synced|Run summary|\s|.*[▁▂▃▄▅▆
 SETTING = re.compile(r"(?!wandb: |.*\d\.[1-9]\d\d)\W*[A-Za-z_][\w.]*['\"]?(?::$|: | ?= ?(?=\S)).*|[^A-Za-z0-9]*")
 SWITCH = re.compile(r"[:=] ?(?:(?i:true|false|none|null)\b|'')")
 PYTHON_WARNING = re.compile(r"(?m)^\S*:\d+: \w*Warning: .*(?:\n.*){,8}?\n  \S.*$")  # to its line of code
-MIN_TEXTS = 4  # different ones: the same few again and again are those of starts
 
 Fields = Mapping[str, Any]
 
@@ -211,11 +210,10 @@ def split_prefix(text: str) -> LogLine:
 
 
 def only_begins(texts: Sequence[str]) -> bool:
-    """Whether lines are no more than warnings, what tools print at the start, and settings, or come again and again."""
+    """Whether lines are no more than warnings, what tools print at the start, and settings."""
     others = PYTHON_WARNING.sub("", "\n".join(texts)).split("\n")
     is_start = len(others) < len(texts) or any(OF_TOOLS.match(text) or SWITCH.search(text) for text in others)
-    is_start = is_start and all(OF_TOOLS.match(text) or SETTING.fullmatch(text) for text in others)
-    return is_start or len({*texts}) < MIN_TEXTS
+    return is_start and all(OF_TOOLS.match(text) or SETTING.fullmatch(text) for text in others)
 
 
 def seconds_of(match: re.Match[str]) -> float:

@@ -306,7 +306,7 @@ def find_half(
     off = max((abs(value - 0.5) for value in accuracies), default=0.0)
     is_near = len(accuracies) >= MIN_FEW and off < EVEN and median(half) > (1 - STILL_CHANCE) * chance
     is_near = is_near and max(abs(value - chance) for value in values[1:]) < FEW_CHANCE * chance
-    stays = len(starts) >= MIN_EPOCHS and max(abs(value - chance) for value in starts) < EPOCH_CHANCE * chance
+    stays = MIN_EPOCHS <= len(starts) < len(half) and max(abs(v - chance) for v in starts) < EPOCH_CHANCE * chance
     if is_near or (stays and off < HALF and abs(sum(half) / len(half) - chance) < FEW_CHANCE * chance):
         yield CurveFinding(STANDS_STILL, losses[0], 0, CHANCE.format(number=2))
 

@@ -40,8 +40,7 @@ LOST_FROM, LOST_GAP = 0.1, 3
 NO_REWARD, ONE_REWARD = "every reward is 0", "every reward is the same"
 LOST_REWARD, MEAN_OF_ALL = "the reward fell to 0 and stays there", "the mean of all steps is exactly 0"
 # points of a loss, and the share of its level that they span; such points that are no longer few; fewer that are the same
-MIN_FLAT, FLAT_RANGE, MIN_STILL = 5, 0.0015, 12
-FEW_SAME, SAME_RANGE = 4, 1e-4
+MIN_FLAT, FLAT_RANGE, MIN_STILL, FEW_SAME, SAME_RANGE = 5, 0.0015, 12, 4, 1e-4
 # classes between which a model guesses: the loss is the logarithm of their number; how near to it, of many points and of few
 MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
 MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations
@@ -58,8 +57,7 @@ ZERO_REASONS = {
     "the learning rate is 0": re.compile(r"(?i)(?<![a-z])(?:lr|learning.rate)\W{1,4}(?P<value>\d[\d.]*(?:e[-+]?\d+)?)"),
     "the margins between chosen and rejected answers are 0": re.compile(r"rewards/margins\W{1,4}(?P<value>[\d.]+)"),
 }
-LOG_GROWTH, LOG_SLOWER = 0.2, 1.0  # of memory, of the time for a sample
-MIN_SAME_SCORES = 20  # evaluations
+LOG_GROWTH, LOG_SLOWER, MIN_SAME_SCORES = 0.2, 1.0, 20  # of memory, of the time for a sample; evaluations
 STEADY_RISES, STEADY_RISE = 7, 0.03  # from each point of a loss to the next; as a share of the first one
 PERFECT, TINY = 0.99, 0.01  # an accuracy; a loss beside it, whose last digit may stay
 TRAIN_RISE, FAR_ABOVE = 0.1, 5.0  # of the loss of training, as a share; times the lowest loss of evaluations
@@ -311,8 +309,8 @@ def find_half(
         return
     half = values[len(values) // 2 :]
     starts = [point.value for before, point in pairwise(points) if (point.epoch or 0) > (before.epoch or 0)]
-    off = max((abs(value - 0.5) for value in accuracies), default=0.0)
-    is_near = len(accuracies) >= MIN_FEW and off < EVEN and median(half) > (1 - STILL_CHANCE) * LN_2
+    off, is_low = max((abs(value - 0.5) for value in accuracies), default=0.0), median(half) < (1 - STILL_CHANCE) * LN_2
+    is_near = len(accuracies) >= MIN_FEW and off < EVEN and not is_low
     is_near = is_near and all(is_about(value, LN_2, FEW_CHANCE) for value in values[1:])
     stays = MIN_EPOCHS <= len(starts) < len(half) and all(is_about(value, LN_2, EPOCH_CHANCE) for value in starts)
     if is_near or (stays and off < ENDS_EVEN and is_about(sum(half) / len(half), LN_2, FEW_CHANCE)):

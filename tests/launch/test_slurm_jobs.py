@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import slurm_cluster
@@ -63,6 +65,19 @@ def wait_for_end(cluster: SlurmCluster, run: RunDir, *, timeout_s: float = slurm
     return cluster.state(job_id(run))
 
 
+@contextmanager
+def standing_still(cluster: SlurmCluster, run: RunDir, *, attempt: int = 1) -> Iterator[None]:
+    """Stops a rank after the first steps of an attempt until the run is warned: its steps are not done before."""
+    cluster.wait_for(lambda: len(events_of(run, "attempt")) == attempt)
+    before = step_of(run)
+    cluster.wait_for(lambda: step_of(run) > before)
+    pid = int((run.logs(attempt) / "0.pid").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    yield
+    cluster.wait_for(lambda: len(events_of(run, "stopping")) == attempt)
+    os.kill(pid, signal.SIGCONT)
+
+
 def unbroken(cluster: SlurmCluster, name: str, *arguments: str) -> dict[str, str]:
     """Returns the files of the last checkpoint of the same training on one host, without Slurm."""
     done = cluster.paceline("train", *arguments, *SIZES[1:], "--nproc=2", "--name", name, timeout_s=3600)
@@ -114,13 +129,10 @@ def test_a_run_is_submitted_followed_warned_requeued_and_done(cluster):
     run = RunDir(cluster.runs / "große läufe")
     cluster.wait_for(run.slurm_json.exists)
     (cluster.hosts.folder / "mine.toml").write_text("num_steps = 7\n")
-    cluster.wait_for(lambda: step_of(run) > 0)
-    pid = int((run.logs(1) / "0.pid").read_text())
-    os.kill(pid, signal.SIGSTOP)  # so that the steps are not done before the warning comes
-    for _ in range(2):  # a second warning must not hurt
-        cluster.slurm("scancel", "--signal=USR1", "--batch", str(job_id(run)))
-    refused = cluster.paceline("resume", str(run.path))
-    os.kill(pid, signal.SIGCONT)
+    with standing_still(cluster, run):
+        for _ in range(2):  # a second warning must not hurt
+            cluster.slurm("scancel", "--signal=USR1", "--batch", str(job_id(run)))
+        refused = cluster.paceline("resume", str(run.path))
     output, _ = process.communicate(timeout=slurm_cluster.DEADLINE_S)
     assert process.returncode == 0, output + cluster.logs()
     assert "is in Slurm's job" in refused.stderr
@@ -233,15 +245,16 @@ def test_inside_an_allocation_the_same_command_just_runs_and_its_nodes_are_check
 
 @pytest.mark.soak
 def test_a_job_that_is_preempted_saves_and_continues_when_its_nodes_are_free_again(cluster):
-    run = submit(cluster, "preempted", 400)
-    cluster.wait_for(lambda: step_of(run) > 5)
-    started = time.monotonic()
-    cluster.slurm("sbatch", "--partition=urgent", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap", "sleep 5")
+    run = submit(cluster, "preempted", 100)
+    urgent = ("--partition=urgent", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap", "sleep 5")
+    with standing_still(cluster, run):
+        started = time.monotonic()
+        cluster.slurm("sbatch", *urgent)
     cluster.wait_for(lambda: events_of(run, "requeued"))
     print(f"requeued {time.monotonic() - started:.1f} s after the job that preempts was submitted")
     assert events_of(run, "requeued")[0]["why"] == "preempted by another job"
     assert wait_for_end(cluster, run) == "COMPLETED", cluster.logs()
-    assert step_of(run) == 400 and len(events_of(run, "attempt")) == 2
+    assert step_of(run) == 100 and len(events_of(run, "attempt")) == 2
 
 
 @pytest.mark.soak
@@ -265,9 +278,9 @@ def test_scancel_saves_and_is_not_undone_by_a_requeue(cluster):
 @pytest.mark.soak
 @pytest.mark.parametrize("min_hosts", [1, 2])
 def test_a_node_that_dies_under_the_run_is_left_out_or_the_job_is_requeued_until_it_is_back(cluster, min_hosts):
-    options = (f"--min-hosts={min_hosts}", "--save-every=50")
-    run = submit(cluster, f"lost{min_hosts}", 600, *options, slurm_args="--time=30 --no-kill")
-    cluster.wait_for(lambda: step_of(run) > 60)
+    options = (f"--min-hosts={min_hosts}", "--save-every=20")
+    run = submit(cluster, f"lost{min_hosts}", 240, *options, slurm_args="--time=30 --no-kill")
+    cluster.wait_for(lambda: step_of(run) > 20)
     started = time.monotonic()
     cluster.kill_node("n2")
     cluster.wait_for(lambda: events_of(run, "verdict"))
@@ -278,22 +291,11 @@ def test_a_node_that_dies_under_the_run_is_left_out_or_the_job_is_requeued_until
         cluster.start_node("n2")
     assert wait_for_end(cluster, run) == "COMPLETED", cluster.logs()
     print(f"done {time.monotonic() - started:.1f} s after the node died")
-    assert step_of(run) == 600
+    assert step_of(run) == 240
     assert [event["world_size"] for event in events_of(run, "attempt")] == [2, min_hosts]
     if min_hosts == 1:
         cluster.start_node("n2")
     cluster.wait_for(lambda: cluster.slurm("sinfo", "-h", "-N", "-pmain", "-o%T").split() == ["idle"] * 2)
-
-
-def stand_still_until_the_warning(cluster: SlurmCluster, run: RunDir, attempt: int) -> None:
-    """Stops a rank after the first steps of an attempt, so that the others are not done when Slurm warns."""
-    cluster.wait_for(lambda: len(events_of(run, "attempt")) == attempt)
-    before = step_of(run)
-    cluster.wait_for(lambda: step_of(run) > before)
-    pid = int((run.logs(attempt) / "0.pid").read_text())
-    os.kill(pid, signal.SIGSTOP)
-    cluster.wait_for(lambda: len(events_of(run, "stopping")) == attempt)
-    os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.soak
@@ -302,7 +304,8 @@ def test_a_limit_that_is_reached_twice_leaves_the_same_bits_as_an_unbroken_run(c
     keys = ("--save-every=100000", "--hang-after=1200")
     run = submit(cluster, "limited", 150, *keys, slurm_args=f"--time={SHORTEST}")
     for attempt in (1, 2):
-        stand_still_until_the_warning(cluster, run, attempt)
+        with standing_still(cluster, run, attempt=attempt):
+            pass  # Slurm warns
     assert wait_for_end(cluster, run) == "COMPLETED", cluster.logs()
     assert len(events_of(run, "requeued")) == 2
     assert [event["job_restarts"] for event in events_of(run, "attempt")] == [0, 1, 2]

@@ -99,7 +99,7 @@ def test_two_of_three_hosts_go_on_and_min_hosts_ends_a_run_that_has_too_few(star
     run.process.wait(DEADLINE_S)
     set_cable(run.hosts, "h3", "up")
     assert run.process.returncode == 3
-    assert "no further attempt: lost h3, and the remaining hosts cannot go on" in run.output
+    assert "no further attempt: lost h3: 1 host remains, fewer than --min-hosts 2\n" in run.output
 
 
 @pytest.mark.soak

@@ -324,7 +324,7 @@ def offer(parameter: Parameter, *, prefix: str, gpus: Names, parsed_args: Any, *
     known = gpus() if parameter.name in ("gpu", "compare") else parameter.names
     names = [*parameter.choices, *("".join(prefix.rpartition(",")[:2]) + name for name in known)]
     kinds = set(re.findall("[A-Z]+", parameter.value_name))
-    folder, run = getattr(parsed_args, "runs_dir", ["runs"])[-1], getattr(parsed_args, "run", [""])[-1]
+    folder = getattr(parsed_args, "runs_dir", ["runs"])[-1]
     if "CONFIG" in kinds:
         names += [path.stem for path in Path(__file__).with_name("configs").glob(f"{prefix}*.toml")]
     if "RUN" in kinds:
@@ -333,7 +333,9 @@ def offer(parameter: Parameter, *, prefix: str, gpus: Names, parsed_args: Any, *
         with suppress(OSError, ValueError, LookupError, TypeError):  # damaged
             names += map(str, json.loads(path.read_text(encoding="utf-8"))["tags"])
     if parameter.name == "step":
-        paths = [path for place in (Path(run), Path(folder, run)) for path in place.glob("checkpoints/*/manifest.json")]
+        runs = [*getattr(parsed_args, "run", []), *getattr(parsed_args, "runs", [])]
+        places = [place for run in runs for place in (Path(run), Path(folder, run))]
+        paths = [path for place in places for path in place.glob("checkpoints/*/manifest.json")]
         names += [str(int(name)) for path in paths if (name := path.parent.name.removeprefix("step_")).isdigit()]
     return [*names, *(FilesCompleter()(prefix) if kinds & FILES or (not names and "RUN" in kinds) else [])]
 

@@ -388,7 +388,7 @@ LONGER = [
      "comm --device cpu --nproc 1 --hosts h1,h2 --ports 29400", 1,
      "none of the ports 29400 is free on h1", "other --ports"),
     ("a batch that does not divide", as_it_is, f"{TRAIN.replace('size 512', 'size 256')} --hosts h1,h2", 1,
-     "not a multiple of the 512 tokens that 2 processes take", "total_batch_size to 512"),
+     "not a multiple of the 512 tokens that 2 processes take", "--device-batch-size 2 needs "),
     ("a host of another user", as_it_is, f"{TRAIN} --hosts h1,nobody@h2 --no-check", 1, "host h2: it refuses this user's keys",
      "ssh-copy-id nobody@h2"),
     ("no packages there, unchecked", no_torch, f"{TRAIN} --hosts h1,h2 --no-check --python {{folder}}/empty/bin/python", 1,

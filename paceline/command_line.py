@@ -282,8 +282,9 @@ def make_parser(command: str, options: type) -> argparse.ArgumentParser:
         elif parameter.positional:
             text = f"{parameter.value_name} ..." if parameter.many else parameter.value_name
             usage.insert(2, text if parameter.default is ... else f"[{text}]")
-    # the others are keys of a config
-    own = parameters if "config" not in parameters else inspect.get_annotations(options)
+    # the others are keys of a config, which tiny sets
+    begins_with_tiny = "config" in parameters and "auto: tiny" in parameters["config"].about
+    own = inspect.get_annotations(options) if begins_with_tiny else parameters
     prose, _, examples = inspect.cleandoc(options.__doc__ or "").partition("\n\n$ ")
     parser = argparse.ArgumentParser(
         usage=" ".join(usage),
@@ -323,7 +324,7 @@ def offer(parameter: Parameter, *, prefix: str, gpus: Names, parsed_args: Any, *
     known = gpus() if parameter.name in ("gpu", "compare") else parameter.names
     names = [*parameter.choices, *("".join(prefix.rpartition(",")[:2]) + name for name in known)]
     kinds = set(re.findall("[A-Z]+", parameter.value_name))
-    folder, run = getattr(parsed_args, "runs_dir", ["runs"])[-1], getattr(parsed_args, "run", [""])[-1]
+    folder = getattr(parsed_args, "runs_dir", ["runs"])[-1]
     if "CONFIG" in kinds:
         names += [path.stem for path in Path(__file__).with_name("configs").glob(f"{prefix}*.toml")]
     if "RUN" in kinds:
@@ -332,7 +333,9 @@ def offer(parameter: Parameter, *, prefix: str, gpus: Names, parsed_args: Any, *
         with suppress(OSError, ValueError, LookupError, TypeError):  # damaged
             names += map(str, json.loads(path.read_text(encoding="utf-8"))["tags"])
     if parameter.name == "step":
-        paths = [path for place in (Path(run), Path(folder, run)) for path in place.glob("checkpoints/*/manifest.json")]
+        runs = [*getattr(parsed_args, "run", []), *getattr(parsed_args, "runs", [])]
+        places = [place for run in runs for place in (Path(run), Path(folder, run))]
+        paths = [path for place in places for path in place.glob("checkpoints/*/manifest.json")]
         names += [str(int(name)) for path in paths if (name := path.parent.name.removeprefix("step_")).isdigit()]
     return [*names, *(FilesCompleter()(prefix) if kinds & FILES or (not names and "RUN" in kinds) else [])]
 

@@ -9,21 +9,15 @@ line of a log begins with: the spaces of a pasted one, a tag in brackets, a time
 A terminal breaks lines at its width: in a copy from tmux, in what PowerShell writes of a program's stderr. A log counts as broken
 where its longest lines are equally long, most of them are followed by a line that begins otherwise than they do, and words go on in
 that line. PowerShell breaks before a word that does not fit and keeps the space; its record of the first line shows the width.
-
-A notebook stores what each cell printed when it last ran, also an error that its author has long fixed elsewhere.
 """
 
-import html
-import json
 import re
-from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import chain, pairwise
-from typing import Any, AnyStr
+from itertools import pairwise
+from typing import AnyStr
 
-from paceline.explain.lines import DIGITS, HOST, Fields, has_word, split_prefix, strip_escapes, unwrap_json
+from paceline.explain.lines import DIGITS, HOST, has_word, split_prefix, strip_escapes, unwrap_json
 from paceline.explain.progress import reports_progress
-from paceline.units import format_number_of
 
 # of Python and NCCL, which write them at the start of a line
 DIRECT = re.compile(
@@ -61,21 +55,6 @@ POWERSHELL_RECORD = "    + CategoryInfo "
 IN_SHELL = re.compile(r"\S+ : ")  # `python : `, before the first line of its stderr
 MAX_RECORD = 40  # lines of a record up to CategoryInfo
 RULE = 12  # different characters; fewer are a line of dashes
-# when a cell began to run, in the metadata of JupyterLab and Kaggle, of papermill and ExecuteTime, of Colab
-BEGINNINGS = ("iopub.execute_input", "start_time", "timestamp")
-PIP = re.compile(r"\bpip3? install\b")
-PRINTED_ERROR = re.compile(r"(?m)^(?:\x1b\[[\d;?]*\w)*(?:ERROR: |usage: |\S+: error: ).*")  # pip's and argparse's
-SHELL = re.compile(  # commands alone that start no program of the user's: they say nothing about an error before them
-    r"\s*(?:#.*\n\s*)*(?:!(?!.*(?:python|torchrun|accelerate|deepspeed|\.sh\b)).*(?:\n\s*|$))+"
-)
-VIEWER = re.compile(  # left with Ctrl-C
-    r"(?m)^\s*!\s*(?:(?:tail|less|watch|\w*top|nvidia-smi)\b|(?!.*(?:python|torchrun|\.sh\b)).* (?:logs?|stream-\w+)(?: |$))"
-)
-# of a cell that starts other programs
-COMMAND = re.compile(r"(?m)^\s*(?:!|%%)|\bsubprocess\b|\bos\.system\b|_launcher\b")
-LOGGED = re.compile(r"(?m)^(?:.*\n)?Traceback \(most recent call last\):\n(?:[ \t].*\n)+.*")
-ROW_END = re.compile(r" ?(?:</(?:tr|div|p)>|<br ?/?>|<table[^>]*>) ?")
-CELL_END, HTML_TAG = re.compile(r" ?</t[dh]> ?"), re.compile(r" ?<[^>]*> ?")
 
 
 class ForwardedLines:
@@ -276,77 +255,3 @@ def width_of_record(lines: Sequence[str]) -> int:
 
 def is_word(character: str) -> bool:
     return character.isalnum() or character in "_./-"
-
-
-def is_notebook(first: bytes) -> bool:
-    return first.lstrip().startswith(b"{") and has_word(first, (b'"cell_type"', b'"nbformat"'))
-
-
-def printed_outputs(content: bytes) -> tuple[list[bytes], str]:
-    """What the cells of a notebook printed, in the order in which they ran, without survived errors; a sentence on those."""
-    try:
-        cells = [cell for cell in json.loads(content)["cells"] if cell.get("outputs") or cell.get("execution_count")]
-        errors = [[str(item["ename"]) for item in cell.get("outputs", ()) if "ename" in item] for cell in cells]
-        counts = count_cells(cells)
-        is_shell = [SHELL.fullmatch(joined(cell.get("source"))) for cell in cells]
-        works = [not (failed or shell) for failed, shell in zip(errors, is_shell, strict=True)]
-        survived = [is_survived(at, counts, works) for at in range(len(cells))]
-        last_errors = {name for at, names in enumerate(errors) if not survived[at] for name in names}
-        lacks_package = not last_errors.isdisjoint({"ImportError", "ModuleNotFoundError"})
-        texts = []
-        # the errors that count come last: their cells may have no count
-        for at in sorted(range(len(cells)), key=lambda at: (bool(errors[at]) and not survived[at], counts[at])):
-            outputs = [item for item in cells[at].get("outputs", ()) if not (survived[at] and "ename" in item)]
-            text, source = "\n".join([*map(output_text, outputs), ""]), joined(cells[at].get("source"))
-            if VIEWER.search(source):
-                text = text.replace("^C", "")
-            if survived[at] and not errors[at] and not COMMAND.search(source):  # it worked, as a later one did
-                text = LOGGED.sub("", text)
-            is_install = survived[at] and not lacks_package and PIP.search(source)
-            is_usage = survived[at] and "SystemExit" in errors[at]
-            texts.append((PRINTED_ERROR.sub("", text) if is_install or is_usage else text).encode("utf-8", "replace"))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return [content], ""  # it is cut
-    past = [names for at, names in enumerate(errors) if survived[at] and names]
-    kinds = ", ".join(dict.fromkeys(chain(*past)))
-    return texts, f"{format_number_of(len(past), 'cell')} failed before later ones worked: {kinds}" if past else ""
-
-
-def count_cells(cells: Sequence[Fields]) -> list[int]:
-    """Numbers the cells by their times if all have one, else by their counts, else as they stand; 0 if others have a count."""
-    infos = [[info for info in cell.get("metadata", {}).values() if isinstance(info, dict)] for cell in cells]
-    times = [
-        max((str(info[key]) for info in part for key in BEGINNINGS if info.get(key)), default="") for part in infos
-    ]
-    counts = [cell.get("execution_count") or 0 for cell in cells]
-    if all(times):
-        order = sorted(times)
-        return [1 + bisect_left(order, time) for time in times]
-    return counts if any(counts) else [*range(1, 1 + len(cells))]
-
-
-def is_survived(at: int, counts: Sequence[int], works: Sequence[bool]) -> bool:
-    """Whether a cell ran later and worked: one below, or one above if its count is near, as a new kernel counts from 1.
-
-    works: whether each cell ran a program without an error.
-    """
-    is_unique = counts[at] > 0 and counts.count(counts[at]) == 1
-    return any(
-        count > counts[at] and works[other] and (other > at or (is_unique and count - counts[at] <= len(counts)))
-        for other, count in enumerate(counts)
-    )
-
-
-def output_text(output: Fields) -> str:
-    """The text of one output of a cell; of a table, such as transformers' of losses, a line for each row."""
-    data = output.get("data") or {}
-    text = joined(output.get("text") or data.get("text/plain"))
-    if (table := joined(data.get("text/html"))) and text[:1] in ("", "<"):  # a table of pandas is text already
-        return html.unescape(HTML_TAG.sub("", CELL_END.sub("\t", ROW_END.sub("\n", " ".join(table.split())))))
-    error = f"{output['ename']}: {output.get('evalue')}" if "ename" in output else ""
-    return "\n".join(output.get("traceback") or ()) or error or text
-
-
-def joined(text: Any) -> str:
-    """A notebook's text, which is a string or a list of lines with their newlines."""
-    return "".join(text) if isinstance(text, list) else text or ""

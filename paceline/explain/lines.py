@@ -12,7 +12,7 @@ of metrics, stays as it is.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, AnyStr
 
@@ -130,10 +130,9 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|slurm_load_jobs error: Invalid job id"  # of squeue, when the job is over
     # Isaac Sim at inotify's limit, Lmod
     r"|Failed to create change watch for|Module cannot be loaded due to a conflict|Load of requirement \S+ failed"
-    # of W&B: behind every cell of a notebook, in its own log without an NVIDIA GPU, and for images that it shows scaled
+    # of W&B: behind every cell of a notebook, in its own log without an NVIDIA GPU
     r"|Error in callback <bound method _WandbInit\.|\bgpu\.py:is_available\(\):\d+\] Error initializing NVML:|\bgit repo not found"
     r"|Failed to (?:sample|serialize) metric:"
-    r"|^Images sizes do not match\. This will cause"
     r"|_cgroup_procs_check: |Cannot write to cgroup\.procs|TensorDispatcher: dlopen failed|\bexits with return code = [1-9]"
     r"|^\w[\w. -]{2,40} {3,}not (?:built correctly|found|available)\b"  # a row of a table of the environment
     r"|failed call to cuInit|Ignore above cudart dlerror"  # TensorFlow and XLA go on with the CPU
@@ -141,12 +140,16 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     # torch's profiler; W&B, which asks which cloud it runs in
     r"|External init callback must run in same thread|^ERROR: dialing: google: "
     r"|NCCL WARN NET/OFI (?:Failed to initialize \w+ protocol|aws-ofi-nccl initialization failed|Initializing plugin)"  # others do
-    r"|^\S+\.pyi?:\d+:(?:\d+:)? (?:error|note): |^\d+\. \w+ \(-?[\d.]+\)$"  # mypy's lines, ranked words of a topic
     r"|^Exception happened during processing of request from "  # a server's, which goes on
     r"|\bUCX +(?:DEBUG|DIAG|INFO|TRACE)\b"
     r"|has failed to shutdown the rendezvous"  # another node has shut it down before; a lost one shows in its own log
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
+# what is printed before any work: by tools and in warnings, and settings, whose values are not measured
+OF_TOOLS = re.compile(r"(?:wandb: (?!Synced|Run summary|\s|.*[▁▂▃▄▅▆▇█])|nohup: |stty: |\s*warnings\.warn\().*")
+SETTING = re.compile(r"(?!wandb: |.*\d\.[1-9]\d\d)\W*[A-Za-z_][\w.]*['\"]?(?::$|: | ?= ?(?=\S)).*|[^A-Za-z0-9]*")
+SWITCH = re.compile(r"[:=] ?(?:(?i:true|false|none|null)\b|'')")
+PYTHON_WARNING = re.compile(r"(?m)^\S*:\d+: \w*Warning: .*(?:\n.*){,8}?\n  \S.*$")  # to its line of code
 
 Fields = Mapping[str, Any]
 
@@ -202,6 +205,13 @@ def split_prefix(text: str) -> LogLine:
             break
         text = text[match.end() :]
     return LogLine(text=text.rstrip(), rank=rank, host=host, time=time, stream=stream, device=device)
+
+
+def only_begins(texts: Sequence[str]) -> bool:
+    """Whether lines are no more than warnings, what tools print at the start, and settings."""
+    others = PYTHON_WARNING.sub("", "\n".join(texts)).split("\n")
+    is_start = len(others) < len(texts) or any(OF_TOOLS.match(text) or SWITCH.search(text) for text in others)
+    return is_start and all(OF_TOOLS.match(text) or SETTING.fullmatch(text) for text in others)
 
 
 def seconds_of(match: re.Match[str]) -> float:

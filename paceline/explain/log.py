@@ -17,10 +17,6 @@ FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a run with more errors
 SEVERAL_PROCESSES = re.compile(r"(?i)\brank(?:\b|_?\d)|torchrun|torch\.distributed|srun|mpirun|deepspeed|world[_ ]size")
 PROMPT = re.compile(r"(?:\(Pdb\+*\)|\bipdb>) *$")  # of a debugger, which waits for input
 MIN_SERVED = 3  # in a log's last lines
-SAMPLE_LINES = 24  # of a text that a model has written, to the line that ends it
-SAMPLE_END = re.compile(
-    r"(?i)\W*end (?:of )?(?:the )?(?:model )?(?:samples?|generat(?:ions?|ed text)|completions?)\b[^:]{0,30}$"
-)
 SERVED = re.compile(  # a request that was answered, vLLM's report of such, what Jupyter does for its user
     r'HTTP/\d(?:\.\d)?" 20\d\b|\bAvg generation throughput: (?!0\.0\b)\d'
     r"|\b(?:Notebook|Server|Lab)App\] (?:Saving file at|Kernel started|20\d (?:GET|PUT|POST|PATCH) )"
@@ -41,18 +37,8 @@ RESUMED = re.compile(  # from a checkpoint of a step
     r"(?i)(?!.*\b(?:convert|export|merg|evaluat|test)).{0,60}?\b(?:load(?:ed|ing)|resum(?:ed|ing)|restor(?:ed|ing))\b.{0,120}?"
     r"\b(?:step|iter(?:ation)?|epoch|checkpoint|ckpt)[ _=:-]{0,2}(?P<step>\d{1,12})\b"
 )
-# of a curriculum, behind whose harder tasks or longer texts the loss begins higher; losses of a stage, and the fall that shows
-# that it learns
-STAGE = re.compile(r"(?i)\b(?:stage|phase|task|res(?:olution)?)[ _=:]{1,3}(?P<stage>\d{1,3})\b")
-MIN_STAGE, STAGE_START, STAGE_FALL, STAGE_END = 10, 3, 0.8, 3
-MIN_TRAINED = 10  # steps of a training that is short and whole
-LAST_OF = re.compile(r"(?<![\d/])(?P<last>\d{1,6})/(?P=last)(?![\d/])")
+SAMPLE_STEPS = 3  # between two samples of the same text
 SAVED = re.compile(r"(?i)^(?!.*\b(?:not|never|no|0|fail\w*|error)\b).*\b(?:saved|wrote|written)\b")
-SHOWS_MACHINE = re.compile(
-    r"\b(?:nvidia-smi|rocm-smi|gpustat|nvtop|htop|free|lscpu|tree|figlet|git): (?:command )?not found"
-)
-# of the training itself
-STARTER = re.compile(r"\b(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|mpiexec): ")
 MEMBER = re.compile(r"\bMEMBER: (?P<member>\d{1,6})/(?P<members>\d{1,6})\b")  # of Lightning's ranks, as they join
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
@@ -94,12 +80,6 @@ class Log:
     @property
     def last_line(self) -> int:
         return self.last_lines[-1][0] if self.last_lines else 0
-
-    def is_in_sample(self, line: int, text: str) -> bool:
-        """Whether what stands from a line on is a part of what a model has written, since a line behind it ends such a text."""
-        near = [other.text for other in self.records_between(line + 1, line + SAMPLE_LINES)]
-        ends = [other for number, other in self.last_lines if line < number <= line + SAMPLE_LINES]
-        return any(map(SAMPLE_END.match, (*text.split("\n")[1:], *near, *ends)))
 
     @property
     def is_serving(self) -> bool:
@@ -145,23 +125,13 @@ class Log:
         ends = (text for number, text in self.last_lines if number > record.line and " " in text)
         return is_killed and not any(map(DONE.search, ends))
 
-    def has_trained_behind(self, record: Record) -> bool:
-        """Whether a whole training follows what a shell did not find: N or more lines to step or epoch N/N, and a save.
-
-        A program that shows the state of the machine may also be missing behind a training that was saved.
-        """
-        saved = (line for line, text in self.last_lines if SAVED.search(text))
-        if SHOWS_MACHINE.search(record.text) and any(self.last_progress_line < line < record.line for line in saved):
-            return bool(self.losses)
-        last = [
-            match
-            for line, text in self.last_lines
-            if line == self.last_progress_line
-            if (match := LAST_OF.search(text))
-        ]
-        is_whole = bool(last) and MIN_TRAINED <= int(last[0]["last"]) <= len(self.steps_after(record))
-        is_saved = any(SAVED.search(text) for line, text in self.last_lines if line > self.last_progress_line)
-        return is_whole and is_saved and bool(self.losses) and not STARTER.search(record.text)
+    def outlived_like(self, record: Record) -> bool:
+        """Whether a run printed a text again that it had outlived, and then further steps and its end: a program ends once."""
+        twins = (other for other in self.records if other.line < record.line and other.text == record.text)
+        was_outlived = any(len(self.steps_after(twin, before=record.line)) >= SAMPLE_STEPS for twin in twins)
+        done = self.progress.done_line or 0
+        has_failed = any(other.line > record.line and other.kind in ("exit", "banner") for other in self.records)
+        return was_outlived and bool(self.steps_after(record, before=done)) and not has_failed
 
 
 class NumberRows:
@@ -210,16 +180,6 @@ class OpenRun:
         self.rows = NumberRows()
         self.accuracies: list[float] = []
         self.early_stop: LossPoint | None = None  # the last loss of training before it
-        self.stage: int | None = None
-        self.stage_step: int | None = None  # where the last of several stages began
-
-    def add_progress(self, text: str) -> None:
-        """Notes the text of a line of progress, which the tracker has read."""
-        self.bounds.add_progress(text)
-        if match := STAGE.search(text):
-            before, self.stage = self.stage, int(match["stage"])
-            if before is not None and self.stage > before:
-                self.stage_step = self.progress.step_of(None)
 
     def add_measures(self, number: int, text: str) -> None:
         """Notes what a line that the tracker has read tells beside its progress."""
@@ -260,24 +220,12 @@ class OpenRun:
         return Log(
             records=records, progress=progress, last_progress=tuple(curves.lines), last_lines=tail,
             last_steps=curves.steps_by_rank, ranks=frozenset(self.ranks),
-            losses=losses_of_stage(curves.losses, self.stage_step), held_out=tuple(curves.held_out),
+            losses=curves.losses, held_out=tuple(curves.held_out),
             scores=tuple(curves.scores), gradients=tuple(curves.gradients), memory=curves.memory,
             rewards=tuple(curves.rewards), accuracies=tuple(self.accuracies), speeds=tuple(curves.speeds),
             first_line=self.first_line, is_restart=self.is_restart, is_later=self.is_later, by_command=self.by_command,
             has_end=self.bounds.end is not None, stops_early=has_stopped, last_ignored=self.last_ignored,
         )  # fmt: skip
-
-
-def losses_of_stage(losses: tuple[LossPoint, ...], first_step: int | None) -> tuple[LossPoint, ...]:
-    """The losses from the step on where the last stage of a curriculum began, if they fall in it; else all of them.
-
-    A stage that begins far above the first loss of all has diverged where it began.
-    """
-    values = [point for point in losses if first_step is not None and first_step <= (point.step or 0)]
-    if len(values) < MIN_STAGE or values[0].value > STAGE_START * losses[0].value:
-        return losses
-    highest = max(point.value for point in values[-STAGE_END:])
-    return tuple(values) if highest < STAGE_FALL * values[0].value else losses
 
 
 def find_unnamed_nan(lines: Sequence[tuple[int, str]]) -> int | None:

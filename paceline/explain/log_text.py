@@ -1,7 +1,8 @@
 """
 The bytes of a log as the text that a program printed.
 
-A file may be compressed, in UTF-16 (PowerShell's >), in HTML, one string with all lines, or a log viewer's CSV.
+A file may be compressed, in UTF-16 (PowerShell's >), in HTML, one string with all lines, a log viewer's CSV, or a notebook. That
+stores what each cell printed when it last ran, also an error that its author has long fixed elsewhere.
 """
 
 import bz2
@@ -10,10 +11,12 @@ import csv
 import gzip
 import html
 import io
+import json
 import lzma
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
 from itertools import chain
@@ -21,8 +24,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError
-from paceline.explain.lines import has_word
+from paceline.explain.lines import Fields, has_word
 from paceline.rundir import open_file
+from paceline.units import format_number_of
 
 CHUNK_BYTES = 1 << 21
 FORMAT_BYTES = 6  # at the start of a file, which show how it is compressed
@@ -36,6 +40,23 @@ START_BYTES = 4096  # of a log, which show its encoding
 UNPRINTED = bytes([*range(1, 7), *range(14, 27), *range(28, 32), 127])
 HTML_QUOTES = (b"&quot;", b"&#39;", b"&#x27;", b"&#34;", b"&lt;")
 HTML_ESCAPES = (*HTML_QUOTES, b"&gt;", b"&nbsp;", b"&amp;")
+# when a cell began to run, in the metadata of JupyterLab and Kaggle, of papermill and ExecuteTime, of Colab
+CELL_STARTS = ("iopub.execute_input", "start_time", "timestamp")
+PIP_INSTALL = re.compile(r"\bpip3? install\b")
+PRINTED_ERROR = re.compile(r"(?m)^(?:\x1b\[[\d;?]*\w)*(?:ERROR: |usage: |\S+: error: ).*")  # pip's and argparse's
+SHELL_CELL = (
+    re.compile(  # commands alone that start no program of the user's: they say nothing about an error before them
+        r"\s*(?:#.*\n\s*)*(?:!(?!.*(?:python|torchrun|accelerate|deepspeed|\.sh\b)).*(?:\n\s*|$))+"
+    )
+)
+VIEWER = re.compile(  # left with Ctrl-C
+    r"(?m)^\s*!\s*(?:(?:tail|less|watch|\w*top|nvidia-smi)\b|(?!.*(?:python|torchrun|\.sh\b)).* (?:logs?|stream-\w+)(?: |$))"
+)
+# of a cell that starts other programs
+STARTS_PROGRAM = re.compile(r"(?m)^\s*(?:!|%%)|\bsubprocess\b|\bos\.system\b|_launcher\b")
+LOGGED_TRACEBACK = re.compile(r"(?m)^(?:.*\n)?Traceback \(most recent call last\):\n(?:[ \t].*\n)+.*")
+ROW_END = re.compile(r" ?(?:</(?:tr|div|p)>|<br ?/?>|<table[^>]*>) ?")
+CELL_END, HTML_TAG = re.compile(r" ?</t[dh]> ?"), re.compile(r" ?<[^>]*> ?")
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
@@ -140,6 +161,80 @@ def exported_messages(content: bytes, column: str) -> Iterator[bytes]:
         lines.reverse()
     for line in lines:
         yield line.encode("utf-8", "replace") + b"\n"
+
+
+def is_notebook(first: bytes) -> bool:
+    return first.lstrip().startswith(b"{") and has_word(first, (b'"cell_type"', b'"nbformat"'))
+
+
+def printed_outputs(content: bytes) -> tuple[list[bytes], str]:
+    """What the cells of a notebook printed, in the order in which they ran, without survived errors; a sentence on those."""
+    try:
+        cells = [cell for cell in json.loads(content)["cells"] if cell.get("outputs") or cell.get("execution_count")]
+        errors = [[str(item["ename"]) for item in cell.get("outputs", ()) if "ename" in item] for cell in cells]
+        counts = count_cells(cells)
+        is_shell = [SHELL_CELL.fullmatch(whole_text(cell.get("source"))) for cell in cells]
+        works = [not (failed or shell) for failed, shell in zip(errors, is_shell, strict=True)]
+        survived = [is_survived(at, counts, works) for at in range(len(cells))]
+        last_errors = {name for at, names in enumerate(errors) if not survived[at] for name in names}
+        lacks_package = not last_errors.isdisjoint({"ImportError", "ModuleNotFoundError"})
+        texts = []
+        # the errors that count come last: their cells may have no count
+        for at in sorted(range(len(cells)), key=lambda at: (bool(errors[at]) and not survived[at], counts[at])):
+            outputs = [item for item in cells[at].get("outputs", ()) if not (survived[at] and "ename" in item)]
+            text, source = "\n".join([*map(output_text, outputs), ""]), whole_text(cells[at].get("source"))
+            if VIEWER.search(source):
+                text = text.replace("^C", "")
+            if survived[at] and not errors[at] and not STARTS_PROGRAM.search(source):  # it worked, as a later one did
+                text = LOGGED_TRACEBACK.sub("", text)
+            is_install = survived[at] and not lacks_package and PIP_INSTALL.search(source)
+            is_usage = survived[at] and "SystemExit" in errors[at]
+            texts.append((PRINTED_ERROR.sub("", text) if is_install or is_usage else text).encode("utf-8", "replace"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return [content], ""  # it is cut
+    past = [names for at, names in enumerate(errors) if survived[at] and names]
+    kinds = ", ".join(dict.fromkeys(chain(*past)))
+    return texts, f"{format_number_of(len(past), 'cell')} failed before later ones worked: {kinds}" if past else ""
+
+
+def count_cells(cells: Sequence[Fields]) -> list[int]:
+    """Numbers the cells by their times if all have one, else by their counts, else as they stand; 0 if others have a count."""
+    infos = [[info for info in cell.get("metadata", {}).values() if isinstance(info, dict)] for cell in cells]
+    times = [
+        max((str(info[key]) for info in part for key in CELL_STARTS if info.get(key)), default="") for part in infos
+    ]
+    counts = [cell.get("execution_count") or 0 for cell in cells]
+    if all(times):
+        order = sorted(times)
+        return [1 + bisect_left(order, time) for time in times]
+    return counts if any(counts) else [*range(1, 1 + len(cells))]
+
+
+def is_survived(at: int, counts: Sequence[int], works: Sequence[bool]) -> bool:
+    """Whether a cell ran later and worked: one below, or one above if its count is near, as a new kernel counts from 1.
+
+    works: whether each cell ran a program without an error.
+    """
+    is_unique = counts[at] > 0 and counts.count(counts[at]) == 1
+    return any(
+        count > counts[at] and works[other] and (other > at or (is_unique and count - counts[at] <= len(counts)))
+        for other, count in enumerate(counts)
+    )
+
+
+def output_text(output: Fields) -> str:
+    """The text of one output of a cell; of a table, such as transformers' of losses, a line for each row."""
+    data = output.get("data") or {}
+    text = whole_text(output.get("text") or data.get("text/plain"))
+    if (table := whole_text(data.get("text/html"))) and text[:1] in ("", "<"):  # a table of pandas is text already
+        return html.unescape(HTML_TAG.sub("", CELL_END.sub("\t", ROW_END.sub("\n", " ".join(table.split())))))
+    error = f"{output['ename']}: {output.get('evalue')}" if "ename" in output else ""
+    return "\n".join(output.get("traceback") or ()) or error or text
+
+
+def whole_text(text: Any) -> str:
+    """A notebook's text, which is a string or a list of lines with their newlines."""
+    return "".join(text) if isinstance(text, list) else text or ""
 
 
 def count_lines(path: Path) -> int:

@@ -32,7 +32,6 @@ EPOCH_OF = re.compile(r"(?i)\bepochs?\W{,4}(?P<epoch>\d{1,6})\s*(?:/|of)\s*(?P<o
 MIN_MEAN, AS_AT_FIRST = 10, 0.8
 KERAS_BAR = re.compile(r"\s*(?P<at>\d+)/(?P<of>\d+) (?:\[[=>.]{10,}\]|[━╸]{10,})")
 KERAS_EPOCH = re.compile(r"\s*Epoch \d+/\d+\s*")
-UNEVEN = 1.25  # times the share of the epochs that steps over all of them may be ahead or behind
 MIN_LOSSES, MIN_EPOCHS = 3, 3  # that show a training above a bar of Keras; of one behind which another begins
 DONE = re.compile(
     r"(?:train|tun)ing (?:is |was |has been )?(?:successfully )?(?:completed?|finished|done)|^\W*end train(?:ing)?\W*$"
@@ -57,7 +56,6 @@ DONE_WORDS = (  # one is in every text that matches; the pattern alone takes a f
 # losses of a policy; rewards of preference pairs, whose loss is one as of any classifier
 POLICY_LOSS = re.compile(r"(?!.*loss.*loss).*\b(?:td|bellman|actor|policy|pg)\d?[ _-]loss\W{1,3}\d")  # alone on a line
 PAIR_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
-
 TEST = re.compile(r"(?i)(?!.*(?<![a-z])(?:val|dev)).*(?<![a-z])test")  # another curve than that of a validation
 
 Point = TypeVar("Point")
@@ -71,35 +69,6 @@ class LossPoint(NamedTuple):
     name: str
     value: float
     epoch: int | None = None
-
-
-class EpochSteps:
-    """Counts the steps of all epochs of a log that counts them in each: step 80/250 in epoch 6/10 is step 1330/2500.
-
-    Some logs count the steps of all epochs themselves. Which it is shows where one epoch follows another, and before that
-    only where the share of the steps is not that of the epochs.
-    """
-
-    def __init__(self) -> None:
-        self.first_epoch = 1  # 0 behind a line of epoch 0
-        self.restarts: bool | None = None  # whether each epoch counts from 0; None: no two epochs were seen yet
-        self._last: tuple[int, int] | None = None  # epoch and step of the line before, which may be a later one
-
-    def count(self, step: int, *, num_steps: int, epoch: int, num_epochs: int) -> tuple[int, int | None]:
-        """Returns the step and the number of steps of all epochs by the values of a line; None where it may be either number."""
-        self.first_epoch = min(self.first_epoch, epoch)
-        if self._last is not None and self._last[0] != epoch:
-            (_, end), (_, start) = sorted((self._last, (epoch, step)))
-            self.restarts = start <= end
-        self._last = epoch, step
-        epochs_before = epoch - self.first_epoch
-        share = step / num_steps * num_epochs
-        restarts = self.restarts
-        if restarts is None and not epochs_before / UNEVEN <= share <= (epochs_before + 1) * UNEVEN:
-            restarts = True
-        if restarts:  # epochs from 0 on may be shown as "0/9 to 9/9"
-            return epochs_before * num_steps + step, max(num_epochs, epochs_before + 1) * num_steps
-        return step, num_steps if epochs_before or restarts is False or num_epochs == 1 else None
 
 
 class ProgressTracker:
@@ -125,6 +94,9 @@ class ProgressTracker:
         self._bar, self._is_last = line_measures.TrainingBar(), False  # the last progress line is step 100/100
         self._non_finite: dict[str, list[ProgressLine]] = {}  # by measure: its values since the last finite one
         self._is_nan_held_out: bool | None = None  # whether evaluations alone are; None while none is
+        self._of_ranks: dict[
+            tuple[str, int | None], list[ProgressLine]
+        ] = {}  # by measure: the last finite value, the next
         self._finite: set[str] = set()  # measures that were finite at least once
         self._infinite: set[str] = set()  # measures of which one of those values is infinite, not NaN
         self.rewards: list[LossPoint] = []  # of a policy
@@ -264,7 +236,7 @@ class ProgressTracker:
         for measure, value in (("loss", progress.loss), ("grad_norm", progress.grad_norm)):
             if value is not None:
                 value = math.nan if measure == "loss" and self._is_filtered and not self._has_rewards else value
-                self._add_value(measure, value, (number, rank, progress.step))
+                self._add_value(measure, value, (number, rank, progress.step), line_measures.rank_of(text, rank))
         self.lines.append((number, rank, progress.step))
 
     def _add_evaluation(self, text: str, name: str, loss: float) -> None:
@@ -323,15 +295,17 @@ class ProgressTracker:
             self._clear_curves()
         store(self._losses, point)
 
-    def _add_value(self, measure: str, value: float, at: ProgressLine) -> None:
-        """Notes whether a measure is finite; at: where it is reported."""
+    def _add_value(self, measure: str, value: float, at: ProgressLine, rank: int | None) -> None:
+        """Notes whether a measure is finite; at: where it is reported. rank: where the line names one in its text alone too."""
         if math.isfinite(value):
+            self._of_ranks[measure, rank] = [at]
             self._non_finite.pop(measure, None)
             self._finite.add(measure)
             self._infinite.discard(measure)
             return
         if math.isinf(value):
             self._infinite.add(measure)
+        self._of_ranks[measure, rank] = [*self._of_ranks.get((measure, rank), [(0, None, -1)]), at][:2]
         values = self._non_finite.setdefault(measure, [])
         if len(values) < SKIPPED_STEPS:
             values.append((*at[:2], self.step_of(at[1]) if at[2] is None else at[2]))
@@ -359,7 +333,8 @@ class ProgressTracker:
             if values and (measure == "loss" or is_lost):
                 number, _, step = values[0]
                 label = "eval_loss" if measure == "loss" and self._is_nan_held_out and not norms else measure
-                return replace(reached, nan_line=number, nan_step=step, nan_measure=label)
+                number, rank, step = line_measures.first_to_end(self._of_ranks, measure) or (number, None, step)
+                return replace(reached, nan_line=number, nan_step=step, nan_rank=rank, nan_measure=label)
         return reached
 
 

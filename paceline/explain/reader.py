@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Record, RecordKind
-from paceline.explain.forwarded import ForwardedLines, WrappedLines, is_notebook, printed_outputs
+from paceline.explain.forwarded import ForwardedLines, WrappedLines
 from paceline.explain.line_filter import AFTER, LineFilter, Shapes, Start
 from paceline.explain.line_measures import StepLoss, in_english, read_step_and_loss, strip_bars
 from paceline.explain.lines import (
@@ -32,7 +32,7 @@ from paceline.explain.lines import (
     unwrap_json,
 )
 from paceline.explain.log import LAST_LINES, Log, OpenRun
-from paceline.explain.log_text import CHUNK_BYTES, as_text, is_binary, split_start
+from paceline.explain.log_text import CHUNK_BYTES, as_text, is_binary, is_notebook, printed_outputs, split_start
 from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, may_start, rank_in_start, shape_of
 from paceline.explain.tracebacks import TracebackReader, as_raised
 
@@ -106,9 +106,6 @@ FILE_RANK = re.compile(
     r"\bRank of current process: (?P<rank>\d{1,6})\. World size: (?!1$)\d"
 )  # detectron2: a file for each
 SNIPPET_RANK = re.compile(r"^\[Rank (?P<rank>\d{1,6}) Error Snippet\]:$")  # Ray Train's, above a traceback
-LINTED = re.compile(  # by mypy, flake8 or ruff
-    r"\S+\.pyi?:\d+(?::\d+)?: (?:(?:error|note): .* +\[[a-z-]+\]$|[A-Z]{1,3}\d{3,4}\b)"
-)
 
 
 def read_log(
@@ -283,7 +280,7 @@ class LogParser:
                 self._begin_run(first_line)
         self._run.add_measures(number, line.text)
         if self._run.progress.add(number, line, bar) and not self._tracebacks.is_open:  # an open error may be the end
-            self._run.add_progress(line.text)
+            bounds.add_progress(line.text)
 
     def _parse(self, number: int, raw: bytes) -> None:
         self._read_waiting()
@@ -331,7 +328,7 @@ class LogParser:
         completed, is_part = self._tracebacks.feed(number, line, step)
         self._run.last_ignored = self._tracebacks.last_ignored
         self._add(completed)
-        if not is_part and line.text.strip() and not LINTED.match(line.text):
+        if not is_part and line.text.strip():
             self._add([self._record(number, line, step)])
 
     def _is_apart(self, number: int, time: float | None, start: Start) -> bool:

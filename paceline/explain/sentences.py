@@ -14,7 +14,6 @@ from itertools import cycle
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.explanation import LogProgress, Record, shorten
 from paceline.explain.frames import INSTALLED
-from paceline.explain.lines import split_prefix
 from paceline.explain.log import SAVED, Log
 from paceline.explain.matches import WAITING, Event
 from paceline.units import format_bytes, format_duration, format_list, format_ranks
@@ -59,8 +58,7 @@ FAILED_SAVE = re.compile(
     r"|\b(?:checkpoint|model|weights) (?:could not be|was not) (?:saved|written)"
     r"|\b(?:sav|writ)ing .{0,20}(?:checkpoint|model) failed"
 )
-LOSS_ALONE = re.compile(r"[-+]?\d+\.\d{6,}(?:e[-+]\d+)?|tensor\([-+]?\d+\.\d+, .*grad_fn=.*\)")
-MIN_ZEROS, MIN_SAME = 5, 8  # evaluations; lines of one number
+MIN_ZEROS = 5  # evaluations
 
 
 def template_values(event: Event, *, rank: int | None, step: int | None, progress: LogProgress) -> dict[str, str]:
@@ -269,7 +267,7 @@ def clean_values(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def describe_doubts(logs: Sequence[Log]) -> tuple[str, ...]:
-    """Notes on a healthy log: saves that fail up to its end, evaluations that score 0, one number again and again."""
+    """Notes on a healthy log: saves that fail up to its end, evaluations that score 0."""
     notes = []
     for log in logs:
         failed = [record for record in log.records if FAILED_SAVE.search(record.text)]
@@ -280,7 +278,4 @@ def describe_doubts(logs: Sequence[Log]) -> tuple[str, ...]:
         if len(log.scores) >= MIN_ZEROS and not any(point.value for point in log.scores):
             advice = "print a few predictions beside their labels, as the metric gets them"
             notes.append(f"all {len(log.scores)} evaluations have a score of 0: {advice}")
-        texts = {split_prefix(text).text for _, text in log.last_lines}
-        if len(texts) == 1 and len(log.last_lines) >= MIN_SAME and LOSS_ALONE.fullmatch(min(texts)):
-            notes.append(f"the last lines are one number, {min(texts)}: if it is a loss, nothing is learned")
     return tuple(dict.fromkeys(notes))

@@ -13,11 +13,11 @@ from paceline.explain import survival
 from paceline.explain.explanation import Evidence, Record, shorten
 from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME
-from paceline.explain.lines import IGNORABLE, WARNING_LINE, split_prefix
+from paceline.explain.lines import IGNORABLE, WARNING_LINE, only_begins, split_prefix
 from paceline.explain.log import PROMPT, Log
 from paceline.explain.matches import Event, as_fatal, matches_of_message
 from paceline.explain.run_bounds import failed_at_import, shape_of
-from paceline.explain.survival import STEPS_AFTER, WENT_ON, is_caught, is_quoted, left_program_running
+from paceline.explain.survival import STEPS_AFTER, WENT_ON, is_caught, left_program_running
 
 LAST_CHECKED, MIN_REPEATED = 3, 3  # lines at the end of a log; alike and far from it: the program went on each time
 MAX_WORDS = 200  # characters in which a line tells of trouble; in a long one such a word can be in the data
@@ -36,20 +36,28 @@ PREPARED = r"(?!.*\b(?:load|captur|compil|prepar|initiali|tokeni|warm))"  # befo
 LOGGER = (  # what it writes before a message
     r"(?:[\w./-]+\.py:\d+\W+)?(?:[\w.]+ - )?(?:\W?(?:INFO|SUCCESS)\b[\]:>\s-]*(?:\w[\w.]*: ?)?)?(?:\[\w+\] )?\W{0,3}"
 )
-RESULT = re.compile(  # of work that ended, of a server that waits or has answered
-    rf"(?i){NOT_DONE}{LOGGER}(?:.*?['\"]eval_\w+['\"]: ?-?\d|.*(?:완료|完成|完了)\W*$"
-    rf"|{PREPARED}(?:all )?\w+(?:ing|tions?|runs) (?:completed?|finished|done)\b(?:\W*$|[!.])"
-    r"|.*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
+ENDED_WELL = r"(?:completed?|finished|done)"
+WORK_DONE = (  # evaluation complete. experiment 3 finished, job finished with exit code 0, export done in 3 s
+    rf"{PREPARED}(?:all )?\w+(?:ing|tions?|runs) {ENDED_WELL}\b(?:\W*$|[!.])"
     r"|(?:[a-z]+ ){0,3}(?:suite|pipeline|experiment|benchmark|simulation|workflow)s?(?: (?!\d+/|\w+ly )\S+)?"
-    r" (?:completed?|finished|done)\W*$"
-    r"|(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far)|.{1,9}(?:config|arg|setting|code)\w*\b)"
-    r"|finished \w+ on 20\d\d-|(?:exported|uploaded)\b.* (?:to|into|as) \S"
-    rf"|{PREPARED}(?:upload|export|job)s? (?:is )?(?:completed?|finished|done)(?:[:!.]? (?:https?:|with exit code 0\b).*|\W*)$"
-    rf"|{PREPARED}.*\b(?:done|finished|completed) in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$"
-    rf"|{PREPARED}(?:finish(?:ed)? \w+ in: \d|(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$)"
-    r"|\{\"(?:summary|results?|metrics)\": ?[\[{][\"\d{]|saving the dataset \(\d+/\d+ shards\): 100%|build: [0-9a-f]{7,10} \(\d+\)$"
-    r"|=+ \d+ passed\b[^=]{0,40}=+$|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?(?:saved|written to)\b)"
+    rf" {ENDED_WELL}\W*$"
+    rf"|{PREPARED}(?:upload|export|job)s? (?:is )?{ENDED_WELL}(?:[:!.]? (?:https?:|with exit code 0\b).*|\W*)$"
+    rf"|{PREPARED}.*\b{ENDED_WELL} in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$"
+    rf"|{PREPARED}(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$|.*(?:완료|完成|完了)\W*$"
 )
+OUTPUT_SAVED = (  # saved to out.json, exported the model to out/, 3 files were written to out/
+    r"(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far)|.{1,9}(?:config|arg|setting|code)\w*\b)"
+    r"|(?:exported|uploaded)\b.* (?:to|into|as) \S|saving the dataset \(\d+/\d+ shards\): 100%"
+    r"|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?(?:saved|written to)\b"
+)
+OUTPUT_PRINTED = (  # as Python or JSON, by pytest, by llama-bench
+    r".*?['\"]eval_\w+['\"]: ?-?\d|\{\"(?:summary|results?|metrics)\": ?[\[{][\"\d{]"
+    r"|=+ \d+ passed\b[^=]{0,40}=+$|build: [0-9a-f]{7,10} \(\d+\)$"
+)
+SERVES = (  # a server that waits, or has answered
+    r".*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
+)
+RESULT = re.compile(rf"(?i){NOT_DONE}{LOGGER}(?:{WORK_DONE}|{OUTPUT_SAVED}|{OUTPUT_PRINTED}|{SERVES})")
 SCORE = re.compile(  # of an evaluation, not a limit or a weight among settings
     r"(?i)(?!.*(?:Namespace\(|\b(?:\w+_)?(?:target|min|max|limit|thres\w*|weights?|lambda|conf|mixed|stop\w*)(?:_\w+)?\b"
     r"|precision[:=] ?(?:16|32)))"
@@ -76,50 +84,43 @@ TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program w
 STACK_FRAME = re.compile(  # of C++ in several forms, of Java
     r"^\s*(?:\[bt\] |frame #\d+: |@ +0x[0-9a-f]{6,}|at [\w.$<>]+\([\w.]+:\d+\)|\d+# )|\[0x[0-9a-f]{8,}\]$|^=+ Memory map: =+$"
 )
-# a count of none, a measure, the end of a tracker, a test of failures, a search for what is optional, a fallback
-NO_TROUBLE = re.compile(
-    f"(?i){survival.EXIT_ZERO}"
-    r"|\b(?:0 (?:\w+ )?|(?:no|without) )(?:errors?|exceptions?|fail\w*|invalid)"
+NONE_FAILED = (  # 0 errors, errors: 0, failed requests: 0
+    rf"{survival.EXIT_ZERO}|\b(?:0 (?:\w+ )?|(?:no|without) )(?:errors?|exceptions?|fail\w*|invalid)"
     r"|(?:errors?|(?<!check )fail\w*|invalid|killed)\W{1,3}0\b"
-    r"|error[ _]rate"
-    # rows of a confusion matrix
-    r"|^\W*(?:pred|true|predicted|actual) (?:error +\d|\w+ +(?:pred|true|predicted|actual) error$)"
     r"|\b(?:errors?|failed) (?:encountered|(?!rank|gpu|device|node|host|worker)\w+e?s): 0\b"
-    r"|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|\b(?:train\w*|test|valid\w*) error\b[^:=]{0,30}[:=] ?\d*\.\d"
-    r"|\((?:\w+ )?error(?: \w+)?\) ?[:=] ?\d*\.\d+$|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)"
-    r"|^exception raised from \w+ at \S+:\d+"  # the head of a stack of C++
-    r"|unable to register cu\w+ factory|^non-resource variables are not supported in the long term"
-    r"|loopback address as fallback"
-    r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk"
-    r"|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\busing default\b"
-    r"|error during autotuning|\bchecking exceptions$|\berrors?:$|\bfailures?:(?: \d+)?$"
-    # PowerShell's words around whatever a program writes to stderr, transformers' about a mask that it builds itself
-    r"|RemoteException|FullyQualifiedError|NativeCommandErr|attention mask is not set and cannot be inferred"
-    r"|^\W*if\b|\bsetting `\w+=\w+`|\bMailType=|^[\w.-]+ +\d+(?:\.\w+)+(?: |$)"  # advice, sacct's fields, a list of packages
-    r"|\btracker file does not exist"  # verl begins without a checkpoint
-    r"|^(?:HTTP Request: )?(?:GET|HEAD) https?://"  # httpx writes down each answer; what fails for it says so itself
-    r"|\bpassed$|may contain errors|^\[['\"]|^\d+\. \w+ \(\d|conditions not met|not supported for all configurations of models"
-    r"|\btimeout(?: is| was)? ?(?:set to|[:=] ?\d)"
-    # what a program does about it, a line that is marked as good
-    r"|terminat\w+ (?:condition|normally)\b|, attempting\b|\bshould speed up\b|[.,;:-] (?:but )?continu(?:e|es|ing)\b"
-    r"|^\W*[ℹ✅✓✔🏆🎉]|^\|.*\| *(?:not supported|n/a) *\|$"  # a cell of a table
-    # terminals, locales, screens and sound that a server lacks, decoders of pictures, films and sound, what looks for a device
-    r"|Inappropriate ioctl|\bset(?:ting )?locale\b|XDG_RUNTIME_DIR|^(?:ALSA|Xlib|libEGL|libpng|libva|MESA-LOADER|qt\.\w+)\b"
-    r"|\bGLFWError\b|^GKS: cannot open display|are not found in the checkpoint"
-    r"|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|number of TPU cores|IProgress not found|`HF_TOKEN` (?:secret|does not)"
-    # what a model answers, a tally of items
-    r"|\bI (?:cannot|can't)\b|\berror analysis\b(?! fail)|^assistant: |\bnot found yet\b|\bno [\w-]+ information available\b"
-    r"|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bhas requirement .*, but you'll have "
-    r"|^(?:Installing collected packages|Successfully installed)\b"
-    r"|pip's dependency resolver|sequence length is longer than the specified|^Exception ignored"
-    r"|^fatal: (?:not a git repository|destination path .* already exists)"
-    # Debian's packages, the head of nccl-tests' table, logging's own report, what docker build quotes of a command
-    r"|^(?:debconf|invoke-rc\.d): |\bbusbw\b|--- Logging error ---|^#\d+ \d+\.\d+ "
-    # widgets of a notebook, a build's profile, samples of a translation, its target and its output
-    r"|No such comm\b|^profiling:.*\.gcda:Cannot open"
-    r"|^[<>=] +(?!(?:(?:fatal|internal) )?(?:error|fail|exception|abort|killed))[a-z]"
-    r"|^Repo card metadata block was not found|^Welcome to bitsandbytes\b|\bto save notebook history$"
-    r"|\bis approximately [\d.]+, error is \d"
+    r"|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bpassed$|^\W*[ℹ✅✓✔🏆🎉]"
+)
+MEASURED_ERROR = (  # test error 0.25, MeanSquaredError, (relative error): 1.5
+    r"error[ _]rate|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|\b(?:train\w*|test|valid\w*) error\b[^:=]{0,30}[:=] ?\d*\.\d"
+    r"|\((?:\w+ )?error(?: \w+)?\) ?[:=] ?\d*\.\d+$|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\bbusbw\b"
+)
+HEADING = (  # errors:, error analysis, a cell of a table, advice, a setting
+    r"\berrors?:$|\bfailures?:(?: \d+)?$|\bchecking exceptions$|\berror analysis\b(?! fail)|^\|.*\| *(?:not supported|n/a) *\|$"
+    r"|^\W*if\b|\bsetting `\w+=\w+`|\btimeout(?: is| was)? ?(?:set to|[:=] ?\d)|may contain errors"
+)
+NOT_NEEDED = (  # what a program does instead, or is optional
+    r"\busing default\b|, attempting\b|\bshould speed up\b|[.,;:-] (?:but )?continu(?:e|es|ing)\b|loopback address as fallback"
+    r"|terminat\w+ (?:condition|normally)\b|error during autotuning|are not found in the checkpoint"
+    r"|attention mask is not set and cannot be inferred|sequence length is longer than the specified"
+    r"|^non-resource variables are not supported in the long term|unable to register cu\w+ factory|number of TPU cores"
+    r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|^Repo card metadata block was not found"
+)
+LACKS_SCREEN = (  # terminals, locales, screens and sound that a server lacks, decoders of pictures, films and sound, widgets
+    r"Inappropriate ioctl|\bset(?:ting )?locale\b|XDG_RUNTIME_DIR|^(?:ALSA|Xlib|libEGL|libpng|libva|MESA-LOADER|qt\.\w+)\b"
+    r"|\bGLFWError\b|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|IProgress not found|No such comm\b"
+)
+OF_TOOLS = (  # trackers, the Hub, httpx, lists of packages, pip, git, Debian, docker build, sacct, PowerShell
+    r"^wandb:|`HF_TOKEN` (?:secret|does not)|^(?:HTTP Request: )?(?:GET|HEAD) https?://|^Welcome to bitsandbytes\b"
+    r"|^[\w.-]+ +\d+(?:\.\w+)+(?: |$)|error during package walk|\btracker file does not exist|\bMailType="
+    r"|\bhas requirement .*, but you'll have |^(?:Installing collected packages|Successfully installed)\b"
+    r"|pip's dependency resolver|^fatal: (?:not a git repository|destination path .* already exists)"
+    r"|^(?:debconf|invoke-rc\.d): |^#\d+ \d+\.\d+ |RemoteException|FullyQualifiedError|NativeCommandErr"
+)
+# parts of an error that its own message tells, or that Python ignored
+OF_STACKS = r"^frame #|^exception raised from \w+ at \S+:\d+|^Exception ignored|--- Logging error ---"
+OF_MODEL = r"\bI (?:cannot|can't)\b|^assistant: |^\[['\"]"  # what a model answers
+NO_TROUBLE = re.compile(
+    f"(?i){NONE_FAILED}|{MEASURED_ERROR}|{HEADING}|{NOT_NEEDED}|{LACKS_SCREEN}|{OF_TOOLS}|{OF_STACKS}|{OF_MODEL}"
 )
 ERROR_PREFIX = re.compile(
     r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|\[(?:error|fatal|critical)\]|(?:[Ff]atal|[Ee]rror)(?: error)?: )"
@@ -257,7 +258,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
     """The last lines of the logs, behind progress and results, that tell of trouble; none whose like was survived twice."""
     trouble = []
     for log in logs:
-        threads = [r.line for r in log.records if left_program_running(r, log) or is_quoted(r, log)]
+        threads = [r.line for r in log.records if left_program_running(r, log)]
         lines = log.last_lines[-LAST_CHECKED:]
         if log.last_ignored is not None and lines and lines[0][0] - log.last_ignored <= WENT_ON:  # its traceback
             threads.append(log.last_ignored)
@@ -265,13 +266,12 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         was_shut_down = any(SHUT_DOWN.search(text) for _, text in log.last_lines)
         ends = {shape_of(split_prefix(text).text) for _, text in lines}
         alike = [record for record in log.records if shape_of(record.text) in ends]
-        tools = {r.line for r in log.records if survival.NOT_FOUND.search(r.text) and log.has_trained_behind(r)}
         survived = Counter(shape_of(record.text) for record in alike if len(log.steps_after(record)) >= STEPS_AFTER)
         trouble += [
             (number, text)
             for number, text in lines
             if number > last_good or (last_good == number == log.last_progress_line and MARKED_ERROR.match(text))
-            if number <= min([number, *threads]) and number not in tools and not log.is_in_sample(number, text)
+            if number <= min([number, *threads])
             if is_trouble(text, at_end=True) and survived[shape_of(split_prefix(text).text)] < 2
             if not (was_shut_down and ENDED.search(text))
         ]
@@ -395,6 +395,6 @@ def is_ordinary(log: Log) -> bool:
     announces = log.last_line - log.first_line < MIN_OUTPUT and any(map(ANNOUNCES.search, last))
     return (
         len(ordinary) >= MIN_LINES
-        and not announces
+        and not (announces or only_begins([split_prefix(text).text for _, text in log.last_lines]))
         and not any(LAST_WORK.match(split_prefix(text).text) for text in last_texts(log)[-1:])
     )

@@ -6,11 +6,11 @@ Whether the program survived an error: the one place with the rules by which an 
     not, all of them   most of the last items failed, nothing but "done" follows, nothing else was done     errors_of_last_items
     handled            a line above it says what the program does instead                                is_handled
     about one item     lines of its shape come often, far apart, and others follow                       is_of_item
-    caught             a line beside it says what is tried or left out, and steps or items follow        is_caught
-    of a sample        one of several errors at one place of an evaluation whose results are saved       is_of_evaluated
-    quoted             it is a part of a text that a model has written                                   is_quoted
+    caught             a line right behind it says what is tried instead, and steps follow               is_caught
+    a sample           the same text was printed and survived before, and steps and the end follow       Log.outlived_like
     of a trial         Optuna went on with other trials                                                  is_of_trial
     of a shutdown      a server had stopped its engine itself                                            is_of_shutdown
+    lacks a view       a missing program would only have shown the machine                               lacks_a_view
     warned of          a logger wrote it below a warning, and it led to no other error                   line_above
     a side error       that warning says that something failed beside the training                       is_side_error
     beside the program it ended no more than a thread, a tracker or a logging call                       left_program_running
@@ -49,6 +49,7 @@ NOT_FOUND = re.compile(  # said by a script or a shell
     r"(?:^|: )(?:line )?\d+: [\w./-]+: (?:command )?not found|^(?:ba)?sh: [\w./-]+: command not found"
     r"|^(?:mkdir|ln|cp|mv|rm|chmod|chown|touch): cannot |\.sh: line \d+: syntax error"  # by others of its commands
 )
+SHOWS_MACHINE = re.compile(r": (?:nvidia-smi|rocm-smi|gpustat|nvtop|htop|free|lscpu): ")  # no training needs it
 TYPED_KEYS = re.compile(r"(?:\^C)+")  # as a terminal shows them
 WENT_ON, BEFORE_DONE, MAX_QUOTED = 40, 8, 16  # lines behind an error, before the end, that quote an error above them
 MIN_REPEATS, MAX_ADVICE = 5, 8  # lines about an item that was left out; lines behind the advice of bitsandbytes
@@ -92,17 +93,10 @@ LOGGING = re.compile(
 LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
 # right behind an exception: what the program does in place of what failed
 CAUGHT = re.compile(r"(?i)^.{0,40}?\b(?:(?:re)?trying (?:again )?with|falling back to)\b")
-HARMLESS = re.compile(r"(?i)\bsafe to ignore this (?:error|exception)\b")  # right above it
-# by a script, without a package that it needs
-LEFT_STAGE = re.compile(r"(?i)^(?!.*\btrain)[\w ,.:-]{0,60}\bskipp(?:ed|ing)\b")
-ALL_STAGES = re.compile(r"(?i)\ball stages (?:complete|finished)")
 OF_MACHINE = re.compile(r"OutOfMemory|[Oo]ut of memory|CUDA|core dumped|Segmentation fault|terminate called")
 # what no process survives
 CONTEXT_LOST = re.compile(r"illegal memory access|device-side assert|launch failure|uncorrectable ECC")
 SKIPS = r"(?i:\b(?:skipp|ignor)(?:ed|ing)\b)"
-LEFT_OUT = re.compile(  # logged right above it, of an item of the data
-    rf"(?i)^\W*ERROR\b.*\b(?:line|row|sample|example|file|shard|doc(?:ument)?|record|image)s?\b.*{SKIPS}"
-)
 WARNED = re.compile(  # or an error after which a program goes on, as it says
     r"\bWARN(?:ING)?\b|\bERROR\b.*\b(?:optional|keeping|continu(?:e|es|ing)|skipp(?:ed|ing)|ignor(?:ed|ing)|falling back)\b"
 )
@@ -115,10 +109,8 @@ WORK_FAILED = re.compile(  # not of a side task
     r"|^wandb: |\bnot (?:skipp|continu|ignor)"
 )
 ITEM, LAST_ITEMS = re.compile(r"(?<!\d)\d{1,9}(?!\d)"), 40  # its number; of which most must fail
-MIN_EVALUATED = 3  # different errors at one place of the script: Python ends at the first that nobody has caught
 CHAIN_LINES = 6  # from an exception to the one that it led to, beside the lines of its frames
 CHILD_STEPS = 20  # that a program takes from what its queue still holds
-STEPS_BEHIND, ITEMS_BEHIND, ITEMS_ABOVE = 3, 2, 3  # that show that it did; lines above, of which one is of such an item
 TRIAL, FAILED_TRIAL = re.compile(r"\bTrial \d+ (?:finished|pruned)\b"), re.compile(r"\bTrial \d+ failed with\b")
 STOPS_ENGINE = re.compile(  # vLLM's server, by a signal
     r"\[shutdown\] (?:API server: (?:shutdown triggered|stopping engine client)|EngineCore: trigger received signal=)"
@@ -170,11 +162,18 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     ):
         return True
     if NOT_FOUND.search(record.text):
-        return is_far or log.has_trained_behind(record) or any(CODE_ERROR.match(other.text) for other in behind)
+        return is_far or lacks_a_view(record, log) or any(CODE_ERROR.match(other.text) for other in behind)
     if is_of_item(record) and shape_of(record.text) in continuation.repeated:
         return True
     stop = continuation.stop if ended_program(record) else math.inf
     return len(log.steps_after(record, before=stop)) >= STEPS_AFTER
+
+
+def lacks_a_view(record: Record, log: Log) -> bool:
+    """Whether a missing program would only have shown the machine: steps follow it, or the training was saved before it."""
+    saves = (line for line, text in log.last_lines if SAVED.search(text))
+    was_saved = bool(log.losses) and any(log.last_progress_line < line < record.line for line in saves)
+    return bool(SHOWS_MACHINE.search(record.text)) and (was_saved or len(log.steps_after(record)) >= STEPS_AFTER)
 
 
 def continuation_of(log: Log) -> Continuation:
@@ -307,31 +306,18 @@ def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:
 
 
 def is_caught(record: Record, log: Log) -> bool:
-    """Whether the program says of an exception that it repeats or leaves out what failed, and the work goes on behind it.
+    """Whether the program says behind an exception what it tries instead, and takes steps behind it.
 
-    Likewise what a model has written, the end of a trial of Optuna, and of an engine that its server has stopped.
+    Likewise the end of a trial of Optuna, and of an engine that its server has stopped.
     """
-    if is_of_trial(record, log) or is_of_shutdown(record, log) or is_quoted(record, log):
+    if is_of_trial(record, log) or is_of_shutdown(record, log) or log.outlived_like(record):
         return True
     if not record.frames or CONTEXT_LOST.search(record.text):
         return False
-    if HARMLESS.search(line_above(record, log)):
-        return log.last_line > record.line + 2 * len(record.frames) + OUTCOME_LINES
     following = log.records_between(record.line + 1, record.line + 3 * len(record.frames) + OUTCOME_LINES)
     notices = [*record.text.split("\n")[1:], *(other.text for other in following[:1])]
-    is_done = any(line > record.line and ALL_STAGES.search(text) for line, text in log.last_lines)
-    if is_of_evaluated(record, log) or (is_done and failed_at_import(record) and any(map(LEFT_STAGE.match, notices))):
-        return log.has_one_process
-    if any(map(CAUGHT.match, notices)) and len(log.steps_after(record)) >= STEPS_BEHIND:
-        return log.has_one_process
-    above = log.records_between(record.line - 1 - ITEMS_ABOVE, record.line - 1)
-    report = above.pop() if above and above[-1].line == record.line - 1 else None
-    if report is None or report.time is None or not LEFT_OUT.match(report.text):
-        return False
-    shapes = {shape_of(other.text) for other in above}
-    behind = log.records_between(record.line + 1, log.last_line)
-    times = [other.time for other in behind if other.time is not None and shape_of(other.text) in shapes]
-    return sum(time >= report.time for time in times) >= ITEMS_BEHIND and log.has_one_process
+    goes_on = len(log.steps_after(record)) >= STEPS_AFTER and log.has_one_process
+    return goes_on and any(map(CAUGHT.match, notices))
 
 
 def is_of_trial(record: Record, log: Log) -> bool:
@@ -345,28 +331,6 @@ def is_of_shutdown(record: Record, log: Log) -> bool:
     """Whether a record reports that a server's engine is gone, which the server had stopped itself."""
     above = log.records_between(record.line - STOPPING_LINES, record.line - 1)
     return ENGINE_GONE.search(record.text) is not None and any(STOPS_ENGINE.search(other.text) for other in above)
-
-
-def is_of_evaluated(record: Record, log: Log) -> bool:
-    """Whether a program prints what failed in each thing that it evaluates: several errors at one place, and results at the end.
-
-    Errors that nobody seems to have caught are such only where code was run that stands in no file.
-    """
-    if not log.last_lines or not SAVED.search(log.last_lines[-1][1]) or OF_MACHINE.search(record.text):
-        return False
-    alike = [other for other in log.records if other.frames[:1] == record.frames[:1]]
-    runs_texts = any('File "<string>"' in frame for other in alike for frame in other.frames)
-    return (runs_texts or not ended_program(record)) and len({shape_of(other.text) for other in alike}) >= MIN_EVALUATED
-
-
-def is_quoted(record: Record, log: Log) -> bool:
-    """Whether the only process of a log shows an error in a text that a model has written.
-
-    A buffer may put the end of such a text behind the traceback that ended the program, but not behind a signal.
-    """
-    is_real = bool(record.frames) and not record.frames[0].startswith('File "<stdin>"')
-    is_real = is_real or record.kind == "signal" or OF_MACHINE.search(record.text) is not None
-    return not is_real and log.is_in_sample(record.line, record.text) and log.has_one_process
 
 
 def is_side_error(record: Record, log: Log) -> bool:
@@ -396,4 +360,4 @@ def others_waited(record: Record, log: Log) -> bool:
     lines = {line for line, _, _ in log.last_progress if line > record.line}
     went_on = any(other.rank == record.rank and other.line in lines for other in log.records)
     is_rank = record.rank is not None and ended_program(record) and not went_on and not LOST_PEER.search(record.text)
-    return is_rank and any(len(log.steps_after(other)) < STEPS_BEHIND for other in lost)
+    return is_rank and any(len(log.steps_after(other)) < STEPS_AFTER for other in lost)

@@ -196,7 +196,6 @@ class ScriptJob(Job):
     argv: list[str]
     env: Mapping[str, str]
     env_elsewhere: Mapping[str, str] = field(default_factory=dict)  # on other hosts
-    cluster: Cluster | None = None  # the hosts, where there are several
     script_hosts: ScriptHosts | None = None  # what they need before an attempt
 
     def attempt(self, number: int, signals: StopSignals) -> Outcome:

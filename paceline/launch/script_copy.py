@@ -22,7 +22,7 @@ from pathlib import Path
 from paceline.config import Config, cache_dir
 from paceline.file_systems import free_space
 from paceline.launch.channel import Channel, Line, frame
-from paceline.launch.gather import PART, file_frames, missing_files, write_piece
+from paceline.launch.gather import PART, SAVED, file_frames, missing_files, write_piece
 from paceline.rundir import RunDir, write_atomic
 
 PREFIX = "script/"  # of the names of its files in frames
@@ -31,7 +31,6 @@ OWN_NAMES = {
     "config.toml", "events.jsonl", "findings.json", "metrics.jsonl", "notes.json", "plan.json", "slurm.json", "submitted.toml",
     "comm", "facts", "hangs", "health", "history", "logs", "probe", "progress", "samples", "track", "trouble",
 }  # fmt: skip
-SAVED = "saved/"  # of the names of the script's files in frames; alone it ends a set of them
 SAME_S = 2.0  # two versions of a file with the same size are one version, if their times differ by less
 FILE_QUIET_S, FOLDER_QUIET_S = 0.5, 5.0  # what has changed since then may still be written
 SEND_EVERY_S = 30.0  # while the script runs, at most so often
@@ -147,7 +146,7 @@ def saved_path(run: RunDir, name: str) -> Path:
     return path
 
 
-def take_saved(run: RunDir, line: Line, data: bytes, *, host: str) -> None:
+def take_saved(run: RunDir, line: Line, data: bytes, host: str) -> None:
     """Takes a piece of a set of files that a script saved. When the set is whole, it replaces what is older.
 
     host: where they were saved. What it replaces here stays in REPLACED: a host that lost power may have half a file.
@@ -208,7 +207,7 @@ class SavedFiles:
 
     def take(self, line: Line, data: bytes) -> None:
         """Takes a piece of a set from the supervisor, which has the newest versions."""
-        take_saved(self.run, {**line, "time": line.get("time", 0.0) + self.clock_s}, data, host="")
+        take_saved(self.run, {**line, "time": line.get("time", 0.0) + self.clock_s}, data, "")
         if line["file"] == SAVED:
             self.known |= saved_files(self.run)
 

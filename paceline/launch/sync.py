@@ -22,11 +22,11 @@ from paceline.errors import PacelineError
 from paceline.file_systems import free_space
 from paceline.launch.channel import Line, frame
 from paceline.launch.cluster import SEND_S, Cluster
-from paceline.launch.gather import file_frames, folder_frames, sha256_of
-from paceline.launch.losses import readmit, ready_hosts
+from paceline.launch.gather import SAVED, file_frames, folder_frames, sha256_of
+from paceline.launch.losses import readmit, ready_hosts, record_joined
 from paceline.launch.member import Member
 from paceline.launch.script_command import Listing, ScriptFiles, hash_files, list_files
-from paceline.launch.script_copy import PREFIX, SAVED, is_newer, saved_files
+from paceline.launch.script_copy import PREFIX, is_newer, saved_files
 from paceline.rundir import RunDir, append_event, resume_command
 from paceline.units import format_bytes, format_duration, format_number_of
 
@@ -185,7 +185,7 @@ class ScriptHosts:
             after = f" after {datetime.fromtimestamp(saved_at[name]):%H:%M:%S}" if name in saved_at else ""
             self.show([f"note    what the script saved on {name}{after} stays there until it answers"])
         if back := readmit(self.cluster, len(self.cluster.members)):
-            self.show([f"note    {format_names(back)}: part of the run again"])
+            self.show([record_joined(self.cluster, back)])
             self.answering -= set(back)
         self.cluster.begin()
         if self.is_retry and self.hashes and (lines := renew_code(self.cluster, self.files, self.hashes, self.run)):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from paceline.explain.line_measures import BAR, PART_LOSS, parse_count, read_step_and_loss, strip_bars
 from paceline.explain.lines import split_prefix, strip_escapes
-from paceline.explain.progress import EPOCH_OF, EpochSteps
+from paceline.explain.progress import EPOCH_OF
 from paceline.explain.series import LOSS, training_file
 from paceline.rundir import RunDir, is_locked
 from paceline.units import unix_time
@@ -31,6 +31,7 @@ from paceline.watch.growing_file import (
 
 MAX_LINE_BYTES = 4000  # a longer line shows no progress
 END_BYTES = 64 << 10  # read of a log for a list of runs
+UNEVEN = 1.25  # times the share of the epochs that steps over all of them may be ahead or behind
 
 # a line without a match shows no progress
 PROGRESS = re.compile(rb"(?i)loss|step|iter|it/s|s/it|bpb|tok|epoch|\d\s*/\s*\d|%\|")
@@ -131,6 +132,35 @@ def read_line(raw: str) -> LineValues | None:
         return None  # "total steps: 1000"
     values = {name: value for name, value in values.items() if math.isfinite(value) or name.endswith("loss")}
     return LineValues(step, num_steps, values, bar is not None, epochs) if values or step is not None else None
+
+
+class EpochSteps:
+    """Counts the steps of all epochs of a log that counts them in each: step 80/250 in epoch 6/10 is step 1330/2500.
+
+    Some logs count the steps of all epochs themselves. Which it is shows where one epoch follows another, and before that
+    only where the share of the steps is not that of the epochs.
+    """
+
+    def __init__(self) -> None:
+        self.first_epoch = 1  # 0 behind a line of epoch 0
+        self.restarts: bool | None = None  # whether each epoch counts from 0; None: no two epochs were seen yet
+        self._last: tuple[int, int] | None = None  # epoch and step of the line before, which may be a later one
+
+    def count(self, step: int, *, num_steps: int, epoch: int, num_epochs: int) -> tuple[int, int | None]:
+        """Returns the step and the number of steps of all epochs by the values of a line; None where it may be either number."""
+        self.first_epoch = min(self.first_epoch, epoch)
+        if self._last is not None and self._last[0] != epoch:
+            (_, end), (_, start) = sorted((self._last, (epoch, step)))
+            self.restarts = start <= end
+        self._last = epoch, step
+        epochs_before = epoch - self.first_epoch
+        share = step / num_steps * num_epochs
+        restarts = self.restarts
+        if restarts is None and not epochs_before / UNEVEN <= share <= (epochs_before + 1) * UNEVEN:
+            restarts = True
+        if restarts:  # epochs from 0 on may be shown as "0/9 to 9/9"
+            return epochs_before * num_steps + step, max(num_epochs, epochs_before + 1) * num_steps
+        return step, num_steps if epochs_before or restarts is False or num_epochs == 1 else None
 
 
 class LogLines:

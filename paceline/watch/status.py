@@ -175,8 +175,8 @@ class RunList:
         for path in sorted(run_folders(self.runs_dir), key=natural_order):
             with suppress(OSError):  # it has vanished, or belongs to another user
                 run = RunDir(path)
-                files = [run.events, run.metrics, run.plan_json, run.notes, run.evaluations, run.progress(0)]
-                key = (is_live := is_locked(run), *map(file_stamp, files))
+                files = [run.config_toml, run.plan_json, run.events, run.metrics, run.notes, run.evaluations]
+                key = (is_live := is_locked(run), *map(file_stamp, [*files, run.progress(0)]))
                 cached_key, script, status = self._cached.get(path, (None, ScriptValues(run), None))
                 if status is None or cached_key != key or not script.is_current(is_live=is_live):
                     status = run_status(run, script)

@@ -257,27 +257,6 @@ def test_an_exception_is_caught_where_the_program_says_what_it_does_instead_and_
     assert verdict(caught.replace(OOM, lost) + EPOCHS).cause == "illegal-memory-access"
 
 
-def test_an_exception_is_caught_where_a_logger_says_that_the_item_is_left_out_and_the_next_ones_follow():
-    def logged(second, text):
-        return f"2026-11-30 06:45:{second:02},036 {text}\n"
-
-    def shards(first, last):
-        return "".join(logged(at, f"INFO: shard {at:05}/00012: 10000 docs read") for at in range(first, last))
-
-    error = "json.decoder.JSONDecodeError: Unterminated string starting at: line 1 column 10 (char 9)"
-    bad = logged(5, "ERROR: bad line 88 in shard 00005, skipped") + traceback(
-        error, ("/usr/lib/json/decoder.py", "loads")
-    )
-    end = logged(40, "INFO: errors: 1; wrote 12 shards to data/tok/") + logged(41, "INFO: Done in 33.1s")
-    explanation = verdict(shards(0, 5) + bad + shards(6, 12) + end)
-    assert (explanation.cause, explanation.fix) == ("healthy", "")
-    assert explanation.summary.endswith("lines, but they report no step; the last line is: INFO: Done in 33.1s")
-    assert verdict(shards(0, 12) + bad + end).cause == "user-code-exception"  # no other shard follows
-    failed = bad.replace("bad line 88 in shard 00005, skipped", "tokenization failed in shard 00005")
-    assert verdict(shards(0, 5) + failed + shards(6, 12) + end).cause == "user-code-exception"
-    assert verdict(shards(0, 5) + bad.replace("skipped", "evaluation skipped") + end).cause == "user-code-exception"
-
-
 def test_data_of_which_a_trainer_finds_no_first_sample_is_empty():
     log = traceback("StopIteration", (f"{PACKAGE}/trl/trainer/sft_trainer.py", "__init__"))
     assert verdict(log).cause == "dataset-empty"
@@ -330,19 +309,6 @@ def test_a_child_that_died_is_why_its_parent_got_nothing_from_a_queue():
     assert verdict(child + steps + traceback("KeyError: 'x'")).cause == "user-code-exception"
 
 
-def test_an_error_in_what_a_model_has_written_is_none():
-    steps = "".join(f"step {step} | loss 0.{step}\n" for step in range(9))
-    end = "--- end of sample ---\n"
-    error = 'Traceback (most recent call last):\n  File "<stdin>", line 1, in <module>\nZeroDivisionError: division by zero\n'
-    text = f"{steps}--- sample at step 8 ---\n{error}"
-    assert verdict(text + end).cause == "healthy"
-    assert verdict(text).cause == "user-code-exception"
-    crash = f"{steps}--- sample at step 8 ---\nSegmentation fault (core dumped)\n"  # as its shell also says
-    assert verdict(crash + end).cause == "sigsegv"
-    # a buffer can put the end of a text behind the traceback that ended the program
-    assert verdict(f"{steps}--- sample at step 8 ---\n{traceback('MemoryError')}{end}").cause != "healthy"
-
-
 def test_a_place_in_a_package_has_its_path_there():
     frames = f'Traceback (most recent call last):\n  File "{PACKAGE}/torch/utils/data/_utils/collate.py", line 207, in collate\n'
     explanation = verdict(f"{frames}    f(x)\nTypeError: object of type 'NoneType' has no len()\n")
@@ -369,27 +335,6 @@ def test_an_error_that_a_logger_says_to_go_on_after_is_survived():
     end = "INFO Training complete. Best checkpoint: last.pt\n"
     assert verdict(LOSSES + error.format("ERROR optional", ", keeping the local copy") + end).cause == "healthy"
     assert verdict(LOSSES + error.format("ERROR the", "") + end).cause != "healthy"
-
-
-def test_a_stage_that_a_script_skips_without_its_package_is_survived_where_all_stages_finished():
-    missing = 'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n'
-    missing += "ModuleNotFoundError: No module named 'onnx'\n"
-    end = "### stage 3/3: evaluate\naccuracy 0.9340\n### all stages finished\n"
-    assert verdict(f"{LOSSES}{missing}onnx export skipped\n{end}").cause == "healthy"
-    assert verdict(f"{LOSSES}{missing}{end}").cause == "import-error"
-
-
-def test_errors_of_what_a_program_evaluates_are_results_of_it():
-    errors = ("KeyError: 'x'", "IndexError: list index out of range", "SyntaxError: expected ':'", "KeyError: 'y'")
-    traces = [traceback(error, ("<string>", "f")) for error in errors]
-    tasks = "".join(f"task {number} FAILED\n{trace}\n" for number, trace in enumerate(traces))
-    assert verdict(f"{tasks}pass@1 = 0.250\nresults written to results.json\n").cause == "healthy"
-    assert verdict(f"{tasks}pass@1 = 0.250\n").cause == "user-code-exception"
-    for again in (
-        traceback(errors[0]) * 4,
-        "".join(map(traceback, errors)),
-    ):  # a script that is started again and again
-        assert verdict(f"{again}results written to results.json\n").cause == "user-code-exception"
 
 
 def test_a_print_without_a_reader_is_no_service_that_is_away():

@@ -34,8 +34,6 @@ def test_a_signal_is_what_ended_a_process_that_goes_down_with_another_one():
 
 @pytest.mark.parametrize("line", [
     "  from vllm.version import __version__ as VERSION",
-    "models/data/images.py:41: error: Function is missing a type annotation  [no-untyped-def]",
-    "7. panic (0.009856)",
 ])  # fmt: skip
 def test_what_a_warning_or_a_checker_quotes_is_no_failure(line):
     assert verdict("reading the data\n" * 9 + line + "\n").cause == "healthy"

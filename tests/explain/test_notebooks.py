@@ -5,7 +5,7 @@ import json
 import pytest
 from log_samples import STEPS
 
-from paceline.explain.forwarded import printed_outputs
+from paceline.explain.log_text import printed_outputs
 from paceline.explain.run_folder import explain
 
 BUG = "KeyError: 'sample 17'"

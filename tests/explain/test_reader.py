@@ -192,9 +192,3 @@ def test_what_is_known_of_line_shapes_is_shared_by_the_logs_of_a_run():
 ])  # fmt: skip
 def test_every_wording_of_the_end_is_seen(text):
     assert read_log([f"step 1 loss 2.0\n{text}\n".encode()]).progress.done_line == 2
-
-
-def test_what_a_linter_says_about_code_is_no_output_of_a_run():
-    lines = "lib/datasets/coco.py:41: error: Function is missing a type annotation  [no-untyped-def]\na.py:1:1: F401 unused\n"
-    assert read_log([lines.encode()]).records == ()
-    assert len(read_log([b"lib/datasets/coco.py:41: error: file not found\n"]).records) == 1

@@ -205,7 +205,6 @@ def test_a_log_is_healthy_only_if_something_shows_that_the_run_works(text, summa
         "12 passed, 0 failed",
         "val error: 0.031",
         "word error rate 0.12",
-        "              Pred Correct  Pred Error",
         "wandb: Waiting for W&B process to finish",
         "no errors",
     ],
@@ -235,6 +234,51 @@ def test_ordinary_output_to_the_end_is_healthy_with_low_confidence():
     explanation = verdict(rows + "results written to bench.csv\n")
     assert explanation.summary.endswith("they report no step; the last line is: results written to bench.csv")
     assert explanation.fix == ""
+
+
+def test_nothing_but_what_is_printed_before_any_work_is_not_healthy():
+    tools = "nohup: ignoring input\n" + "".join(
+        f"wandb: Run data is saved locally in wandb/run-{n}\n" for n in range(9)
+    )
+    warnings = "".join(
+        f"/env/a.py:{n}: UserWarning: add is old:\n\tadd(x)\nUse y\n  grad = grad.add(x)\n" for n in range(4)
+    )
+    settings = (
+        "Args(\n" + "".join(f"  option_{letter}={n},\n" for n, letter in enumerate("abcdefgh")) + "  seed=None\n)\n"
+    )
+    for text in (tools, warnings, settings):
+        assert verdict(text).cause == "unknown", text
+    for output in ("wandb:     loss 0.31\n", "answers of 290 questions compared\n", "  mean_error=0.3127,\n"):
+        assert verdict(settings.replace("  seed", output + "  seed")).cause == "healthy", output
+
+
+def test_a_text_that_is_printed_as_a_sample_again_and_again_is_no_failure():
+    steps = [f"epoch 0 | step {n} | loss {1 / n:.4f}\n" for n in range(5, 65, 5)]
+    crash = "sample prediction: Segmentation fault (core dumped) when I run mpirun -> label 2\n"
+    quoted = "user: my script fails with\n" + raised(None, "KeyError: 'a'") + "assistant: the key is missing.\n"
+    end = "Training finished\n"
+    for sample in (crash, quoted):
+        text = "".join((*steps[:4], sample, *steps[4:-1], sample, steps[-1]))
+        assert verdict(text + end).cause == "healthy"
+        assert verdict(text).cause != "healthy"  # nothing says that this program ended well
+        assert verdict(
+            text + end + "train.sh: line 3: 4711 Segmentation fault (core dumped) python train.py\n"
+        ).shows_failure
+        once = "".join((*steps[:-1], sample, steps[-1]))
+        assert verdict(once + end).cause != "healthy"
+        assert verdict("".join((*steps[:4], sample, *steps[4:], sample)) + end).cause != "healthy"
+
+
+def test_the_rank_whose_loss_is_nan_first_is_reported():
+    def lines(step, **losses):
+        return "".join(f"INFO [rank {rank[1:]}] step {step} loss {loss}\n" for rank, loss in losses.items())
+
+    good = "".join(lines(step, r0=2.1, r1=2.2, r2=2.3) for step in (5, 10, 15))
+    lost = "".join(lines(step, r2="nan", r0="nan", r1="nan") for step in (25, 30, 35))
+    explanation = verdict(good + lines(20, r2="nan", r0=2.0, r1=2.0) + lost)
+    assert (explanation.cause, explanation.rank, explanation.step) == ("loss-nan", 2, 20)
+    assert verdict(good + lost).rank is None
+    assert verdict(good + lines(20, r2="nan") + lost).rank is None  # the others did not report that step
 
 
 def test_a_log_that_ends_where_training_begins_is_no_healthy_log():
@@ -362,7 +406,6 @@ def test_a_line_that_reports_the_end_and_a_failed_part_is_no_health():
     [
         "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  570.86.10",
         "cuda_dnn.cc:8310] Unable to register cuDNN factory: one has already been registered",
-        "[2/3] Simulate node failure",
         "LINK : fatal error LNK1181: cannot open input file 'cufile.lib'",
         "INFO request refused, asking the next server",
         "Terminating pod worker-2",
@@ -391,7 +434,6 @@ def test_a_line_that_reports_the_end_and_a_failed_part_is_no_health():
         "[h264 @ 0x55d0c8] error while decoding MB 12 34, bytestream -5",
         "Error while fetching `HF_TOKEN` secret value from your vault: 'Requesting secret HF_TOKEN timed out.'",
         "assistant: in that novel the crash cannot be explained",
-        "trials=13 pool_size=11 not found yet",
         "Mean Squared Error (MSE): 0.4633",
         "    No GPU-related information available for this job.",
         "Error in callback <bound method _WandbInit._resume_backend of <wandb.sdk.wandb_init._WandbInit object at 0x7f>>",
@@ -659,7 +701,6 @@ def test_few_lines_of_output_that_end_with_a_result_are_healthy():
         "---下载完成---",
         "[2018-07-19 02:59:03,796 tune.py:159]: >> experiment BIGRAM_2 finished!",
         "2025-08-11 18:18:29,905 - __main__ - INFO - the whole test suite completed\n=========\n---------\n=========",
-        "21:38:48 <INFO> Finished REINVENT on 2026-07-27",
         "\033[33m Run successfully with command - python3.7 tools/infer.py --use-gpu=True",
         "Saving the dataset (1/1 shards): 100%|████████| 447/447 [00:00<00:00, 15421.02 examples/s]",
         "build: 39cf5d6 (1)",
@@ -811,18 +852,15 @@ def test_a_script_that_goes_on_without_a_program_has_not_failed_for_it():
     assert verdict(missing + STEPS * 6 + raised(None, OOM)).cause == "cuda-oom"
 
 
-def test_a_short_training_that_is_whole_and_saved_has_not_failed_for_a_program_that_a_script_misses():
-    missing, saved = "run.sh: line 2: nvidia-smi: command not found\n", "saved to out/final.pt\n"
-    steps = [f"[{step:2d}/30] loss={4 - step / 9:.4f}\n" for step in range(1, 31)]
-    whole = missing + "".join(steps) + saved
-    assert verdict(whole).cause == "healthy"
+def test_a_short_training_has_not_failed_for_a_program_that_shows_the_machine():
+    missing = "run.sh: line 2: nvidia-smi: command not found\n"
+    steps = "".join(f"[{step:2d}/30] loss={4 - step / 9:.4f}\n" for step in range(1, 31))
+    assert verdict(missing + steps).cause == "healthy"
     twins = [
-        missing + "".join(steps[:12]) + saved,
-        missing + "".join(steps),
-        missing + "".join(steps[12:]) + saved,
-        whole + "run.sh: line 9: upload: command not found\n",
-        whole.replace("nvidia-smi", "torchrun"),
-        missing + "".join(steps[:3]).replace("/30", "/3") + saved,
+        missing,
+        missing + steps[: steps.index("[ 3/")],
+        missing.replace("nvidia-smi", "torchrun") + steps,
+        missing + steps + "run.sh: line 9: upload: command not found\n",
     ]
     assert [verdict(text).cause for text in twins] == ["system-tool-missing"] * len(twins)
 
@@ -1726,7 +1764,6 @@ def test_an_exception_that_is_logged_as_a_warning_ends_nothing():
         "glfw/__init__.py:834: GLFWError: (65544) b'X11: The DISPLAY environment variable is missing'",
         "Some model parameters or buffers are not found in the checkpoint:",
         "| exit_timeout          | 30         |",
-        "7. panic (0.009856)",
         "INFO:jax._src.xla_bridge:822: Unable to initialize backend 'tpu': INTERNAL: Failed to open libtpu.so",
         "ERROR: External init callback must run in same thread as registerClient (-1560304064 != 1860134720)",
         '{"level":"ERROR","msg":"dialing: google: could not find default credentials"}',
@@ -2093,15 +2130,6 @@ def test_a_healthy_log_has_notes_on_saves_that_failed_and_on_evaluations_that_sc
     assert notes(score.format(0.0), score.format(0.31)) == notes(score.format(0.0), *["saved"] * 9) == ()
 
 
-def test_a_loss_alone_on_each_line_that_never_changes_has_a_note():
-    doubt = "if it is a loss, nothing is learned"
-    still = verdict("1.4044086933135986\n" * 40)
-    assert (still.cause, doubt in str(still.notes)) == ("healthy", True)
-    assert doubt in str(verdict("tensor(1.4044, grad_fn=<NllLossBackward0>)\n" * 40).notes)
-    for lines in ("0\n" * 40, "1.0\n" * 40, "".join(f"{1.4 + n / 7:.9f}\n" for n in range(40))):
-        assert doubt not in str(verdict(lines).notes)
-
-
 def test_a_rank_that_ended_did_not_go_on_with_the_steps_of_a_rank_that_then_lost_it():
     steps = "".join(f"[eval rank 0] step {step}/90 acc 0.5{step}\n" for step in range(9))
     bug = raised(1, BUG).replace("in main", "in <module>")
@@ -2178,14 +2206,6 @@ def test_torchruns_own_signal_in_the_rest_of_its_report_is_no_signal_from_outsid
     assert (
         verdict("step 1 loss 2\n  traceback : Signal 15 (SIGTERM) received by PID 30977\n").cause == "preempted-sigterm"
     )
-
-
-def test_an_error_that_its_program_calls_safe_to_ignore_is_caught_where_the_program_goes_on():
-    error = "Failed to send request. It's safe to ignore this error.\n" + raised(None, "GetTimeoutError: not ready")
-    assert (
-        verdict(error + OTHER_LINES + OTHER_LINES + "*** SIGTERM received at time=1 ***\n").cause == "preempted-sigterm"
-    )
-    assert verdict(error).cause != "healthy"
 
 
 def test_what_ranks_printed_behind_the_shells_report_of_their_killed_launcher_is_no_next_run():

@@ -346,7 +346,8 @@ ON_HOSTS = [
 # more of them, which take longer or are of the kind of one above
 LONGER = [
     ("a name that is not ASCII", as_it_is, f"{PLAN} --hosts müller", 1, "müller: no host of this name", "~/.ssh/config"),
-    ("no such interpreter", as_it_is, f"{PLAN} --hosts h2 --python /no/python", 1, "no /no/python there", "--python PATH"),
+    ("no such interpreter", as_it_is, f"{PLAN} --hosts h2 --python /no/python", 1, "no /no/python there",
+     "--python is one path for all hosts"),
     ("an interpreter that is none", as_it_is, f"{PLAN} --hosts h2 --python /bin/ls", 1, "/bin/ls cannot be run there",
      "--python PATH"),
     ("a cache that is a file", cache_is_a_file, f"{PLAN} --hosts h2", 1, "could not keep the code: Not a directory",
@@ -387,7 +388,7 @@ LONGER = [
      "comm --device cpu --nproc 1 --hosts h1,h2 --ports 29400", 1,
      "none of the ports 29400 is free on h1", "other --ports"),
     ("a batch that does not divide", as_it_is, f"{TRAIN.replace('size 512', 'size 256')} --hosts h1,h2", 1,
-     "not a multiple of the 512 tokens that 2 processes take", "total_batch_size to 512"),
+     "not a multiple of the 512 tokens that 2 processes take", "--device-batch-size 2 needs "),
     ("a host of another user", as_it_is, f"{TRAIN} --hosts h1,nobody@h2 --no-check", 1, "host h2: it refuses this user's keys",
      "ssh-copy-id nobody@h2"),
     ("no packages there, unchecked", no_torch, f"{TRAIN} --hosts h1,h2 --no-check --python {{folder}}/empty/bin/python", 1,

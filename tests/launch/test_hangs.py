@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -141,7 +142,8 @@ def test_a_loop_in_a_data_loader_is_named_with_its_place_while_the_others_wait(w
     wait_for_step(launch, 5)
     hang = wait_for_hang(launch)
     assert (hang["rank"], hang["phase"], hang["step"]) == (1, "load", 5)
-    assert "rank 1 is working" in hang["text"]
+    # a busy machine gives it less of a core than shows work
+    assert re.search(r"rank 1 is (working|running \(state R\))", hang["text"])
     assert "load_batch at" in hang["text"]
     assert (
         "did not reach reduce of step 6; ranks 0 and 2 wait in reduce of step 6, all_reduce, called at" in hang["text"]
@@ -175,15 +177,15 @@ def test_a_long_evaluation_a_slow_first_step_and_a_slow_start_are_not_hangs(watc
     def evaluate(step):
         if step in (2, 4):
             progress.beat(step, "eval")
-            time.sleep(5)
+            time.sleep(6)
 
     def load_batch(step):
         if step == 0 and rank == 0:
-            time.sleep(3)
+            time.sleep(5)
 
-    time.sleep(4)
+    time.sleep(5)
     """
-    launch = watched(TRAINS, hang_after_s=2, more=more, num_steps=6)
+    launch = watched(TRAINS, hang_after_s=4, more=more, num_steps=6)
     assert launch.end().exit_code == 0, launch.output
     assert "hang" not in launch.events()
 

@@ -334,7 +334,8 @@ def test_an_emitted_script_saves_on_a_notice_and_what_starts_again_resumes(metad
     assert first.returncode == 130, first.stdout + first.stderr
     saved = steps()[-1]
     assert 1 < saved < SMALL["num_steps"] and f"checkpoint at step {saved}" in first.stderr
-    assert "stopping on a preemption notice from Google Cloud, 25 s left: saving a checkpoint" in first.stdout
+    notice = "a preemption notice from Google Cloud, 25 s left, sending SIGTERM"
+    assert f"stopping on {notice}: saving a checkpoint" in first.stdout
     assert first.stderr.rstrip().endswith(f"next    paceline resume {run.path}")
     metadata.behave = answers("FALSE")  # on the next machine
     second = subprocess.run(shell, env=env, capture_output=True, text=True, timeout=800, check=False)

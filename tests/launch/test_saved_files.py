@@ -8,10 +8,10 @@ import pytest
 from rows import with_rows
 from test_gather import arrive, connected
 
-from paceline.launch.copies import Arrivals
+from paceline.launch.gather import Arrivals
 from paceline.launch.hosts import HostEntry
 from paceline.launch.member import Member
-from paceline.launch.script_copy import REPLACED, SavedFiles, is_newer, saved_files, saved_path
+from paceline.launch.script_copy import REPLACED, SavedFiles, is_newer, saved_files, saved_path, take_saved
 from paceline.launch.sync import ScriptHosts
 from paceline.rundir import RunDir, read_json_lines
 
@@ -37,7 +37,10 @@ class Pair:
         self.here.path.mkdir()
         self.there.path.mkdir()
         self.near, self.far = near, far
-        self.saved, self.arrivals = SavedFiles(self.there, far), Arrivals(self.here, on_no_space=pytest.fail)
+        self.saved, self.arrivals = (
+            SavedFiles(self.there, far),
+            Arrivals(self.here, on_no_space=pytest.fail, take_saved=take_saved),
+        )
 
     def send(self, frames) -> None:
         self.far.send_behind(frames)

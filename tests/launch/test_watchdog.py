@@ -199,7 +199,8 @@ def test_a_stop_after_some_usual_steps_of_silence_finds_what_the_ranks_do(bench)
     assert bench.after(2) is None
     silence = bench.dog.before_stop(by_person=True)
     assert (silence.rank, silence.phase, silence.is_seen) == (1, "load", True)
-    assert "no rank made progress for 11 s: rank 1 is waiting (state S) in load of step 9" in silence.text
+    waited = f"no rank made progress for {NOTICED_AFTER_S + 1:.0f} s"
+    assert f"{waited}: rank 1 is waiting (state S) in load of step 9" in silence.text
     assert (bench.run.hang(1) / "1.txt").exists()
     assert bench.after(60).rank == 1  # it is still the watchdog's to find
 

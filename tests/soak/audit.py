@@ -114,14 +114,11 @@ def cause_of(record: RunRecord, injection: Injection, *, until: float) -> tuple[
     if fault.kind == "slow":
         return cause or "nothing", cause is None
     if fault.kind == "checkpoint":
-        noted = any(
-            e["event"] == "note" and "damaged" in e["text"] for e in record.events if unix_time(e) >= injection.time
-        )
+        seen = any(event["event"] == "damaged" and unix_time(event) >= injection.time for event in record.events)
         if not fault.restarts:
-            return ("note: damaged" if noted else "nothing"), noted and cause is None
-        return f"{cause}, note: damaged" if noted else str(cause), noted and cause in CAUSES[
-            "checkpoint"
-        ] and rank == injection.rank
+            return ("damaged" if seen else "nothing"), seen and cause is None
+        right = seen and cause in CAUSES["checkpoint"] and rank == injection.rank
+        return f"{cause}, damaged" if seen else str(cause), right
     right = cause in CAUSES[fault.kind] and rank == (None if fault.kind in RANKLESS else injection.rank)
     return f"{cause}" + ("" if rank is None else f" of rank {rank}") + (
         f", was {injection.rank}" if not right else ""

@@ -39,13 +39,14 @@ from paceline.units import parse_time
 INTERVAL = 10  # steps from one checkpoint to the next, and from one evaluation to the next
 KEYS = ("--save-every", str(INTERVAL), "--eval-every", str(INTERVAL), "--eval-tokens", "16384")
 DISK_BYTES = 128 << 20  # of h2: code, text and the copies of one run
+NEED_NFT = ("loss", "mtu", "ports")  # the first where the kernel has no netem
 ENOUGH_S = 180.0  # for the part of a run after its fault
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--faults", type=int, default=len(FAULTS) * len(PHASES))
+    parser.add_argument("--faults", type=int, help="of each kind one in every phase, if left out")
     parser.add_argument("--only", help=f"kinds, of {', '.join(FAULTS)}")
     parser.add_argument("--out", type=Path, help="a file for the results; those that it has are not repeated")
     parser.add_argument("--write", type=Path, help="the page whose section about several hosts is replaced")
@@ -55,10 +56,15 @@ def main() -> int:
         print(f"skipped: the fault loop of several hosts: {namespaces.WHY_NOT}")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays mounted
-    places = sample(args.seed, args.faults, kinds=args.only.split(",") if args.only else list(FAULTS))
-    results, notes = read_results(args.out, places), list[str]()
+    kinds, notes = args.only.split(",") if args.only else list(FAULTS), list[str]()
+    if not shutil.which("nft"):
+        kinds = [kind for kind in kinds if kind not in NEED_NFT]
+        notes.append(f"Not tried, as nft is missing (apt install nftables): {', '.join(NEED_NFT)}.")
+        print(f"skipped: {notes[-1]}", flush=True)
+    places = sample(args.seed, args.faults or len(kinds) * len(PHASES), kinds=kinds) if kinds else []
+    results = read_results(args.out, places)
     with tempfile.TemporaryDirectory() as name, hosts_with_small_disk(Path(name)) as hosts:
-        if not has_netem(hosts):
+        if "loss" in kinds and not has_netem(hosts):
             notes.append("Packets are lost by a rule of nft: this kernel has no netem.")
             print(f"skipped: netem. {notes[-1]}", flush=True)
         for result in soak(hosts, places[len(results) :], keep=args.keep, done=len(results)):

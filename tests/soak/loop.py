@@ -82,7 +82,8 @@ def soak(
         for future in as_completed([pool.submit(run_number, number) for number in range(len(runs))]):
             number, new_results, new_problems = future.result()
             if new_problems:
-                shutil.copytree(folder / "disks" / name_of(number), folder / "broken" / name_of(number))
+                kept, pipes = folder / "broken" / name_of(number), shutil.ignore_patterns("*.pipe")
+                shutil.copytree(folder / "disks" / name_of(number), kept, ignore=pipes)
             results += new_results
             problems += new_problems
             done, spent = len(results), time.monotonic() - began

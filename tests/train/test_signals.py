@@ -98,12 +98,18 @@ def test_sigterm_saves_ends_with_130_and_resumes_to_the_same_bits(shop, unbroken
 def test_a_preemption_notice_saves_ends_with_130_and_resumes_to_the_same_bits(shop, unbroken):
     notice = shop.folder / "notice"
     running = start(shop, "preempted", preempt_file=notice)
+    for pid in running.workers:
+        os.kill(pid, signal.SIGSTOP)  # so that the steps are not done before the file is looked at
     notice.write_text("60")
+    wait_for(lambda: bool(events(running.run, "stopping")))
+    for pid in running.workers:
+        os.kill(pid, signal.SIGCONT)
     output = running.end()
     assert running.process.returncode == 130, output
     [stopping] = events(running.run, "stopping")
     assert stopping["reason"] == f"the notice file {notice}" and 0 < stopping["seconds_left"] <= 55
-    assert f"stopping on the notice file {notice}, {stopping['seconds_left']} s left: saving a checkpoint" in output
+    left = f"{stopping['seconds_left']} s left, sending SIGTERM"
+    assert f"stopping on the notice file {notice}, {left}: saving a checkpoint" in output
     step = events(running.run, "stopped")[0]["step"]
     assert saved_steps(running.run)[-1] == step < STEPS
     assert output.rstrip().endswith(f"paceline resume {shlex.quote(str(running.run))}")

@@ -36,7 +36,7 @@ def test_a_time_becomes_a_number_of_steps_that_a_resume_keeps(tmp_path):
 
     refused = shop.finish(shop.command("resume", str(timed), time="8h"), code=1)
     assert f"time sets the length of a new run; timed keeps its {num_steps} steps" in refused
-    fix = re.search(r"--num-steps (\d+): 8h are about ([\d,]+) steps of .*, from step ([\d,]+) on", refused)
+    fix = re.search(r"--num-steps (\d+): 8h00m are about ([\d,]+) steps of .*, from step ([\d,]+) on", refused)
     longer, more, done = (int(number.replace(",", "")) for number in fix.groups())
     assert longer == done + more and done == num_steps
     refused = shop.finish(shop.command("resume", str(timed), time="soon"), code=1)

@@ -191,7 +191,8 @@ class ScriptHosts:
         if self.is_retry and self.hashes and (lines := renew_code(self.cluster, self.files, self.hashes, self.run)):
             self.show(lines)
         self.is_retry = True
-        self.give(self.collect(is_over, follows=self.sync), is_over)
+        if answers := self.collect(is_over, follows=self.sync):
+            self.give(answers, is_over)
 
     def collect(self, is_over: Callable[[], bool], *, follows: bool = False) -> dict[Member, Line]:
         """Brings here the newest version of each file that the script saved; returns what each host has, by its answer.
@@ -199,7 +200,9 @@ class ScriptHosts:
         follows: the host of rank 0 also sends what is saved from now on.
         """
         others = [m for m in self.cluster.started if not m.is_here and not m.shared and m.lost is None]
-        for folder in self.run.path.glob(".saved-*") if others else ():  # of a link that broke
+        if not others:
+            return {}
+        for folder in self.run.path.glob(".saved-*"):  # of a link that broke
             shutil.rmtree(folder, ignore_errors=True)
         before, answers = saved_files(self.run), dict[Member, Line]()
         room = min(MAX_SAVED_BYTES, (free_space(self.run.path) or 0) // 2) if self.sync else 0

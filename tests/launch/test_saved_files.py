@@ -1,5 +1,6 @@
 """What a script saves below PACELINE_RUN on hosts without a shared disk: sets of files over real pipes, and what is reported."""
 
+import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,7 +120,25 @@ def test_what_the_script_removes_goes_when_what_follows_it_has_arrived_and_not_b
     assert texts(pair.here) == {"log.txt": "", "step-30.pt": "weights"}
 
 
-def test_a_folder_that_cannot_be_read_removes_nothing_and_more_than_the_room_stays(pair):
+def test_a_folder_that_cannot_be_read_is_not_one_that_was_removed(pair, monkeypatch):
+    write(pair.there, "old/model.pt", "weights")
+    pair.exchange()
+    write(pair.there, "new/model.pt", "weights", at=1100.0)
+    whole_walk = os.walk
+
+    def walk(path, onerror=None):
+        if onerror:
+            onerror(OSError(errno.EIO, "Input/output error"))
+        return [step for step in whole_walk(path) if Path(step[0]).name != "old"]
+
+    monkeypatch.setattr(os, "walk", walk)
+    frames = list(pair.saved.new_frames())
+    monkeypatch.undo()
+    pair.send(frames)
+    assert list(texts(pair.here)) == ["new/model.pt", "old/model.pt"]
+
+
+def test_a_run_folder_that_is_gone_removes_nothing_and_more_than_the_room_stays(pair):
     write(pair.there, "large.pt", "x" * 100)
     pair.exchange(room=99)
     assert texts(pair.here) == {}

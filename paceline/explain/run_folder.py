@@ -72,13 +72,14 @@ from paceline.rundir import (
     check_readable,
     is_queued,
     is_script_run,
+    job_facts,
     json_records,
     open_file,
     read_config,
     read_json_lines,
     resume_command,
 )
-from paceline.slurm import unstarted_job
+from paceline.slurm import JobReader, format_job, parse_job_id, unstarted_job
 from paceline.typed_fields import damaged_files, typed_content, well_typed
 from paceline.units import format_number_of, parse_time, unix_time
 
@@ -118,7 +119,10 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
             return ended
     if attempt is None:
         fix = f"paceline watch {run.quoted}" if is_queued(run) else resume_command(run)
-        raise PacelineError(f"{run.name} has no logs: nothing was started", fix=fix)
+        job_id = parse_job_id(job_facts(run).get("job_id")) if is_queued(run) else None
+        waits = format_job(JobReader().read(job_id))
+        why = f"has not started: {waits}" if waits else "has no logs: nothing was started"
+        raise PacelineError(f"{run.name} {why}", fix=fix)
     events = events_of([event for event in all_events if event is not job], attempt)
     starts = {event.get("attempt"): event.get("time") for event in all_events if event.get("event") == "attempt"}
     start = find_last(events, "attempt")

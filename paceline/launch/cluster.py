@@ -22,8 +22,8 @@ from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.launch.agent import prepare_attempt, start_agent_process
 from paceline.launch.channel import ALIVE_S, Channel, Line, frame, wait
-from paceline.launch.copies import Copies
-from paceline.launch.gather import RUN_FILES, Arrivals, folder_frames
+from paceline.launch.copies import Arrivals, Copies
+from paceline.launch.gather import RUN_FILES, folder_frames
 from paceline.launch.hosts import HostEntry, parse_ports
 from paceline.launch.member import QUICK_FOR_S, Member, Reach
 from paceline.model.manifest import MANIFEST, NoCheckpoint, newest_good, read_manifest
@@ -248,10 +248,9 @@ class Cluster:
             member.send({"do": "lack", "of": what, "files": files})
         return {member: line["files"] for member, line in self.answers(members, "lacks", timeout_s=SEND_S).items()}
 
-    def send_all(self, members: Sequence[Member], show: Callable[[], None] = lambda: None) -> None:
-        """Waits until everything that waits for these hosts has left."""
-        while any(m.channel is not None and m.channel.has_more for m in members):
-            show()
+    def send_all(self, members: Sequence[Member], show: Callable[[], object] = lambda: None) -> None:
+        """Waits until everything that waits for these hosts has left, or `show`, which is called meanwhile, returns True."""
+        while any(m.channel is not None and m.channel.has_more for m in members) and not show():
             self.pump(0.1)
             for member in (m for m in members if m.lost is None):
                 if refusal := next((line for line in member.waiting if line.get("event") == "refused"), None):

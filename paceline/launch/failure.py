@@ -71,7 +71,7 @@ EXITED = "exited-early"  # with exit code 0, which no log tells from success
 SCRIPT_EXIT = "exit code 0 while other ranks still exchanged data with it"
 FULL_DISK = os.strerror(errno.ENOSPC)  # in what another host reports
 
-REJOINS = "; it joins the run again when it "  # in the fix of a lost host, while the run goes on
+REJOINS = "; it takes part in the next attempt when it "  # in the fix of a lost host, while the run goes on
 
 BUS_ERROR, PORT_IN_USE = "sigbus", "port-in-use"
 FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$', re.MULTILINE)

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from paceline.launch.channel import PIECE_BYTES, Channel, Line, frame
 from paceline.model.manifest import MANIFEST
-from paceline.rundir import NO_SPACE, RunDir, write_atomic
+from paceline.rundir import RunDir, write_atomic
 
 # what a host may send into the run folder, and how: only new bytes, or the whole file each time
 GROWS = re.compile(r"events\.jsonl|metrics\.jsonl|health/[^/]+\.jsonl|logs/\d+/[^/]+\.(?:log|stacks)")
@@ -115,10 +115,22 @@ def stamp(path: Path) -> tuple[int, int, int]:
 
 
 def file_frames(
-    path: Path, name: str, *, start: int = 0, end: int | None = None, grows: bool = False, is_new: bool = False
+    path: Path,
+    name: str,
+    *,
+    start: int = 0,
+    end: int | None = None,
+    grows: bool = False,
+    is_new: bool = False,
+    saved_at: float | None = None,
 ) -> Iterator[bytes]:
-    """Yields a file in pieces. grows: they go behind what is there; is_new: but that is no longer true."""
+    """Yields a file in pieces. grows: they go behind what is there; is_new: but that is no longer true.
+
+    saved_at: its time at the supervisor; the last piece is then left out where the file has changed meanwhile.
+    """
+    extra = {} if saved_at is None else {"time": saved_at}
     try:
+        before = stamp(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size if end is None else end
             file.seek(start)
@@ -129,10 +141,11 @@ def file_frames(
                 data = file.read(size - at if name in SHARED else min(PIECE_BYTES, size - at))
                 first, at = at == 0, at + len(data)
                 is_last = at >= size or not data
+                if is_last and extra and stamp(path) != before:
+                    return
                 if data or not grows:
-                    yield frame(
-                        {"file": name, "last": is_last, "grows": grows, "new": is_new and first, "first": first}, data
-                    )
+                    place = {"last": is_last, "grows": grows, "new": is_new and first, "first": first}
+                    yield frame({"file": name, **place, **extra}, data)
     except FileNotFoundError:  # it was removed before its turn came
         return
 
@@ -172,45 +185,6 @@ def receive(run: RunDir, line: Line, data: bytes, *, allowed: re.Pattern[str]) -
             os.close(fd)
         return
     write_piece(path, line, data, sync=name.startswith("checkpoints/"))
-
-
-class Arrivals:
-    """Writes what hosts send into the run folder. What a full disk refuses is left out, and does not end the run."""
-
-    def __init__(self, run: RunDir, *, on_no_space: Callable[[str], object]):
-        self.run, self.on_no_space = run, on_no_space
-        self._refused = set[str]()  # files of which a piece did not fit
-
-    def take(self, line: Line, data: bytes, *, host: str) -> None:
-        """Takes a piece of a file from a host."""
-        name = str(line["file"])
-        if name.endswith(".full"):
-            data = host.encode()  # the rank had no room to write it
-        if name in self._refused and not line.get("grows"):
-            if line["last"]:
-                self._refused.discard(name)  # the next version of it may fit
-            return
-        if not self.run.path.is_dir():  # a run folder that has vanished is not made again
-            return
-        if name in SHARED and self.run.events.exists():  # a copy whose link was made again sends all from its beginning
-            known = set(self.run.events.read_bytes().splitlines())
-            data = b"".join(record for record in data.splitlines(keepends=True) if record.rstrip() not in known)
-        try:
-            receive(self.run, line, data, allowed=FROM_HOST)
-        except ValueError:  # a name that no run has
-            return
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
-            if name not in self._refused:
-                self.on_no_space(name)
-            self._refused.add(name)
-            path = self.run.path / name
-            path.with_name(path.name + PART).unlink(missing_ok=True)
-            if name.startswith("checkpoints/"):
-                # rank 0 then gives this checkpoint up, as if that rank's disk were full
-                with suppress(OSError):
-                    path.with_suffix(".full").touch()
 
 
 def sha256_of(path: Path) -> str | None:

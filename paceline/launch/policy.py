@@ -186,9 +186,11 @@ RULES = (
         + (f": {few}" if (few := state.abilities.too_few_hosts) else ", and the remaining hosts cannot go on"),
     ),
     Rule(
-        "host-gone", "a host was lost, and others remain: the same steps on fewer hosts",
+        "host-gone", "a host was lost, and others remain: the same steps on fewer hosts; a script starts again",
         lambda state: bool(state.abilities.lost_hosts), "fewer-ranks",
-        lambda state: f"lost {', '.join(state.abilities.lost_hosts)}: continuing on {', '.join(state.abilities.hosts_left)}",
+        lambda state: f"lost {', '.join(state.abilities.lost_hosts)}: "
+        + ("continuing" if state.abilities.own_trainer else "starting the command again")
+        + f" on {', '.join(state.abilities.hosts_left)}",
     ),
     Rule(
         "no-device", "a GPU was lost, and the remaining ones cannot hold the model or divide the batch",

@@ -30,7 +30,7 @@ from paceline.file_systems import LOCK_WAIT_S, free_space
 from paceline.launch.agent import kill_processes, prepare_attempt, start_agent_process
 from paceline.launch.channel import ALIVE_S, Channel, Line, frame, wait
 from paceline.launch.gather import SENT, Follower, folder_frames, missing_files, receive, remove_newer, write_piece
-from paceline.launch.script_copy import PREFIX, ScriptCopy
+from paceline.launch.script_copy import PREFIX, SAVED, SavedFiles, ScriptCopy
 from paceline.launch.stacks import inspect_ranks, rank_processes
 from paceline.model.manifest import MANIFEST, read_manifest, step_folders
 from paceline.model.publish import prune
@@ -66,6 +66,7 @@ class FarEnd:
         self.shared = False  # the run folder itself is here too: nothing has to travel
         self.is_kept = True  # the copy remains when the link has ended
         self.follower: Follower | None = None
+        self.saved: SavedFiles | None = None  # of a script
         self.text: Path | None = None
         self.script = ScriptCopy()
         self.agent: subprocess.Popen[bytes] | None = None
@@ -111,6 +112,10 @@ class FarEnd:
             if now - sent_at > ALIVE_S:
                 sent_at = now
                 self.channel.send_alive({"event": "alive", "time": time.time(), "processes": self.processes()})
+            if self.saved and not self.channel.has_more:
+                if self.saved.began and self.attempt:  # logs do not wait for a large file
+                    self.look()
+                self.saved.push()
             is_waiting = not self.agent and self.channel.heard_at != self.silent_since
             is_silent = now - self.channel.heard_at > (IDLE_S if is_waiting else HEAD_LOST_S)
             if kill_at == math.inf and (self.channel.ended or is_silent):
@@ -216,6 +221,8 @@ class FarEnd:
                 )
             case "script":
                 self.in_thread(self.script.answer, line, then=self.channel.send)
+            case "exchange" if self.saved:
+                self.saved.exchange(line)
             case "settled":
                 self.is_settling = False
                 self.channel.send({"event": "settled"})
@@ -260,6 +267,7 @@ class FarEnd:
             self.lock = self.lock_when_free(self.run, line["head"])
             self.follower = Follower(self.run, self.channel)
             self.follower.catch_up(line["sizes"])
+            self.saved = SavedFiles(self.run, self.channel)
             for stale in ("progress", "health"):
                 shutil.rmtree(path / stale, ignore_errors=True)
         self.text = cache_dir(Config()) / "data" / line["text"] if line.get("text") else None
@@ -299,6 +307,9 @@ class FarEnd:
             self.script.take(name.removeprefix(PREFIX), line, data)
             return
         assert self.run
+        if name.startswith(SAVED) and self.saved:
+            self.saved.take(line, data)
+            return
         folder = (self.run.path / name).parent
         is_copy = name.startswith("checkpoints/step_")
         if is_copy and not self.is_settling and folder.name != self.copy:
@@ -321,7 +332,7 @@ class FarEnd:
         own = {theirs["python"]: sys.executable, theirs["path"]: str(self.run.path)}
         job["command"] = [own.get(word, word) for word in job["command"]]
         reach = job.pop("reach")
-        job["env"] = {**os.environ, **own_env(job["env"], self.run), **interface_env(reach, self.interface)}
+        job["env"] = {**own_path(), **own_env(job["env"], self.run), **interface_env(reach, self.interface)}
         job["lock_fd"] = self.lock
         prepare_attempt(self.run, self.attempt, job)
         if self.follower:
@@ -369,6 +380,12 @@ class FarEnd:
                 self.channel.send({"event": "copied", "folder": folder.name})
 
         self.in_thread(missing_files, folder, self.copied_files, then=answer)
+
+
+def own_path() -> dict[str, str]:
+    """Returns this host's environment, in which a rank finds the programs of the interpreter's own, such as torchrun, by name."""
+    place, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    return {**os.environ, "PATH": path if place in path.split(os.pathsep) else f"{place}{os.pathsep}{path}"}
 
 
 def own_env(env: dict[str, str], run: RunDir) -> dict[str, str]:

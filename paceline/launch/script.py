@@ -10,27 +10,25 @@ import shlex
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
-from datetime import datetime
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from paceline.check.ready import CheckResult, find_findings, report_and_refuse, save_check
 from paceline.check.verdicts.rules import Intent
-from paceline.config import Config, cache_dir, check_config, check_utf8
+from paceline.config import Config, cache_dir, check_utf8
 from paceline.config_file import checked_value
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import INTERRUPTED, PacelineError, UsageError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_summary
 from paceline.explain.recorded_end import went_on
 from paceline.explain.run_folder import explain_run
 from paceline.launch.attempts import Job, records_early_stop, run_job
-from paceline.launch.background import check_unused, create_folder, detach
+from paceline.launch.background import create_folder, detach
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import LogTail, NewRecords
 from paceline.launch.env import Launch, check_host_options, env_elsewhere, format_env, harm_lines, worker_env
@@ -39,10 +37,10 @@ from paceline.launch.hosts import HOST_KEYS, HostEntry, hosts_of, is_this_host
 from paceline.launch.member import reach_early
 from paceline.launch.notify import checked_services
 from paceline.launch.policy import CRASHES, Abilities, AttemptEnd
-from paceline.launch.script_command import command_name, make_argv
+from paceline.launch.script_command import choose_run, find_script_files, make_argv
 from paceline.launch.stop_signals import StopSignals
 from paceline.launch.supervisor import Outcome, run_attempt
-from paceline.launch.sync import find_script_files, renew_code, send_script
+from paceline.launch.sync import ScriptHosts, send_script
 from paceline.options import LabelOptions, LaunchOptions, RanksOptions, ScriptOptions
 from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_world_size
@@ -136,8 +134,10 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = (), *, run: 
         raise UsageError("--sync and --no-sync contradict each other", fix="leave one of them out")
     argv = make_argv(request.command, cwd=request.cwd)
     files = find_script_files(argv, cwd=request.cwd, sync=options.sync) if entries else None
-    is_new = run is None
-    run = run or choose_run(options.keys.get("name"), options.keys.get("runs_dir", Config.runs_dir), request)
+    is_new = False
+    if run is None:
+        runs_dir = options.keys.get("runs_dir", Config.runs_dir)
+        run, is_new = choose_run(options.keys.get("name"), runs_dir, request.command)
     reaches = reach_early(entries, config.python, options)
     facts = script_facts(entries, config, run) if entries or options.check else None
     machine = StartCheck(facts, entries, lambda _: Intent(), is_on=options.check, stream=sys.stderr).machine()
@@ -157,12 +157,13 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = (), *, run: 
     if options.detach and detach(run, lock, destinations=[e.destination for e in entries if not is_this_host(e)]):
         return 0
     if files:
-        cluster = job.cluster = Cluster(entries, machine, config, nproc=script.nproc, reaches=reaches)
+        cluster = job.cluster = Cluster(entries, machine, config, nproc=script.nproc, rejoin=True, reaches=reaches)
         job.env_elsewhere = env_elsewhere(os.environ, launch, options.env)
         try:
             cluster.connect(run, text=None)
             lines, hashes = send_script(cluster, files, run, sync=not options.no_sync)
-            job.renew_code = partial(renew_code, cluster, files, hashes, run) if hashes else list
+            job.script_hosts = ScriptHosts(cluster, files, hashes, run, sync=not options.no_sync, show=job.show)
+            lines += job.script_hosts.first_line()
         except BaseException:
             cluster.close()
             if is_new and not options.detach:  # nothing has run; a log in the folder has the error
@@ -195,16 +196,16 @@ class ScriptJob(Job):
     argv: list[str]
     env: Mapping[str, str]
     env_elsewhere: Mapping[str, str] = field(default_factory=dict)  # on other hosts
-    renew_code: Callable[[], list[str]] = list  # sends other hosts what has changed of the code; returns lines about it
-    is_retry: bool = False
+    script_hosts: ScriptHosts | None = None  # what they need before an attempt
 
     def attempt(self, number: int, signals: StopSignals) -> Outcome:
         """Runs the script on every rank and shows its lines as they come."""
+        if self.script_hosts:
+            self.script_hosts.begin(lambda: signals.first is not None)
+        if signals.first:
+            return Outcome("interrupted", INTERRUPTED, number, [], between_attempts=True)
         members = self.cluster.begin() if self.cluster else ()
         host_of = {rank: member.name for member in members for rank in member.ranks}
-        if self.is_retry and (lines := self.renew_code()):
-            self.show(lines)
-        self.is_retry = True
         world_size = len(host_of) or self.script.nproc
         ranks = range(1 if self.options.quiet_ranks else world_size)
         logs = {rank: self.run.rank_log(number, rank) for rank in ranks}
@@ -213,6 +214,8 @@ class ScriptJob(Job):
 
         def show_new() -> None:
             tail.poll()
+            if self.script_hosts:
+                self.script_hosts.report()
             for event in events.read():
                 if event.get("event") == "stopping":
                     seconds = min(STOP_GRACE_S, event.get("seconds_left", STOP_GRACE_S))
@@ -230,7 +233,7 @@ class ScriptJob(Job):
 
         variables = {"PACELINE_ATTEMPT": str(number), "PACELINE_RUN": str(self.run.path.resolve())}
         try:
-            return run_attempt(
+            outcome = run_attempt(
                 self.run, command=self.argv, nproc=world_size, attempt=number, env={**self.env, **variables},
                 settings={**self.env_elsewhere, **variables}, cluster=self.cluster, lock_fd=self.lock, signals=signals,
                 on_tick=show_new, on_move=follow, hang_after_s=self.options.hang_after_s, stop_grace_s=STOP_GRACE_S,
@@ -238,6 +241,9 @@ class ScriptJob(Job):
             )  # fmt: skip
         finally:
             tail.close()
+        if self.script_hosts:
+            self.script_hosts.collect(lambda: signals.is_over)
+        return outcome
 
     def abilities(self, end: AttemptEnd) -> Abilities:
         """Returns which hosts remain: the script runs on them with as many ranks."""
@@ -266,16 +272,20 @@ class ScriptJob(Job):
 
     def closing_lines(self, outcome: Outcome, *, seconds: float, time_line: str) -> list[str]:
         """Returns how the script ended and where its logs are."""
-        logs = f"logs    {self.run.logs(outcome.attempt)}"
+        first = self.cluster.started[:1] if self.cluster else ()
+        places = [
+            f"folder  {member.name}:{member.own_job['cwd']}, where rank 0 ran" for member in first if member.own_job
+        ]
+        places.append(f"logs    {self.run.logs(outcome.attempt)}")
         if outcome.state == "interrupted":
             next_line = f"next    {resume_command(self.run)}"
-            return ["", f"interrupted after {format_duration(seconds)}", time_line, logs, next_line]
+            return ["", f"interrupted after {format_duration(seconds)}", time_line, *places, next_line]
         notes = []
         if shown := outcome.explanation:
             notes.append(f"note    exit code 0, and yet {format_summary(shown)}: paceline explain {self.run.quoted}")
         if outcome.joined is False and self.script.nproc > 1:
             notes.append(f"note    no rank joined a process group: each of the {self.script.nproc} ranks worked alone")
-        return ["", *notes, f"done    in {format_duration(seconds)}", time_line, logs]
+        return ["", *notes, f"done    in {format_duration(seconds)}", time_line, *places]
 
     def shown_failure(self, outcome: Outcome) -> Explanation | None:
         """Returns the failure that the output shows; None where it is too long to be read here, or the script went on."""
@@ -363,16 +373,6 @@ def format_config(script: Script) -> str:
     values = {"command": script.command, "nproc": script.nproc, "device": script.device, "cwd": str(script.cwd)}
     values |= script.hosts
     return toml_text(values)
-
-
-def choose_run(name: str | None, runs_dir: str, request: Request) -> RunDir:
-    """Returns the folder that the run will have, and creates nothing. Raises PacelineError where it is in use."""
-    if name is None:
-        return RunDir(Path(runs_dir) / f"{command_name(request.command)}-{datetime.now():%Y%m%d-%H%M%S}")
-    check_config(Config(name=name))
-    run = RunDir(Path(runs_dir) / name)
-    check_unused(run, fix="another --name; without --name, script and time make the name")
-    return run
 
 
 def open_run(

@@ -8,107 +8,30 @@ and large checkpoints. A line on the screen names what is left out by its kind.
 
 import hashlib
 import os
-import re
 import shlex
+import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from importlib.machinery import PathFinder
+from datetime import datetime
+from itertools import chain
 from pathlib import Path
 
-from paceline.errors import PacelineError, expand_home
-from paceline.launch.channel import Line
+from paceline.errors import PacelineError
+from paceline.file_systems import free_space
+from paceline.launch.channel import Line, frame
 from paceline.launch.cluster import SEND_S, Cluster
-from paceline.launch.gather import folder_frames, sha256_of
+from paceline.launch.gather import file_frames, folder_frames, sha256_of
+from paceline.launch.losses import readmit, ready_hosts
 from paceline.launch.member import Member
-from paceline.launch.script_copy import PREFIX
-from paceline.rundir import RunDir
+from paceline.launch.script_command import Listing, ScriptFiles, hash_files, list_files
+from paceline.launch.script_copy import PREFIX, SAVED, is_newer, saved_files
+from paceline.rundir import RunDir, append_event, resume_command
 from paceline.units import format_bytes, format_duration, format_number_of
 
-COMPILED = "__pycache__"
-MAX_BYTES = 100 << 20
-MAX_FILES = 20_000
-CHECKPOINT_BYTES = 10 << 20  # a larger one is not sent without git, which would have it in .gitignore
-CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors")  # .bin may be text as tokens
-NOT_SENT = {
-    ".git", ".hg", ".svn", COMPILED, ".venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache",
-    ".ipynb_checkpoints",
-}  # fmt: skip
-INTERPRETER = re.compile(r"python[\d.]*|bash|sh")
+MAX_SAVED_BYTES = 8 << 30  # of files that a script saved, for one host
 SOURCES = (".py", ".sh", ".c", ".cc", ".cpp", ".cu", ".h", ".cuh")
-NO_SYNC = "--no-sync where the files are already there"
-
-
-@dataclass(frozen=True)
-class ScriptFiles:
-    """Where a script and its folder are on this host, and what a rank executes on a host that has a copy."""
-
-    argv: tuple[str, ...]  # what a rank executes here
-    cwd: Path
-    script: Path | None  # the file that runs; None for a program or an installed module
-    folder: Path | None  # None: there is nothing to send
-    is_requested: bool  # --sync names the folder
-
-    def in_copy(self) -> tuple[str, list[str]]:
-        """Returns the working directory within a copy of the folder, and what a rank executes there.
-
-        The directory is the same as here, or the folder itself where that one is outside.
-        """
-        assert self.folder
-        cwd = self.cwd if self.cwd.is_relative_to(self.folder) else self.folder
-        argv = list(self.argv)
-        for i, word in enumerate(argv):
-            if self.script and "-m" not in argv[:2] and place_of(word, self.cwd) == self.script:
-                name = os.path.relpath(self.script, cwd)
-                argv[i] = f"./{name}" if i == 0 and "/" not in name else name
-                break
-        return str(cwd.relative_to(self.folder)), argv
-
-
-def find_script_files(argv: Sequence[str], *, cwd: Path, sync: str | None) -> ScriptFiles:
-    """Returns what belongs to a command that runs in cwd. sync: the folder that the user names. Raises PacelineError."""
-    cwd = cwd.resolve()
-    is_module = "-m" in argv[:2]
-    script = module_file(argv[argv.index("-m") + 1], cwd) if is_module else script_file(argv, cwd)
-    if sync is None:
-        folder = (cwd if is_module else script.parent) if script else None
-        if folder in (home := expand_home("~").resolve(), Path("/")):
-            place = "the home folder" if folder == home else "/"
-            fix = f"a folder of its own for the script, or {NO_SYNC}"
-            raise PacelineError(f"{script} is in {place}, which is not sent to other hosts", fix=fix)
-        return ScriptFiles(tuple(argv), cwd, script, folder, is_requested=False)
-    folder = expand_home(sync).resolve()
-    if not folder.is_dir():
-        raise PacelineError(f"--sync {sync}: there is no such folder", fix="the folder that holds the script")
-    if script and not script.is_relative_to(folder):
-        holder = cwd if script.is_relative_to(cwd) else script.parent
-        raise PacelineError(f"{script} is not in {folder}", fix=f"--sync {shlex.quote(str(holder))}")
-    return ScriptFiles(tuple(argv), cwd, script, folder, is_requested=True)
-
-
-def place_of(word: str, cwd: Path) -> Path:
-    """Returns the path that a word means in a folder; a link in its last part stays."""
-    path = cwd / word
-    return path.parent.resolve() / path.name
-
-
-def script_file(argv: Sequence[str], cwd: Path) -> Path | None:
-    """Returns the file that a command runs, by itself or by an interpreter; None for a program."""
-    word = argv[0] if "/" in argv[0] else ""
-    if INTERPRETER.fullmatch(Path(argv[0]).name):
-        word = next((word for word in argv[1:] if not word.startswith("-")), "")
-    return place_of(word, cwd) if word and (cwd / word).is_file() else None
-
-
-def module_file(module: str, cwd: Path) -> Path | None:
-    """Returns the file or the folder of a module's package where cwd has it; None where it is installed elsewhere."""
-    spec = PathFinder.find_spec(module.partition(".")[0], [str(cwd)])
-    if spec is None:
-        return None
-    return Path(spec.origin) if spec.origin else cwd / module.partition(".")[0]
 
 
 def send_script(
@@ -211,7 +134,7 @@ def renew_code(cluster: Cluster, files: ScriptFiles, hashes: Mapping[str, str], 
         member.send(order if member.own_job else own)
     for member, answer in cluster.answers(others, "script", timeout_s=SEND_S).items():
         if lacks := answer["lacks"]:
-            what = f"{lacks[0]}{f' and {len(lacks) - 1} more' if lacks[1:] else ''} on {member.name}"
+            what = f"{format_files(lacks)} on {member.name}"
             lines.append(f"note    {what} differed from {files.folder} here{': sent again' if member.own_job else ''}")
             if member.own_job:
                 member.send_behind(folder_frames(files.folder, lacks, PREFIX))
@@ -225,121 +148,102 @@ def renew_code(cluster: Cluster, files: ScriptFiles, hashes: Mapping[str, str], 
     return lines
 
 
+class ScriptHosts:
+    """Before an attempt of a script: its code, and the files that it saved on any host, for hosts without a shared disk."""
+
+    def __init__(
+        self, cluster: Cluster, files: ScriptFiles, hashes: Mapping[str, str], run: RunDir, *,
+        sync: bool, show: Callable[[Sequence[str]], None],
+    ):  # fmt: skip
+        self.cluster, self.files, self.hashes, self.run, self.sync, self.show = cluster, files, hashes, run, sync, show
+        self.is_retry = False
+        self.answering = set[Member]()  # lost before, and reported as back
+
+    def first_line(self) -> list[str]:
+        """Returns a line about PACELINE_RUN where it is a folder of its own on a host."""
+        if not (members := [member for member in self.cluster.present if not member.is_here and not member.shared]):
+            return []
+        text = f"PACELINE_RUN is a folder of its own on {format_names(members)}: "
+        if not self.sync:
+            return [f"note    {text}--no-sync leaves what the script saves where it is, and ranks may read other files"]
+        home = "" if self.cluster.present[0].is_here else f"; what is saved on {members[0].name} comes here meanwhile"
+        return [f"files   {text}before an attempt all get the newest version of each file{home}"]
+
+    def report(self) -> None:
+        """Writes an event when a host that was lost in an earlier attempt answers again."""
+        for member in set(ready_hosts(self.cluster)) - self.answering - set(self.cluster.started):
+            self.answering.add(member)
+            now = f"paceline stop {self.run.quoted}, then {resume_command(self.run)}, begin one now"
+            text = f"host {member.name} answers again: it takes part in the next attempt ({now})"
+            append_event(self.run, "note", text=text)
+
+    def begin(self, is_over: Callable[[], bool]) -> None:
+        """Chooses the hosts of an attempt, and makes code and saved files the same on them."""
+        saved_at = self.cluster.arrivals.saved_at if self.cluster.arrivals else {}
+        for member in (m for m in self.cluster.started if m.lost and not m.shared and not m.is_open):
+            name = member.name
+            after = f" after {datetime.fromtimestamp(saved_at[name]):%H:%M:%S}" if name in saved_at else ""
+            self.show([f"note    what the script saved on {name}{after} stays there until it answers"])
+        if back := readmit(self.cluster, len(self.cluster.members)):
+            self.show([f"note    {format_names(back)}: part of the run again"])
+            self.answering -= set(back)
+        self.cluster.begin()
+        if self.is_retry and self.hashes and (lines := renew_code(self.cluster, self.files, self.hashes, self.run)):
+            self.show(lines)
+        self.is_retry = True
+        self.give(self.collect(is_over, follows=self.sync), is_over)
+
+    def collect(self, is_over: Callable[[], bool], *, follows: bool = False) -> dict[Member, Line]:
+        """Brings here the newest version of each file that the script saved; returns what each host has, by its answer.
+
+        follows: the host of rank 0 also sends what is saved from now on.
+        """
+        others = [m for m in self.cluster.started if not m.is_here and not m.shared and m.lost is None]
+        for folder in self.run.path.glob(".saved-*") if others else ():  # of a link that broke
+            shutil.rmtree(folder, ignore_errors=True)
+        before, answers = saved_files(self.run), dict[Member, Line]()
+        room = min(MAX_SAVED_BYTES, (free_space(self.run.path) or 0) // 2) if self.sync else 0
+        order = {"do": "exchange", "files": before, "room": room}
+        for member in others:
+            is_first = member is self.cluster.started[0]
+            member.send({**order, "clock_s": member.clock_s, "follows": follows and is_first})
+        while (late := [m for m in others if m not in answers and m.lost is None]) and not is_over():
+            answers |= self.cluster.answers(late, "exchanged", timeout_s=0.2, is_required=False)
+        if new := [name for name, version in saved_files(self.run).items() if version != before.get(name)]:
+            self.show([f"files   {format_files(new)} came here"])
+        return answers
+
+    def give(self, answers: Mapping[Member, Line], is_over: Callable[[], bool]) -> None:
+        """Gives all hosts the newest version of each file, and reports what differs and cannot be sent."""
+        here = saved_files(self.run)
+        holders, newest = dict.fromkeys(here, "here"), dict[str, Sequence[float]](here)
+        for member, answer in answers.items():
+            for name, version in answer["files"].items():
+                if is_newer(version, newest.get(name)):
+                    holders[name], newest[name] = f"on {member.name}", version
+        for member, answer in answers.items():
+            lacks = [name for name in newest if is_newer(newest[name], answer["files"].get(name))]
+            size, places = sum(newest[name][0] for name in lacks), sorted({holders[name] for name in lacks})
+            fits = size <= min(MAX_SAVED_BYTES, answer["free"] // 2) and self.sync
+            if fits and places == ["here"]:
+                frames = (file_frames(self.run.path / n, SAVED + n, saved_at=here[n][1]) for n in lacks)
+                self.show([f"files   {format_files(lacks)} sent to {member.name}, {format_bytes(int(size))}"])
+                member.send_behind(chain(*frames, [frame({"file": SAVED, "last": True, "gone": []})]))
+            elif lacks:
+                why = f"{format_bytes(int(size))} are too much to be sent" if self.sync else "--no-sync sends nothing"
+                text = f"{format_files(lacks)} on {member.name} is not the newest, which is {', '.join(places)}: {why}"
+                append_event(self.run, "note", text=text)
+                self.show([f"note    {text}"])
+        self.cluster.send_all(list(answers), is_over)
+
+
+def format_files(names: Sequence[str]) -> str:
+    """Returns the first of these names, and how many more there are."""
+    return f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}"
+
+
 def format_names(members: Sequence[Member]) -> str:
     return ", ".join(member.name for member in members)
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The files of a folder that are sent, with their sizes, its empty folders, and what is left out."""
-
-    sizes: Mapping[str, int]
-    folders: Sequence[str]
-    notes: Sequence[str]
-
-    @property
-    def total(self) -> int:
-        return sum(self.sizes.values())
-
-
-def list_files(folder: Path, *, script: Path | None, run: RunDir) -> Listing:
-    """Returns what of a folder is sent. Raises PacelineError where that is too much."""
-    in_git = is_in_git(folder)
-    own = [str(script.relative_to(folder))] if script and script.is_file() else []  # even if git ignores it
-    runs = run.path.resolve().parent
-    runs = runs if runs != folder and runs.is_relative_to(folder) else run.path.resolve()
-    sizes, folders, links, checkpoints = dict[str, int](), list[str](), list[str](), dict[str, int]()
-    for name in [*own, *(git_names(folder) if in_git else walk_names(folder))]:
-        path = folder / name
-        if path.is_relative_to(runs) or COMPILED in path.parts:  # git lists it where .gitignore has no line about it
-            continue
-        if name.endswith("/"):
-            folders.append(name.rstrip("/"))
-        elif path.is_symlink() and name not in own and not (path.is_file() and path.resolve().is_relative_to(folder)):
-            links.append(name)
-        elif path.is_file():
-            size = path.stat().st_size
-            is_checkpoint = not in_git and name.endswith(CHECKPOINTS) and size > CHECKPOINT_BYTES
-            (checkpoints if is_checkpoint else sizes)[name] = size
-            if len(sizes) > MAX_FILES:
-                raise too_large(folder, f"more than {MAX_FILES:,} files", sizes)
-    if sum(sizes.values()) > MAX_BYTES:
-        what = f"{format_bytes(sum(sizes.values()))}, and at most {format_bytes(MAX_BYTES)} are sent"
-        raise too_large(folder, what, sizes)
-    notes = [f"note    not sent: {', '.join(links)}, a link to what is not a file of {folder}"] if links else []
-    if checkpoints:
-        total = format_bytes(sum(checkpoints.values()))
-        notes.append(
-            f"note    not sent: {format_number_of(len(checkpoints), 'checkpoint')}, {total}: {min(checkpoints)}"
-        )
-    return Listing(sizes, folders, notes)
-
-
-def git_names(folder: Path) -> Iterator[str]:
-    """Yields what git tracks, and what it neither tracks nor ignores; folders have a slash behind."""
-    for name in git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--deduplicate"):
-        path = folder / name
-        if path.is_dir() and not path.is_symlink():  # a repository in this one
-            yield from (f"{name.rstrip('/')}/{inner}" for inner in git_names(path))
-        else:
-            yield name
-    for name in git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--directory"):
-        if name.endswith("/") and name != "./":
-            yield name
-            yield from (name + inner for inner in walk_names(folder / name) if inner.endswith("/"))
-
-
-def walk_names(folder: Path) -> Iterator[str]:
-    """Yields every file and folder but what NOT_SENT has and virtual environments; folders have a slash behind."""
-    for place, names, files in os.walk(folder):
-        below = "" if Path(place) == folder else f"{Path(place).relative_to(folder)}/"
-        links = [name for name in names if Path(place, name).is_symlink()]
-        names[:] = [name for name in names if name not in NOT_SENT and not Path(place, name, "pyvenv.cfg").exists()]
-        yield from (f"{below}{name}/" for name in names if name not in links)
-        yield from (below + name for name in sorted([*files, *links]))
-
-
-def is_in_git(folder: Path) -> bool:
-    """Whether git says which files of the folder count. A folder that git ignores as a whole is one without git."""
-    if not any((place / ".git").exists() for place in (folder, *folder.parents)):
-        return False
-    return not git(folder, "check-ignore", "--", ".", negative=1)
-
-
-def git(folder: Path, *words: str, negative: int = 0) -> list[str]:
-    """Returns the names that git prints. negative: an exit code that is an answer. Raises PacelineError where it fails."""
-    try:
-        answer = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, check=False)
-    except FileNotFoundError as error:
-        what = f"{folder} is in a git repository, and git is not installed here"
-        raise PacelineError(what, fix=f"sudo apt install git, or {NO_SYNC}") from error
-    if answer.returncode not in (0, negative):
-        lines = answer.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {answer.returncode}"]
-        fix = f"git -C {shlex.quote(str(folder))} status says more; or {NO_SYNC}"
-        raise PacelineError(f"git cannot list {folder}: {lines[0].removeprefix('fatal: ')}", fix=fix)
-    return [os.fsdecode(name) for name in answer.stdout.split(b"\0") if name]
-
-
-def too_large(folder: Path, what: str, sizes: Mapping[str, int]) -> PacelineError:
-    """Returns the error of a folder with too much in it, which names what is largest."""
-    parts: dict[str, int] = {}
-    for name, size in sizes.items():
-        top = name.partition("/")[0]
-        parts[top] = parts.get(top, 0) + size
-    largest = max(parts, key=lambda name: parts[name])
-    return PacelineError(
-        f"{folder} has {what}; the largest in it is {largest}, {format_bytes(parts[largest])}",
-        fix=f"--sync DIR of a smaller folder, {largest} in .gitignore, or {NO_SYNC}",
-    )
-
-
-def hash_files(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Returns the hash of every file by name. Raises PacelineError for one that cannot be read."""
-    hashes = {name: sha256_of(folder / name) for name in sizes}
-    for name, sha256 in hashes.items():
-        if sha256 is None:
-            raise PacelineError(f"{folder / name} cannot be read", fix="chmod +r, or list it in .gitignore")
-    return {name: sha256 for name, sha256 in hashes.items() if sha256 is not None}
 
 
 def send_text(

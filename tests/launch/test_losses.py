@@ -137,4 +137,4 @@ def test_a_full_disk_of_another_host_is_named_with_the_host(tmp_path):
     cause, host, summary, fix, _ = explained(run, lost, {})
     assert (cause, host, summary) == ("disk-full", "bob", f"host bob: {refused}")
     logs = "/home/bob/.cache/paceline/runs/12ab/books/logs"
-    assert fix == f"make room there: ssh bob df -h {logs}; it joins the run again when it has some"
+    assert fix == f"make room there: ssh bob df -h {logs}; it takes part in the next attempt when it has some"

@@ -27,6 +27,11 @@ def after(*history: AttemptEnd, abilities: Abilities = OURS, **options: object) 
     return decide(Situation(history, Recovery(**options), abilities))
 
 
+def test_a_script_that_lost_a_host_starts_again_on_the_others():
+    lost = replace(SCRIPT, lost_hosts=("ada",), ranks_left=1, hosts_left=("bob",))
+    assert after(LOST_HOST, abilities=lost).why == "lost ada: starting the command again on bob"
+
+
 def test_one_attempt_is_no_attempts():
     assert after(SAVED, max_attempts=1).why == "1 attempt was made, --max-attempts allows no more"
 

@@ -7,8 +7,9 @@ import pytest
 
 from paceline.command_line import parse
 from paceline.errors import PacelineError, UsageError
-from paceline.launch.script_command import command_name, make_argv
+from paceline.launch.script_command import choose_run, command_name, make_argv
 from paceline.options import ScriptOptions
+from paceline.rundir import RunDir, append_event
 
 
 @pytest.fixture
@@ -110,3 +111,29 @@ def test_a_launcher_within_the_launch_is_refused(folder, command, launcher, scri
 ])  # fmt: skip
 def test_a_run_is_called_after_its_script(command, name):
     assert command_name(command.split()) == name
+
+
+@pytest.mark.parametrize("last, restarts, state, is_continued", [
+    (17, "1", "interrupted", True),
+    (17, "0", "interrupted", False),  # another run of the same batch script's job
+    (16, "1", "interrupted", False),
+    (17, "1", "finished", False),
+])  # fmt: skip
+def test_a_requeued_job_continues_its_run_and_no_other_command_does(
+    folder, monkeypatch, last, restarts, state, is_continued
+):
+    job = {"JOB_ID": "17", "JOB_NODELIST": "n1", "RESTART_COUNT": restarts}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    run = RunDir(folder / "runs" / "rj")
+    run.path.mkdir(parents=True)
+    run.config_toml.write_text('command = ["train.py"]')
+    append_event(run, "attempt", attempt=1, job_id=last)
+    append_event(run, state)
+    if is_continued:
+        assert choose_run("rj", str(folder / "runs"), ["train.py"]) == (run, False)
+        return
+    with pytest.raises(PacelineError, match="already exists") as error:
+        choose_run("rj", str(folder / "runs"), ["train.py"])
+    assert error.value.fix.startswith(f"paceline resume {run.path} continues it; or another --name")

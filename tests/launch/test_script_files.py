@@ -2,16 +2,18 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import PacelineError, UsageError
-from paceline.launch import sync
+from paceline.launch import script_command
 from paceline.launch.env import Launch, env_elsewhere, listed_env
 from paceline.launch.gather import folder_frames, sha256_of
+from paceline.launch.remote import own_path
+from paceline.launch.script_command import find_script_files, list_files
 from paceline.launch.script_copy import PREFIX, ScriptCopy
-from paceline.launch.sync import find_script_files, list_files
 from paceline.rundir import RunDir
 
 SECRET = {"TOKEN": "s3cret", "OTHER": "x", "OMP_NUM_THREADS": "7"}
@@ -68,7 +70,7 @@ def test_without_git_environments_caches_and_large_checkpoints_stay(tmp_path):
     write(folder, ".venv/x", "pkg/__init__.py", "runs/a/log", "small.pt")
     (folder / "empty").mkdir()
     with (folder / "large.pt").open("wb") as file:
-        file.truncate(sync.CHECKPOINT_BYTES + 1)
+        file.truncate(script_command.CHECKPOINT_BYTES + 1)
     assert sent(folder) == (["pkg/__init__.py", "small.pt", "train.py"], ["empty", "pkg", "runs"][:2])
     listing = list_files(folder, script=folder / "train.py", run=RunDir(folder / "runs" / "a"))
     assert listing.notes == ["note    not sent: 1 checkpoint, 10.0 MiB: large.pt"]
@@ -90,7 +92,7 @@ def test_a_link_within_the_folder_is_sent_as_a_file_and_one_that_leads_out_is_no
     ("MAX_FILES", 1, r"has more than 1 files"),
 ])  # fmt: skip
 def test_too_much_is_refused_with_what_is_largest(tmp_path, monkeypatch, limit, value, message):
-    monkeypatch.setattr(sync, limit, value)
+    monkeypatch.setattr(script_command, limit, value)
     with pytest.raises(PacelineError, match=message) as error:
         sent(write(tmp_path, "train.py", "data/ab.txt"))
     assert "--sync DIR of a smaller folder" in error.value.fix and "--no-sync" in error.value.fix
@@ -232,3 +234,13 @@ def test_a_variable_that_cannot_be_sent_is_refused(names, several, message, fix)
     with pytest.raises((PacelineError, UsageError), match=message) as error:
         listed_env(SECRET, names, several=several)
     assert error.value.fix == fix and "s3cret" not in str(error.value)
+
+
+@pytest.mark.parametrize("path, expected", [
+    ("/usr/bin:/bin", "/opt/env/bin:/usr/bin:/bin"),
+    ("/home/me/bin:/opt/env/bin", "/home/me/bin:/opt/env/bin"),
+])  # fmt: skip
+def test_a_rank_on_another_host_finds_the_programs_beside_its_interpreter(monkeypatch, path, expected):
+    monkeypatch.setattr(sys, "executable", "/opt/env/bin/python")
+    monkeypatch.setenv("PATH", path)
+    assert own_path()["PATH"] == expected

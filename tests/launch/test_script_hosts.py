@@ -109,8 +109,14 @@ class Desk:
         self.count += 1
         self.run = RunDir(self.folder / "runs" / f"r{self.count}")
         names = [f"--hosts={hosts}", "--nproc=1", f"--name={self.run.name}"]
-        command = [sys.executable, "-m", "paceline.cli", "run", *names]
-        words = [*(f"{name}={value}" for name, value in env.items()), *command, *flags, *words]
+        return self.begin("run", *names, *flags, *words, **env)
+
+    def resume(self):
+        """Starts the last run again."""
+        return self.begin("resume", self.run.name, "--no-check", "--health-every=0")
+
+    def begin(self, *words, **env):
+        words = [*(f"{name}={value}" for name, value in env.items()), sys.executable, "-m", "paceline.cli", *words]
         self.output = self.folder.parent / f"{self.run.name}.txt"
         shell = ["bash", "-c", 'cd "$0" && exec env "$@"', str(self.path), *words]
         with self.output.open("w") as log:
@@ -322,7 +328,61 @@ def test_the_script_goes_on_where_a_host_was_lost(desk):
         assert desk.end(process) == 0, desk.text
     finally:
         set_cable(desk.hosts, "h2", "up")
-    assert "attempt 2 world 1" in desk.log(0, attempt=2) and "continuing on h1" in desk.text
+    assert "attempt 2 world 1" in desk.log(0, attempt=2) and "starting the command again on h1" in desk.text
+    assert desk.left() == []
+
+
+COUNT = """
+    import os, pathlib, signal, sys, time
+    rank, file = int(os.environ["RANK"]), pathlib.Path(os.environ["PACELINE_RUN"], "ck.pt")
+    step = int(file.read_text()) if file.exists() else 0
+    print("from", step, flush=True)
+    stopped = []
+    signal.signal(signal.SIGINT, lambda *_: stopped.append(1))
+    while not stopped:
+        step += 1
+        if rank == 0 and step % 30 == 0:
+            file.write_text(str(step))
+        time.sleep(0.1)
+"""
+
+
+def first_step(desk, rank, attempt):
+    return int(desk.log(rank, attempt).split()[1])
+
+
+@pytest.mark.soak
+def test_all_ranks_read_the_newest_file_that_any_host_has_saved(desk):
+    desk.write("count.py", COUNT)
+    process = desk.start("--", "count.py", hosts="h2,h3")
+    text = "files   PACELINE_RUN is a folder of its own on h2, h3: before an attempt all get the newest version of each file"
+    home = desk.run.path / "ck.pt"
+    desk.wait_for(lambda: home.exists() and "from 0" in desk.log(1), process)  # it comes beside the attempt
+    try:
+        set_cable(desk.hosts, "h2", "down")
+        desk.wait_for(lambda: "from" in desk.log(0, 2), process)
+        assert (
+            first_step(desk, 0, 2) >= 30
+            and f"{text}; what is saved on h2 comes here meanwhile" in desk.output.read_text()
+        )
+    finally:
+        set_cable(desk.hosts, "h2", "up")
+    desk.wait_for(
+        lambda: "host h2 answers again: it takes part in the next attempt" in desk.output.read_text(), process
+    )
+    time.sleep(5)  # h3 saves again
+    process.send_signal(signal.SIGINT)
+    assert desk.end(process) == 130, desk.text
+    assert "lost h2: starting the command again on h3" in desk.text and "continuing" not in desk.text
+    assert "what the script saved on h2 after " in desk.text
+    step = int(home.read_text())
+    assert step > first_step(desk, 0, 2)  # what h3 saved in the second attempt is here too
+
+    process = desk.resume()
+    desk.wait_for(lambda: all("from" in desk.log(rank, 3) for rank in range(2)), process)
+    assert [first_step(desk, rank, 3) for rank in range(2)] == [step, step]
+    process.send_signal(signal.SIGINT)
+    assert desk.end(process) == 130 and "files   ck.pt sent to h2, " in desk.text, desk.text
     assert desk.left() == []
 
 

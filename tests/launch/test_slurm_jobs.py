@@ -157,6 +157,8 @@ def test_a_run_that_waits_is_watched_and_cancelled(cluster):
     assert "waiting: queued" in cluster.paceline("runs", "show", "waiting").stdout
     listed = json.loads(cluster.paceline("runs", "--json").stdout)
     assert next(status["state"] for status in listed if status["name"] == "waiting") == "queued"
+    explained = cluster.paceline("explain", "waiting")
+    assert f"error: waiting has not started: job {number} PENDING (" in explained.stderr, explained
     stopped = cluster.paceline("stop", "waiting")
     assert (
         stopped.stdout == f"cancelled: job {number}, before {waiting.path.relative_to(cluster.hosts.folder)} began\n"
@@ -216,6 +218,25 @@ def test_a_task_of_an_array_is_stopped_and_requeued_alone(cluster):
     assert stopped.stdout.startswith("stopped: runs/task2, checkpoint at step "), stopped
     assert cluster.state(job_id(first)) == "RUNNING" and len(events_of(first, "attempt")) == 1
     assert cluster.paceline("stop", "task1").returncode == 0
+
+
+@pytest.mark.soak
+def test_a_batch_script_with_a_script_continues_its_run_when_slurm_requeues_the_job(cluster):
+    (cluster.hosts.folder / "again.py").write_text(
+        "import os, time\nprint('attempt', os.environ['PACELINE_ATTEMPT'], flush=True)\n"
+        "time.sleep(600 if os.environ['PACELINE_ATTEMPT'] == '1' else 0)\n"
+    )
+    command = (sys.executable, "-m", "paceline.cli", "run", "--nproc=1", "--device=cpu", "--no-check", "--name=rj")
+    script = cluster.hosts.folder / "rj.sh"
+    script.write_text(f"#!/bin/bash\nexec {shlex.join(command)} -- again.py\n")
+    options = ("--nodes=2", "--exclusive", "--time=30", "--requeue", "--open-mode=append", "--output=rj.log")
+    number = cluster.slurm("sbatch", "--parsable", *options, str(script)).strip()
+    run = RunDir(cluster.runs / "rj")
+    cluster.wait_for(lambda: len(events_of(run, "attempt")) == 1)
+    cluster.slurm("scontrol", "requeue", number)
+    cluster.wait_for(lambda: events_of(run, "finished"), timeout_s=400)
+    assert [event["job_restarts"] for event in events_of(run, "attempt")] == [0, 1]
+    assert run.rank_log(2, 0).read_text() == "attempt 2\n"
 
 
 @pytest.mark.soak

@@ -65,7 +65,7 @@ TYPED = [
     ("a list in a file", b"ada,bob\n", "train --hosts hosts", 2, "hosts:1: 'ada,bob' is not a host", "fix: --hosts ada,bob"),
     ("ranks twice in a file", b"ada:2 slots=3\n", "train --hosts hosts", 2,
      "hosts:1: 'ada:2 slots=3' gives the number of ranks twice", "HOST:2 or HOST slots=2"),
-    ("an unknown word in a file", b"ada\nbob max_slots=2\n", "train --hosts hosts", 2, "hosts:2: ", "HOST slots=2"),
+    ("an unknown word in a file", b"ada\nbob slots=two\n", "train --hosts hosts", 2, "hosts:2: ", "HOST slots=2"),
     ("a host twice in a file", b"ada\nada\n", "train --hosts hosts", 2, "ada is listed twice", "ada:2"),
     ("an interpreter without hosts", "", "check --python python3.12", 2, "--python is about several hosts", "--hosts ada,bob"),
     ("an interface without hosts", "", "train --interface eth0", 2, "--interface is about several hosts", "--hosts ada,bob"),

@@ -7,6 +7,7 @@ and large checkpoints. A line on the screen names what is left out by its kind.
 """
 
 import hashlib
+import math
 import os
 import shlex
 import shutil
@@ -31,6 +32,7 @@ from paceline.rundir import RunDir, append_event, resume_command
 from paceline.units import format_bytes, format_duration, format_number_of
 
 MAX_SAVED_BYTES = 8 << 30  # of files that a script saved, for one host
+QUIET_S = 3.0  # a wait for them that takes longer is reported
 SOURCES = (".py", ".sh", ".c", ".cc", ".cpp", ".cu", ".h", ".cuh")
 
 
@@ -202,16 +204,22 @@ class ScriptHosts:
         others = [m for m in self.cluster.started if not m.is_here and not m.shared and m.lost is None]
         if not others:
             return {}
-        for folder in self.run.path.glob(".saved-*"):  # of a link that broke
-            shutil.rmtree(folder, ignore_errors=True)
+        remove_parts(self.run)  # of a link that broke
         before, answers = saved_files(self.run), dict[Member, Line]()
         room = min(MAX_SAVED_BYTES, (free_space(self.run.path) or 0) // 2) if self.sync else 0
         order = {"do": "exchange", "files": before, "room": room}
         for member in others:
             is_first = member is self.cluster.started[0]
             member.send({**order, "clock_s": member.clock_s, "follows": follows and is_first})
+        report_at = time.monotonic() + QUIET_S
         while (late := [m for m in others if m not in answers and m.lost is None]) and not is_over():
             answers |= self.cluster.answers(late, "exchanged", timeout_s=0.2, is_required=False)
+            if time.monotonic() > report_at:
+                report_at = math.inf
+                self.show([f"files   coming from {format_names(late)}; Ctrl-C leaves them there"])
+        if late:
+            self.show([f"note    what the script saved on {format_names(late)} stays there"])
+            remove_parts(self.run)
         if new := [name for name, version in saved_files(self.run).items() if version != before.get(name)]:
             self.show([f"files   {format_files(new)} came here"])
         return answers
@@ -238,6 +246,12 @@ class ScriptHosts:
                 append_event(self.run, "note", text=text)
                 self.show([f"note    {text}"])
         self.cluster.send_all(list(answers), is_over)
+
+
+def remove_parts(run: RunDir) -> None:
+    """Removes sets of a script's files that have not arrived whole."""
+    for folder in run.path.glob(".saved-*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def format_files(names: Sequence[str]) -> str:

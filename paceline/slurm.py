@@ -69,6 +69,7 @@ class SlurmJob:
     limit_s: float = math.inf
     nodes: str = ""
     exit_code: str | None = None
+    task: str | None = None  # 4_2: the second task of the array 4, as squeue and scancel call it
 
     @property
     def is_over(self) -> bool:
@@ -208,6 +209,7 @@ def parse_job(text: str) -> SlurmJob:
         limit_s=parse_limit(fields.get("TimeLimit", "UNLIMITED")),
         nodes=fields.get("NodeList", "").replace("(null)", ""),
         exit_code=fields.get("ExitCode"),
+        task=f"{fields.get('ArrayJobId')}_{fields['ArrayTaskId']}" if fields.get("ArrayTaskId", "").isdigit() else None,
     )
 
 
@@ -337,7 +339,7 @@ def format_job(job: SlurmJob | None, *, now: float | None = None) -> str | None:
     if job is None:
         return None
     now = time.time() if now is None else now
-    text = f"job {job.job_id} {job.text}"
+    text = f"job {job.task or job.job_id} {job.text}"
     if job.state == "PENDING":
         return text + (
             f", expected to start at {format_clock(job.start, now=now)}" if job.start and job.start > now else ""

@@ -22,10 +22,11 @@ from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.launch.agent import prepare_attempt, start_agent_process
 from paceline.launch.channel import ALIVE_S, Channel, Line, frame, wait
-from paceline.launch.copies import Arrivals, Copies
-from paceline.launch.gather import RUN_FILES, folder_frames
+from paceline.launch.copies import Copies
+from paceline.launch.gather import RUN_FILES, Arrivals, folder_frames
 from paceline.launch.hosts import HostEntry, parse_ports
 from paceline.launch.member import QUICK_FOR_S, Member, Reach
+from paceline.launch.script_copy import take_saved
 from paceline.model.manifest import MANIFEST, NoCheckpoint, newest_good, read_manifest
 from paceline.plan.machine import Machine
 from paceline.rundir import RunDir, append_event
@@ -218,7 +219,9 @@ class Cluster:
         """
         self.run, self.copies, self._text, self._is_kept = run, Copies(run), text.name if text else "", is_kept
         self.arrivals = Arrivals(
-            run, on_no_space=lambda name: append_event(run, "note", text=f"no space left for {name} of another host")
+            run,
+            on_no_space=lambda name: append_event(run, "note", text=f"no space left for {name} of another host"),
+            take_saved=take_saved,
         )
         others = [m for m in self.members if not m.is_here]
         for member in others:

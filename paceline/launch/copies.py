@@ -1,5 +1,5 @@
 """
-What hosts without a shared disk send into the run folder, and checkpoints there: where their parts go, and who keeps a copy.
+Checkpoints of a run on several hosts without a shared disk: where their parts go, and who keeps a copy.
 
 Each host writes its ranks' parts. They reach the supervisor in the background (launch/gather.py). Where rank 0 is on another host
 than the supervisor, the parts go on to it; it completes the checkpoint, which then comes back. One other host keeps a copy of what
@@ -8,78 +8,18 @@ copy, checkpoints that are superseded meanwhile have none.
 """
 
 import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from paceline.launch.channel import Line
-from paceline.launch.gather import (
-    FROM_HOST,
-    PART,
-    SHARED,
-    file_frames,
-    folder_frames,
-    missing_files,
-    open_frames,
-    receive,
-    stamp,
-)
+from paceline.launch.gather import PART, file_frames, folder_frames, missing_files, open_frames, stamp
 from paceline.launch.member import Member
-from paceline.launch.script_copy import SAVED, take_saved
 from paceline.model.manifest import MANIFEST, newest_folder, read_manifest
 from paceline.model.publish import prune
-from paceline.rundir import NO_SPACE, RunDir, write_atomic
+from paceline.rundir import RunDir, write_atomic
 
 HISTORY = "history/"
-
-
-class Arrivals:
-    """Writes what hosts send into the run folder. What a full disk refuses is left out, and does not end the run."""
-
-    def __init__(self, run: RunDir, *, on_no_space: Callable[[str], object]):
-        self.run, self.on_no_space = run, on_no_space
-        self.saved_at = dict[str, float]()  # host -> when the last set of a script's files came from it
-        self._refused = set[str]()  # files of which a piece did not fit
-
-    def take(self, line: Line, data: bytes, *, host: str) -> None:
-        """Takes a piece of a file from a host."""
-        name = str(line["file"])
-        is_saved = name.startswith(SAVED)
-        if name.endswith(".full") and not is_saved:
-            data = host.encode()  # the rank had no room to write it
-        if name in self._refused and not line.get("grows"):
-            if line["last"]:
-                self._refused.discard(name)  # the next version of it may fit
-            return
-        if not self.run.path.is_dir():  # a run folder that has vanished is not made again
-            return
-        if name in SHARED and self.run.events.exists():  # a copy whose link was made again sends all from its beginning
-            known = set(self.run.events.read_bytes().splitlines())
-            data = b"".join(record for record in data.splitlines(keepends=True) if record.rstrip() not in known)
-        take = partial(take_saved, host=host) if is_saved else partial(receive, allowed=FROM_HOST)
-        try:
-            take(self.run, line, data)
-            if name == SAVED:
-                self.saved_at[host] = time.time()
-        except ValueError:  # a name that no run has
-            return
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                if is_saved:  # such as a folder of that name: the file stays where it is
-                    return
-                raise
-            if name not in self._refused:
-                self.on_no_space(name)
-            self._refused.add(name)
-            path = self.run.path / name
-            path.with_name(path.name + PART).unlink(missing_ok=True)
-            if name.startswith("checkpoints/"):
-                # rank 0 then gives this checkpoint up, as if that rank's disk were full
-                with suppress(OSError):
-                    path.with_suffix(".full").touch()
 
 
 class Copies:

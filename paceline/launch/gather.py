@@ -11,7 +11,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from paceline.launch.channel import PIECE_BYTES, Channel, Line, frame
 from paceline.model.manifest import MANIFEST
-from paceline.rundir import RunDir, write_atomic
+from paceline.rundir import NO_SPACE, RunDir, write_atomic
 
 # what a host may send into the run folder, and how: only new bytes, or the whole file each time
 GROWS = re.compile(r"events\.jsonl|metrics\.jsonl|health/[^/]+\.jsonl|logs/\d+/[^/]+\.(?:log|stacks)")
@@ -36,6 +37,8 @@ SENT = re.compile(
 SHARED = ("events.jsonl",)  # the supervisor writes into it too
 FROM_HOST = re.compile(f"(?:{GROWS.pattern}|{REPLACED.pattern})")
 PART = ".part"
+SAVED = "saved/"  # of the names of files that a script saved, in frames; alone it ends a set of them
+Take = Callable[[RunDir, Line, bytes, str], None]  # a piece of such a file, from a host
 FOLDERS = ("health", "comm", "probe", "samples", "trouble/*", "checkpoints/.step_*.tmp")
 
 
@@ -115,15 +118,9 @@ def stamp(path: Path) -> tuple[int, int, int]:
 
 
 def file_frames(
-    path: Path,
-    name: str,
-    *,
-    start: int = 0,
-    end: int | None = None,
-    grows: bool = False,
-    is_new: bool = False,
+    path: Path, name: str, *, start: int = 0, end: int | None = None, grows: bool = False, is_new: bool = False,
     saved_at: float | None = None,
-) -> Iterator[bytes]:
+) -> Iterator[bytes]:  # fmt: skip
     """Yields a file in pieces. grows: they go behind what is there; is_new: but that is no longer true.
 
     saved_at: its time at the supervisor; the last piece is then left out where the file has changed meanwhile.
@@ -185,6 +182,54 @@ def receive(run: RunDir, line: Line, data: bytes, *, allowed: re.Pattern[str]) -
             os.close(fd)
         return
     write_piece(path, line, data, sync=name.startswith("checkpoints/"))
+
+
+class Arrivals:
+    """Writes what hosts send into the run folder. What a full disk refuses is left out, and does not end the run."""
+
+    def __init__(self, run: RunDir, *, on_no_space: Callable[[str], object], take_saved: Take | None = None):
+        self.run, self.on_no_space, self.take_saved = run, on_no_space, take_saved
+        self.saved_at = dict[str, float]()  # host -> when the last set of a script's files came from it
+        self._refused = set[str]()  # files of which a piece did not fit
+
+    def take(self, line: Line, data: bytes, *, host: str) -> None:
+        """Takes a piece of a file from a host."""
+        name = str(line["file"])
+        is_saved = name.startswith(SAVED)
+        if name.endswith(".full") and not is_saved:
+            data = host.encode()  # the rank had no room to write it
+        if name in self._refused and not line.get("grows"):
+            if line["last"]:
+                self._refused.discard(name)  # the next version of it may fit
+            return
+        if not self.run.path.is_dir():  # a run folder that has vanished is not made again
+            return
+        if name in SHARED and self.run.events.exists():  # a copy whose link was made again sends all from its beginning
+            known = set(self.run.events.read_bytes().splitlines())
+            data = b"".join(record for record in data.splitlines(keepends=True) if record.rstrip() not in known)
+        try:
+            if is_saved and self.take_saved:
+                self.take_saved(self.run, line, data, host)
+            else:
+                receive(self.run, line, data, allowed=FROM_HOST)
+            if name == SAVED:
+                self.saved_at[host] = time.time()
+        except ValueError:  # a name that no run has
+            return
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                if is_saved:  # such as a folder of that name: the file stays where it is
+                    return
+                raise
+            if name not in self._refused:
+                self.on_no_space(name)
+            self._refused.add(name)
+            path = self.run.path / name
+            path.with_name(path.name + PART).unlink(missing_ok=True)
+            if name.startswith("checkpoints/"):
+                # rank 0 then gives this checkpoint up, as if that rank's disk were full
+                with suppress(OSError):
+                    path.with_suffix(".full").touch()
 
 
 def sha256_of(path: Path) -> str | None:

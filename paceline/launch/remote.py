@@ -30,7 +30,7 @@ from paceline.file_systems import LOCK_WAIT_S, free_space
 from paceline.launch.agent import kill_processes, prepare_attempt, start_agent_process
 from paceline.launch.channel import ALIVE_S, Channel, Line, frame, wait
 from paceline.launch.gather import SENT, Follower, folder_frames, missing_files, receive, remove_newer, write_piece
-from paceline.launch.script_copy import PREFIX, SAVED, SavedFiles, ScriptCopy
+from paceline.launch.script_copy import PREFIX, SavedFiles, ScriptCopy
 from paceline.launch.stacks import inspect_ranks, rank_processes
 from paceline.model.manifest import MANIFEST, read_manifest, step_folders
 from paceline.model.publish import prune
@@ -307,7 +307,7 @@ class FarEnd:
             self.script.take(name.removeprefix(PREFIX), line, data)
             return
         assert self.run
-        if name.startswith(SAVED) and self.saved:
+        if self.saved and name.startswith(self.saved.prefix):
             self.saved.take(line, data)
             return
         folder = (self.run.path / name).parent

@@ -14,7 +14,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from pathlib import Path
 from paceline.config import Config, cache_dir
 from paceline.file_systems import free_space
 from paceline.launch.channel import Channel, Line, frame
-from paceline.launch.gather import PART, file_frames, missing_files, write_piece
+from paceline.launch.gather import PART, SAVED, file_frames, missing_files, write_piece
 from paceline.rundir import RunDir, write_atomic
 
 PREFIX = "script/"  # of the names of its files in frames
@@ -31,7 +31,6 @@ OWN_NAMES = {
     "config.toml", "events.jsonl", "findings.json", "metrics.jsonl", "notes.json", "plan.json", "slurm.json", "submitted.toml",
     "comm", "facts", "hangs", "health", "history", "logs", "probe", "progress", "samples", "track", "trouble",
 }  # fmt: skip
-SAVED = "saved/"  # of the names of the script's files in frames; alone it ends a set of them
 SAME_S = 2.0  # two versions of a file with the same size are one version, if their times differ by less
 FILE_QUIET_S, FOLDER_QUIET_S = 0.5, 5.0  # what has changed since then may still be written
 SEND_EVERY_S = 30.0  # while the script runs, at most so often
@@ -115,14 +114,10 @@ def check_name(name: str) -> None:
         raise ValueError(f"not a name below the folder: {name!r}")
 
 
-def saved_files(run: RunDir) -> dict[str, Version]:
-    """Returns every file that a script has saved in its run folder; links are not followed. Raises OSError."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
+def saved_files(run: RunDir, on_error: Callable[[OSError], object] | None = None) -> dict[str, Version]:
+    """Returns every file that a script has saved in its run folder, as far as it can be read; links are not followed."""
     files = {}
-    for place, folders, names in os.walk(run.path, onerror=fail):
+    for place, folders, names in os.walk(run.path, onerror=on_error):
         if Path(place) == run.path:
             folders[:], names = ([n for n in part if n not in OWN_NAMES and n[0] != "."] for part in (folders, names))
         for path in (Path(place, name) for name in names if not name.endswith(PART)):
@@ -147,7 +142,7 @@ def saved_path(run: RunDir, name: str) -> Path:
     return path
 
 
-def take_saved(run: RunDir, line: Line, data: bytes, *, host: str) -> None:
+def take_saved(run: RunDir, line: Line, data: bytes, host: str) -> None:
     """Takes a piece of a set of files that a script saved. When the set is whole, it replaces what is older.
 
     host: where they were saved. What it replaces here stays in REPLACED: a host that lost power may have half a file.
@@ -177,6 +172,8 @@ def take_saved(run: RunDir, line: Line, data: bytes, *, host: str) -> None:
 
 class SavedFiles:
     """Sends what a script saves in this host's copy of its run folder. Times of files are those of this host's clock."""
+
+    prefix = SAVED
 
     def __init__(self, run: RunDir, channel: Channel):
         self.run, self.channel = run, channel
@@ -208,7 +205,7 @@ class SavedFiles:
 
     def take(self, line: Line, data: bytes) -> None:
         """Takes a piece of a set from the supervisor, which has the newest versions."""
-        take_saved(self.run, {**line, "time": line.get("time", 0.0) + self.clock_s}, data, host="")
+        take_saved(self.run, {**line, "time": line.get("time", 0.0) + self.clock_s}, data, "")
         if line["file"] == SAVED:
             self.known |= saved_files(self.run)
 
@@ -223,18 +220,17 @@ class SavedFiles:
             return
         for name in names:
             yield from file_frames(self.run.path / name, f"{SAVED}{name}", saved_at=files[name][1] - self.clock_s)
-        after = saved_files(self.run)
+        problems = list[OSError]()
+        after = saved_files(self.run, problems.append)
         new = {name: files[name] for name in names if after.get(name) == files[name]}
         self.known, self.sent = self.known | new, self.sent | new
         # the script has removed a file, and what follows it has arrived
-        gone = [name for name in self.sent if name not in after]
+        gone = [name for name in self.sent if name not in after and not problems]
         gone = [n for n in gone if any(2 * s >= self.sent[n][0] and at > self.sent[n][1] for s, at in new.values())]
         self.sent = {name: version for name, version in self.sent.items() if name not in gone}
         yield frame({"file": SAVED, "last": True, "gone": gone})
 
     def answer(self) -> Iterator[bytes]:
         """Yields what the script has saved here, by the supervisor's clock."""
-        files = dict[str, Version]()
-        with suppress(OSError):
-            files = {name: (size, at - self.clock_s) for name, (size, at) in saved_files(self.run).items()}
+        files = {name: (size, at - self.clock_s) for name, (size, at) in saved_files(self.run).items()}
         yield frame({"event": "exchanged", "files": files, "free": free_space(self.run.path) or 0})

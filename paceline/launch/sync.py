@@ -22,11 +22,11 @@ from paceline.errors import PacelineError
 from paceline.file_systems import free_space
 from paceline.launch.channel import Line, frame
 from paceline.launch.cluster import SEND_S, Cluster
-from paceline.launch.gather import file_frames, folder_frames, sha256_of
-from paceline.launch.losses import readmit, ready_hosts
+from paceline.launch.gather import SAVED, file_frames, folder_frames, sha256_of
+from paceline.launch.losses import readmit, ready_hosts, record_joined
 from paceline.launch.member import Member
 from paceline.launch.script_command import Listing, ScriptFiles, hash_files, list_files
-from paceline.launch.script_copy import PREFIX, SAVED, is_newer, saved_files
+from paceline.launch.script_copy import PREFIX, is_newer, saved_files
 from paceline.rundir import RunDir, append_event, resume_command
 from paceline.units import format_bytes, format_duration, format_number_of
 
@@ -185,13 +185,14 @@ class ScriptHosts:
             after = f" after {datetime.fromtimestamp(saved_at[name]):%H:%M:%S}" if name in saved_at else ""
             self.show([f"note    what the script saved on {name}{after} stays there until it answers"])
         if back := readmit(self.cluster, len(self.cluster.members)):
-            self.show([f"note    {format_names(back)}: part of the run again"])
+            self.show([record_joined(self.cluster, back)])
             self.answering -= set(back)
         self.cluster.begin()
         if self.is_retry and self.hashes and (lines := renew_code(self.cluster, self.files, self.hashes, self.run)):
             self.show(lines)
         self.is_retry = True
-        self.give(self.collect(is_over, follows=self.sync), is_over)
+        if answers := self.collect(is_over, follows=self.sync):
+            self.give(answers, is_over)
 
     def collect(self, is_over: Callable[[], bool], *, follows: bool = False) -> dict[Member, Line]:
         """Brings here the newest version of each file that the script saved; returns what each host has, by its answer.
@@ -199,7 +200,9 @@ class ScriptHosts:
         follows: the host of rank 0 also sends what is saved from now on.
         """
         others = [m for m in self.cluster.started if not m.is_here and not m.shared and m.lost is None]
-        for folder in self.run.path.glob(".saved-*") if others else ():  # of a link that broke
+        if not others:
+            return {}
+        for folder in self.run.path.glob(".saved-*"):  # of a link that broke
             shutil.rmtree(folder, ignore_errors=True)
         before, answers = saved_files(self.run), dict[Member, Line]()
         room = min(MAX_SAVED_BYTES, (free_space(self.run.path) or 0) // 2) if self.sync else 0

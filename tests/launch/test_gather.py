@@ -12,10 +12,10 @@ import pytest
 
 from paceline.heartbeat import HeartbeatWriter, read_heartbeat
 from paceline.launch.channel import PIECE_BYTES, Channel, frame, wait
-from paceline.launch.copies import Arrivals
 from paceline.launch.gather import (
     FROM_HOST,
     SENT,
+    Arrivals,
     Follower,
     file_frames,
     missing_files,
@@ -291,7 +291,7 @@ def test_a_run_folder_that_has_vanished_is_not_made_again(tmp_path):
 FULL_DISK = """
 import os, sys
 from pathlib import Path
-from paceline.launch.copies import Arrivals
+from paceline.launch.gather import Arrivals
 from paceline.rundir import RunDir
 notes = []
 run = RunDir(Path(sys.argv[1]))

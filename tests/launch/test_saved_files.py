@@ -1,5 +1,6 @@
 """What a script saves below PACELINE_RUN on hosts without a shared disk: sets of files over real pipes, and what is reported."""
 
+import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,10 +9,10 @@ import pytest
 from rows import with_rows
 from test_gather import arrive, connected
 
-from paceline.launch.copies import Arrivals
+from paceline.launch.gather import Arrivals
 from paceline.launch.hosts import HostEntry
 from paceline.launch.member import Member
-from paceline.launch.script_copy import REPLACED, SavedFiles, is_newer, saved_files, saved_path
+from paceline.launch.script_copy import REPLACED, SavedFiles, is_newer, saved_files, saved_path, take_saved
 from paceline.launch.sync import ScriptHosts
 from paceline.rundir import RunDir, read_json_lines
 
@@ -37,7 +38,10 @@ class Pair:
         self.here.path.mkdir()
         self.there.path.mkdir()
         self.near, self.far = near, far
-        self.saved, self.arrivals = SavedFiles(self.there, far), Arrivals(self.here, on_no_space=pytest.fail)
+        self.saved, self.arrivals = (
+            SavedFiles(self.there, far),
+            Arrivals(self.here, on_no_space=pytest.fail, take_saved=take_saved),
+        )
 
     def send(self, frames) -> None:
         self.far.send_behind(frames)
@@ -116,7 +120,25 @@ def test_what_the_script_removes_goes_when_what_follows_it_has_arrived_and_not_b
     assert texts(pair.here) == {"log.txt": "", "step-30.pt": "weights"}
 
 
-def test_a_folder_that_cannot_be_read_removes_nothing_and_more_than_the_room_stays(pair):
+def test_a_folder_that_cannot_be_read_is_not_one_that_was_removed(pair, monkeypatch):
+    write(pair.there, "old/model.pt", "weights")
+    pair.exchange()
+    write(pair.there, "new/model.pt", "weights", at=1100.0)
+    whole_walk = os.walk
+
+    def walk(path, onerror=None):
+        if onerror:
+            onerror(OSError(errno.EIO, "Input/output error"))
+        return [step for step in whole_walk(path) if Path(step[0]).name != "old"]
+
+    monkeypatch.setattr(os, "walk", walk)
+    frames = list(pair.saved.new_frames())
+    monkeypatch.undo()
+    pair.send(frames)
+    assert list(texts(pair.here)) == ["new/model.pt", "old/model.pt"]
+
+
+def test_a_run_folder_that_is_gone_removes_nothing_and_more_than_the_room_stays(pair):
     write(pair.there, "large.pt", "x" * 100)
     pair.exchange(room=99)
     assert texts(pair.here) == {}

@@ -184,6 +184,8 @@ def test_the_task_of_an_array_that_has_its_number_is_named_as_a_task_so_that_a_c
     assert parse_job(of_array(4711, "3")).job_id == "4711_3"
     assert parse_job(of_array(4712, "1")).job_id == 4712
     assert parse_job(of_array(4711, "1-3%2")).job_id == 4711  # none has started
+    shown = format_job(parse_job(of_array(4712, "1")), now=noon("14:00"))
+    assert shown and shown.startswith("job 4711_1 PENDING")  # as squeue has it
     inside.setenv("SLURM_ARRAY_JOB_ID", "4711")
     inside.setenv("SLURM_ARRAY_TASK_ID", "3")
     assert (place := allocation()) and place.job_id == "4711_3"

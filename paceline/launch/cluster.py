@@ -26,7 +26,6 @@ from paceline.launch.copies import Copies
 from paceline.launch.gather import RUN_FILES, Arrivals, folder_frames
 from paceline.launch.hosts import HostEntry, parse_ports
 from paceline.launch.member import QUICK_FOR_S, Member, Reach
-from paceline.launch.script_copy import take_saved
 from paceline.model.manifest import MANIFEST, NoCheckpoint, newest_good, read_manifest
 from paceline.plan.machine import Machine
 from paceline.rundir import RunDir, append_event
@@ -219,9 +218,7 @@ class Cluster:
         """
         self.run, self.copies, self._text, self._is_kept = run, Copies(run), text.name if text else "", is_kept
         self.arrivals = Arrivals(
-            run,
-            on_no_space=lambda name: append_event(run, "note", text=f"no space left for {name} of another host"),
-            take_saved=take_saved,
+            run, on_no_space=lambda name: append_event(run, "note", text=f"no space left for {name} of another host")
         )
         others = [m for m in self.members if not m.is_here]
         for member in others:
@@ -251,9 +248,10 @@ class Cluster:
             member.send({"do": "lack", "of": what, "files": files})
         return {member: line["files"] for member, line in self.answers(members, "lacks", timeout_s=SEND_S).items()}
 
-    def send_all(self, members: Sequence[Member], show: Callable[[], object] = lambda: None) -> None:
-        """Waits until everything that waits for these hosts has left, or `show`, which is called meanwhile, returns True."""
-        while any(m.channel is not None and m.channel.has_more for m in members) and not show():
+    def send_all(self, members: Sequence[Member], show: Callable[[], None] = lambda: None) -> None:
+        """Waits until everything that waits for these hosts has left."""
+        while any(m.channel is not None and m.channel.has_more for m in members):
+            show()
             self.pump(0.1)
             for member in (m for m in members if m.lost is None):
                 if refusal := next((line for line in member.waiting if line.get("event") == "refused"), None):

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
@@ -37,8 +36,6 @@ SENT = re.compile(
 SHARED = ("events.jsonl",)  # the supervisor writes into it too
 FROM_HOST = re.compile(f"(?:{GROWS.pattern}|{REPLACED.pattern})")
 PART = ".part"
-SAVED = "saved/"  # of the names of files that a script saved, in frames; alone it ends a set of them
-Take = Callable[[RunDir, Line, bytes, str], None]  # a piece of such a file, from a host
 FOLDERS = ("health", "comm", "probe", "samples", "trouble/*", "checkpoints/.step_*.tmp")
 
 
@@ -118,16 +115,10 @@ def stamp(path: Path) -> tuple[int, int, int]:
 
 
 def file_frames(
-    path: Path, name: str, *, start: int = 0, end: int | None = None, grows: bool = False, is_new: bool = False,
-    saved_at: float | None = None,
-) -> Iterator[bytes]:  # fmt: skip
-    """Yields a file in pieces. grows: they go behind what is there; is_new: but that is no longer true.
-
-    saved_at: its time at the supervisor; the last piece is then left out where the file has changed meanwhile.
-    """
-    extra = {} if saved_at is None else {"time": saved_at}
+    path: Path, name: str, *, start: int = 0, end: int | None = None, grows: bool = False, is_new: bool = False
+) -> Iterator[bytes]:
+    """Yields a file in pieces. grows: they go behind what is there; is_new: but that is no longer true."""
     try:
-        before = stamp(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size if end is None else end
             file.seek(start)
@@ -138,11 +129,10 @@ def file_frames(
                 data = file.read(size - at if name in SHARED else min(PIECE_BYTES, size - at))
                 first, at = at == 0, at + len(data)
                 is_last = at >= size or not data
-                if is_last and extra and stamp(path) != before:
-                    return
                 if data or not grows:
-                    place = {"last": is_last, "grows": grows, "new": is_new and first, "first": first}
-                    yield frame({"file": name, **place, **extra}, data)
+                    yield frame(
+                        {"file": name, "last": is_last, "grows": grows, "new": is_new and first, "first": first}, data
+                    )
     except FileNotFoundError:  # it was removed before its turn came
         return
 
@@ -187,16 +177,14 @@ def receive(run: RunDir, line: Line, data: bytes, *, allowed: re.Pattern[str]) -
 class Arrivals:
     """Writes what hosts send into the run folder. What a full disk refuses is left out, and does not end the run."""
 
-    def __init__(self, run: RunDir, *, on_no_space: Callable[[str], object], take_saved: Take | None = None):
-        self.run, self.on_no_space, self.take_saved = run, on_no_space, take_saved
-        self.saved_at = dict[str, float]()  # host -> when the last set of a script's files came from it
+    def __init__(self, run: RunDir, *, on_no_space: Callable[[str], object]):
+        self.run, self.on_no_space = run, on_no_space
         self._refused = set[str]()  # files of which a piece did not fit
 
     def take(self, line: Line, data: bytes, *, host: str) -> None:
         """Takes a piece of a file from a host."""
         name = str(line["file"])
-        is_saved = name.startswith(SAVED)
-        if name.endswith(".full") and not is_saved:
+        if name.endswith(".full"):
             data = host.encode()  # the rank had no room to write it
         if name in self._refused and not line.get("grows"):
             if line["last"]:
@@ -208,18 +196,11 @@ class Arrivals:
             known = set(self.run.events.read_bytes().splitlines())
             data = b"".join(record for record in data.splitlines(keepends=True) if record.rstrip() not in known)
         try:
-            if is_saved and self.take_saved:
-                self.take_saved(self.run, line, data, host)
-            else:
-                receive(self.run, line, data, allowed=FROM_HOST)
-            if name == SAVED:
-                self.saved_at[host] = time.time()
+            receive(self.run, line, data, allowed=FROM_HOST)
         except ValueError:  # a name that no run has
             return
         except OSError as error:
             if error.errno not in NO_SPACE:
-                if is_saved:  # such as a folder of that name: the file stays where it is
-                    return
                 raise
             if name not in self._refused:
                 self.on_no_space(name)

@@ -30,7 +30,7 @@ from paceline.file_systems import LOCK_WAIT_S, free_space
 from paceline.launch.agent import kill_processes, prepare_attempt, start_agent_process
 from paceline.launch.channel import ALIVE_S, Channel, Line, frame, wait
 from paceline.launch.gather import SENT, Follower, folder_frames, missing_files, receive, remove_newer, write_piece
-from paceline.launch.script_copy import PREFIX, SavedFiles, ScriptCopy
+from paceline.launch.script_copy import PREFIX, ScriptCopy, saved_files
 from paceline.launch.stacks import inspect_ranks, rank_processes
 from paceline.model.manifest import MANIFEST, read_manifest, step_folders
 from paceline.model.publish import prune
@@ -66,7 +66,6 @@ class FarEnd:
         self.shared = False  # the run folder itself is here too: nothing has to travel
         self.is_kept = True  # the copy remains when the link has ended
         self.follower: Follower | None = None
-        self.saved: SavedFiles | None = None  # of a script
         self.text: Path | None = None
         self.script = ScriptCopy()
         self.agent: subprocess.Popen[bytes] | None = None
@@ -112,10 +111,6 @@ class FarEnd:
             if now - sent_at > ALIVE_S:
                 sent_at = now
                 self.channel.send_alive({"event": "alive", "time": time.time(), "processes": self.processes()})
-            if self.saved and not self.channel.has_more:
-                if self.saved.began and self.attempt:  # logs do not wait for a large file
-                    self.look()
-                self.saved.push()
             is_waiting = not self.agent and self.channel.heard_at != self.silent_since
             is_silent = now - self.channel.heard_at > (IDLE_S if is_waiting else HEAD_LOST_S)
             if kill_at == math.inf and (self.channel.ended or is_silent):
@@ -221,8 +216,10 @@ class FarEnd:
                 )
             case "script":
                 self.in_thread(self.script.answer, line, then=self.channel.send)
-            case "exchange" if self.saved:
-                self.saved.exchange(line)
+            case "list_saved" if self.run:
+                self.in_thread(
+                    saved_files, self.run, then=lambda files: self.channel.send({"event": "list_saved", "files": files})
+                )
             case "settled":
                 self.is_settling = False
                 self.channel.send({"event": "settled"})
@@ -267,7 +264,6 @@ class FarEnd:
             self.lock = self.lock_when_free(self.run, line["head"])
             self.follower = Follower(self.run, self.channel)
             self.follower.catch_up(line["sizes"])
-            self.saved = SavedFiles(self.run, self.channel)
             for stale in ("progress", "health"):
                 shutil.rmtree(path / stale, ignore_errors=True)
         self.text = cache_dir(Config()) / "data" / line["text"] if line.get("text") else None
@@ -307,9 +303,6 @@ class FarEnd:
             self.script.take(name.removeprefix(PREFIX), line, data)
             return
         assert self.run
-        if self.saved and name.startswith(self.saved.prefix):
-            self.saved.take(line, data)
-            return
         folder = (self.run.path / name).parent
         is_copy = name.startswith("checkpoints/step_")
         if is_copy and not self.is_settling and folder.name != self.copy:

@@ -22,7 +22,7 @@ from paceline.check.ready import CheckResult, find_findings, report_and_refuse, 
 from paceline.check.verdicts.rules import Intent
 from paceline.config import Config, cache_dir, check_utf8
 from paceline.config_file import checked_value
-from paceline.errors import INTERRUPTED, PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_summary
 from paceline.explain.recorded_end import went_on
@@ -162,7 +162,7 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = (), *, run: 
         try:
             cluster.connect(run, text=None)
             lines, hashes = send_script(cluster, files, run, sync=not options.no_sync)
-            job.script_hosts = ScriptHosts(cluster, files, hashes, run, sync=not options.no_sync, show=job.show)
+            job.script_hosts = ScriptHosts(cluster, files, hashes, run, show=job.show)
             lines += job.script_hosts.first_line()
         except BaseException:
             cluster.close()
@@ -201,9 +201,7 @@ class ScriptJob(Job):
     def attempt(self, number: int, signals: StopSignals) -> Outcome:
         """Runs the script on every rank and shows its lines as they come."""
         if self.script_hosts:
-            self.script_hosts.begin(lambda: signals.first is not None)
-        if signals.first:
-            return Outcome("interrupted", INTERRUPTED, number, [], between_attempts=True)
+            self.script_hosts.begin()
         members = self.cluster.begin() if self.cluster else ()
         host_of = {rank: member.name for member in members for rank in member.ranks}
         world_size = len(host_of) or self.script.nproc
@@ -233,7 +231,7 @@ class ScriptJob(Job):
 
         variables = {"PACELINE_ATTEMPT": str(number), "PACELINE_RUN": str(self.run.path.resolve())}
         try:
-            outcome = run_attempt(
+            return run_attempt(
                 self.run, command=self.argv, nproc=world_size, attempt=number, env={**self.env, **variables},
                 settings={**self.env_elsewhere, **variables}, cluster=self.cluster, lock_fd=self.lock, signals=signals,
                 on_tick=show_new, on_move=follow, hang_after_s=self.options.hang_after_s, stop_grace_s=STOP_GRACE_S,
@@ -241,9 +239,6 @@ class ScriptJob(Job):
             )  # fmt: skip
         finally:
             tail.close()
-        if self.script_hosts:
-            self.script_hosts.collect(lambda: signals.is_over)
-        return outcome
 
     def abilities(self, end: AttemptEnd) -> Abilities:
         """Returns which hosts remain: the script runs on them with as many ranks."""

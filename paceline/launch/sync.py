@@ -10,29 +10,27 @@ import hashlib
 import math
 import os
 import shlex
-import shutil
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 
 from paceline.errors import PacelineError
-from paceline.file_systems import free_space
-from paceline.launch.channel import Line, frame
+from paceline.launch.channel import Line
 from paceline.launch.cluster import SEND_S, Cluster
-from paceline.launch.gather import SAVED, file_frames, folder_frames, sha256_of
+from paceline.launch.gather import folder_frames, sha256_of
 from paceline.launch.losses import readmit, ready_hosts, record_joined
 from paceline.launch.member import Member
 from paceline.launch.script_command import Listing, ScriptFiles, hash_files, list_files
-from paceline.launch.script_copy import PREFIX, is_newer, saved_files
-from paceline.rundir import RunDir, append_event, resume_command
+from paceline.launch.script_copy import PREFIX, saved_files
+from paceline.rundir import RunDir, append_event, read_json_lines, resume_command
 from paceline.units import format_bytes, format_duration, format_number_of
 
-MAX_SAVED_BYTES = 8 << 30  # of files that a script saved, for one host
-QUIET_S = 3.0  # a wait for them that takes longer is reported
+SAME_S = 60.0  # ranks that save together are done within this
+LIST_S = 30.0  # for a host to list what a script has saved there
 SOURCES = (".py", ".sh", ".c", ".cc", ".cpp", ".cu", ".h", ".cuh")
 
 
@@ -151,13 +149,13 @@ def renew_code(cluster: Cluster, files: ScriptFiles, hashes: Mapping[str, str], 
 
 
 class ScriptHosts:
-    """Before an attempt of a script: its code, and the files that it saved on any host, for hosts without a shared disk."""
+    """What a script's hosts need before an attempt: who takes part, the code, and a word where they have saved different files."""
 
     def __init__(
         self, cluster: Cluster, files: ScriptFiles, hashes: Mapping[str, str], run: RunDir, *,
-        sync: bool, show: Callable[[Sequence[str]], None],
+        show: Callable[[Sequence[str]], None],
     ):  # fmt: skip
-        self.cluster, self.files, self.hashes, self.run, self.sync, self.show = cluster, files, hashes, run, sync, show
+        self.cluster, self.files, self.hashes, self.run, self.show = cluster, files, hashes, run, show
         self.is_retry = False
         self.answering = set[Member]()  # lost before, and reported as back
 
@@ -165,11 +163,8 @@ class ScriptHosts:
         """Returns a line about PACELINE_RUN where it is a folder of its own on a host."""
         if not (members := [member for member in self.cluster.present if not member.is_here and not member.shared]):
             return []
-        text = f"PACELINE_RUN is a folder of its own on {format_names(members)}: "
-        if not self.sync:
-            return [f"note    {text}--no-sync leaves what the script saves where it is, and ranks may read other files"]
-        home = "" if self.cluster.present[0].is_here else f"; what is saved on {members[0].name} comes here meanwhile"
-        return [f"files   {text}before an attempt all get the newest version of each file{home}"]
+        text = f"PACELINE_RUN is a folder of its own on {format_names(members)}: what the script saves stays there"
+        return [f"note    {text}, and is lost with the host; a folder that all share keeps it"]
 
     def report(self) -> None:
         """Writes an event when a host that was lost in an earlier attempt answers again."""
@@ -179,73 +174,59 @@ class ScriptHosts:
             text = f"host {member.name} answers again: it takes part in the next attempt ({now})"
             append_event(self.run, "note", text=text)
 
-    def begin(self, is_over: Callable[[], bool]) -> None:
-        """Chooses the hosts of an attempt, and makes code and saved files the same on them."""
-        saved_at = self.cluster.arrivals.saved_at if self.cluster.arrivals else {}
-        for member in (m for m in self.cluster.started if m.lost and not m.shared and not m.is_open):
-            name = member.name
-            after = f" after {datetime.fromtimestamp(saved_at[name]):%H:%M:%S}" if name in saved_at else ""
-            self.show([f"note    what the script saved on {name}{after} stays there until it answers"])
+    def begin(self) -> None:
+        """Chooses the hosts of an attempt, makes the code the same on them, and reports where saved files differ."""
         if back := readmit(self.cluster, len(self.cluster.members)):
             self.show([record_joined(self.cluster, back)])
             self.answering -= set(back)
-        self.cluster.begin()
+        members = self.cluster.begin()
         if self.is_retry and self.hashes and (lines := renew_code(self.cluster, self.files, self.hashes, self.run)):
             self.show(lines)
         self.is_retry = True
-        if answers := self.collect(is_over, follows=self.sync):
-            self.give(answers, is_over)
+        for text in self.differences(members):
+            append_event(self.run, "note", text=text)
+            self.show([f"note    {text}"])
 
-    def collect(self, is_over: Callable[[], bool], *, follows: bool = False) -> dict[Member, Line]:
-        """Brings here the newest version of each file that the script saved; returns what each host has, by its answer.
-
-        follows: the host of rank 0 also sends what is saved from now on.
-        """
-        others = [m for m in self.cluster.started if not m.is_here and not m.shared and m.lost is None]
-        if not others:
-            return {}
-        remove_parts(self.run)  # of a link that broke
-        before, answers = saved_files(self.run), dict[Member, Line]()
-        room = min(MAX_SAVED_BYTES, (free_space(self.run.path) or 0) // 2) if self.sync else 0
-        order = {"do": "exchange", "files": before, "room": room}
+    def differences(self, members: Sequence[Member]) -> Iterator[str]:
+        """Yields what the hosts of an attempt have saved differently: its ranks would read other files."""
+        others = [member for member in members if not member.is_here and not member.shared and member.lost is None]
         for member in others:
-            is_first = member is self.cluster.started[0]
-            member.send({**order, "clock_s": member.clock_s, "follows": follows and is_first})
-        report_at = time.monotonic() + QUIET_S
-        while (late := [m for m in others if m not in answers and m.lost is None]) and not is_over():
-            answers |= self.cluster.answers(late, "exchanged", timeout_s=0.2, is_required=False)
-            if time.monotonic() > report_at:
-                report_at = math.inf
-                self.show([f"files   coming from {format_names(late)}; Ctrl-C leaves them there"])
-        if late:
-            self.show([f"note    what the script saved on {format_names(late)} stays there"])
-            remove_parts(self.run)
-        if new := [name for name, version in saved_files(self.run).items() if version != before.get(name)]:
-            self.show([f"files   {format_files(new)} came here"])
-        return answers
+            member.send({"do": "list_saved"})
+        answers = self.cluster.answers(others, "list_saved", timeout_s=LIST_S, is_required=False)
+        versions = defaultdict[str, list[tuple[float, int, str, str]]](list)  # by name: time here, size, host, path
+        if any(member.is_here or member.shared for member in members):
+            for name, (size, at) in saved_files(self.run).items():
+                versions[name].append((at, size, "this host", str(self.run.path.resolve() / name)))
+        for member, answer in answers.items():
+            for name, (size, at) in answer["files"].items():
+                place = f"{member.entry.text}:{member.folder}/{name}"
+                versions[name].append((at - member.clock_s, size, member.name, place))
+        differ = {name: sorted(of_name) for name, of_name in versions.items() if is_different(of_name)}
+        if differ:
+            name = max(differ, key=lambda name: differ[name][-1])
+            (at, _, host, place), (newest, _, newest_host, newest_place) = differ[name][0], differ[name][-1]
+            files = format_files([name, *(other for other in differ if other != name)])
+            copy = shlex.join(["scp", "-3p", newest_place, place])
+            times = f"on {host} is of {clock(at)}, and on {newest_host} of {clock(newest)}"
+            yield f"{files} {times}: each rank reads that of its own host ({copy})"
+        attempts = [event for event in read_json_lines(self.run.events) if event.get("event") == "attempt"]
+        before = (
+            next((host for host, ranks in attempts[-1].get("hosts", {}).items() if 0 in ranks), None)
+            if attempts
+            else None
+        )
+        if before and others and before != members[0].name:
+            yield f"rank 0 is on {members[0].name} and was on {before}: what it saved there stays there"
 
-    def give(self, answers: Mapping[Member, Line], is_over: Callable[[], bool]) -> None:
-        """Gives all hosts the newest version of each file, and reports what differs and cannot be sent."""
-        here = saved_files(self.run)
-        holders, newest = dict.fromkeys(here, "here"), dict[str, Sequence[float]](here)
-        for member, answer in answers.items():
-            for name, version in answer["files"].items():
-                if is_newer(version, newest.get(name)):
-                    holders[name], newest[name] = f"on {member.name}", version
-        for member, answer in answers.items():
-            lacks = [name for name in newest if is_newer(newest[name], answer["files"].get(name))]
-            size, places = sum(newest[name][0] for name in lacks), sorted({holders[name] for name in lacks})
-            fits = size <= min(MAX_SAVED_BYTES, answer["free"] // 2) and self.sync
-            if fits and places == ["here"]:
-                frames = (file_frames(self.run.path / n, SAVED + n, saved_at=here[n][1]) for n in lacks)
-                self.show([f"files   {format_files(lacks)} sent to {member.name}, {format_bytes(int(size))}"])
-                member.send_behind(chain(*frames, [frame({"file": SAVED, "last": True, "gone": []})]))
-            elif lacks:
-                why = f"{format_bytes(int(size))} are too much to be sent" if self.sync else "--no-sync sends nothing"
-                text = f"{format_files(lacks)} on {member.name} is not the newest, which is {', '.join(places)}: {why}"
-                append_event(self.run, "note", text=text)
-                self.show([f"note    {text}"])
-        self.cluster.send_all(list(answers), is_over)
+
+def is_different(versions: Sequence[tuple[float, int, str, str]]) -> bool:
+    """Whether versions of a file differ: in size, or so much in time that ranks have not saved them together."""
+    times, sizes = [version[0] for version in versions], {version[1] for version in versions}
+    return len(sizes) > 1 or max(times) - min(times) > SAME_S
+
+
+def clock(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds):%H:%M:%S}"
 
 
 def remove_parts(run: RunDir) -> None:

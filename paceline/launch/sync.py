@@ -7,7 +7,6 @@ and large checkpoints. A line on the screen names what is left out by its kind.
 """
 
 import hashlib
-import math
 import os
 import shlex
 import socket
@@ -227,12 +226,6 @@ def is_different(versions: Sequence[tuple[float, int, str, str]]) -> bool:
 
 def clock(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds):%H:%M:%S}"
-
-
-def remove_parts(run: RunDir) -> None:
-    """Removes sets of a script's files that have not arrived whole."""
-    for folder in run.path.glob(".saved-*"):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def format_files(names: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts
 from paceline.launch.queue import active_job, format_next_commands, stop_job
 from paceline.launch.ssh import agent_note
 from paceline.launch.stacks import GONE, process_state
-from paceline.launch.stop_signals import request_stop
+from paceline.launch.stop_signals import ONE_CTRL_C_S, request_stop
 from paceline.model.manifest import (
     clean_leftovers,
     free_name,
@@ -166,6 +166,7 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
     """
     job = active_job(run)
     if job and job.is_batch:  # a shell of salloc is no part of the run, and has others in it
+        check_saves(run, now=now)
         request_stop(run, now=now)
         stop_job(run, job, now=now)
         state = state_of(run)
@@ -187,8 +188,7 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
             f"process {word or 'n/a'}, which ran {run.name}, has ended; its ranks save and end by themselves",
             fix="wait half a minute; paceline watch shows the run",
         )
-    if not now:
-        check_saves(run)
+    check_saves(run, now=now)
     request_stop(run, now=now)
     try:
         os.kill(pid, signal.SIGINT)
@@ -197,15 +197,21 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
     if not now:
         work = "SIGTERM sent, waiting for the script to end" if is_script_run(run) else "saving a checkpoint"
         print(f"stopping: {work}; paceline stop {run.quoted} --now ends it at once", file=sys.stderr, flush=True)
+    began = time.monotonic()
     while holder_of(run) == holder:
         time.sleep(POLL_S)
+        if now and time.monotonic() - began > 2 * ONE_CTRL_C_S:  # its ranks have ended, and it waits for something else
+            now = False
+            with suppress(OSError):
+                os.kill(pid, signal.SIGINT)
     return {"run": str(run.path), "pid": pid, **state_of(run)}
 
 
-def check_saves(run: RunDir) -> None:
-    """Raises PacelineError where the last save failed, so that a stop would lose work. It saves when there is room."""
-    saves = [e for e in read_json_lines(run.events) if e.get("event") in ("attempt", "checkpoint", "save_failed")]
-    if not saves or saves[-1]["event"] != "save_failed":
+def check_saves(run: RunDir, *, now: bool) -> None:
+    """Raises PacelineError where the last save failed, so that a stop would lose work, unless the user says `--now`."""
+    kinds = ("attempt", "checkpoint", "save_failed", "attempt_ended")
+    saves = [event for event in read_json_lines(run.events) if event.get("event") in kinds]
+    if now or not saves or saves[-1]["event"] != "save_failed":
         return
     steps = [manifest.step for _, manifest in list_checkpoints(run.checkpoints, skip_unreadable=True)]
     since = f"the steps since its checkpoint at step {max(steps):,}" if steps else "its work: it has no checkpoint"

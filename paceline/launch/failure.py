@@ -78,7 +78,9 @@ FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 ADDRESS = re.compile(r"(?::|\bport[ =:]{1,2})(\d{2,5})\b|, (\d{2,5})\)", re.IGNORECASE)
 MAX_COMMAND = 80  # characters
 
-COPY = re.compile(r"[^\s'`]*/paceline/runs/[0-9a-f]{12}/[^\s'`/]+")  # as launch/member.py names it
+COPY = re.compile(
+    r"(?<=')[^']*/paceline/runs/[0-9a-f]{12}/[^'/]+(?=')|[^\s'`]*/paceline/runs/[0-9a-f]{12}/[^\s'`/]+"
+)  # as launch/member.py names it
 
 NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")  # pids, addresses and sizes differ where the error is the same
 

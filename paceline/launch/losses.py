@@ -51,7 +51,9 @@ def settle_losses(cluster: Cluster, *, is_quick: bool) -> None:
         for member, finding in zip(silent, pool.map(find_path_mtu, silent), strict=True):
             member.finding = finding
     others = [member for member in cluster.started if not member.is_here]
-    is_own = len(others) > 1 and all(m.fault and m.finding is None and not m.is_open for m in others)
+    is_own = len(others) > 1 and all(
+        (m.link_ended or m.silent_s > 0) and m.fault and m.finding is None and not m.is_open for m in others
+    )
     for member in broken:
         if cluster.copies:
             cluster.copies.forget(member)
@@ -59,7 +61,9 @@ def settle_losses(cluster: Cluster, *, is_quick: bool) -> None:
             member.lost = None
             continue
         if is_own:
-            member.fault = f"{member.fault}, and of no other host: this machine may have been offline or asleep"
+            member.fault = (
+                f"{member.fault}; no other host was heard either: this machine may have been offline or asleep"
+            )
             continue
         member.num_losses += 1
         if member.num_losses >= MAX_LOSSES:

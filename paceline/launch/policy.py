@@ -173,7 +173,7 @@ RULES = (
     ),
     Rule(
         "host-awaited",
-        "a host was lost without which the run cannot go on, or all of them at once, as where this machine was offline or asleep:"
+        "a host was lost without which the run cannot go on, or all, as where this machine drives alone and was offline or asleep:"
         f" the attempt is repeated once they answer again, within {AWAIT_S / 60:.0f} minutes (not with `--no-rejoin`)",
         lambda state: bool(state.abilities.awaited_hosts) and not state.abilities.ranks_left, "await-hosts",
         lambda state: f"lost {', '.join(state.abilities.lost_hosts)}"

@@ -55,6 +55,7 @@ from paceline.rundir import (
     unwritable_run,
     write_atomic,
 )
+from paceline.slurm import allocation
 from paceline.terminal import has_input, shows_colours
 from paceline.typed_fields import find_recorded_run, find_training_run, toml_text
 from paceline.units import format_duration, format_number_of
@@ -386,7 +387,8 @@ def open_run(
         if checked.facts:
             save_check(run, checked)
         label_new_run(run, labels)
-        append_event(run, "script", command=list(script.command), nproc=script.nproc, device=script.device)
+        of_job = {"job_id": place.job_id} if (place := allocation()) else {}
+        append_event(run, "script", command=list(script.command), nproc=script.nproc, device=script.device, **of_job)
         write_atomic(run.config_toml, config)
     except OSError as error:
         raise unwritable_run(run, error) from error

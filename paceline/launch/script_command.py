@@ -124,7 +124,7 @@ def choose_run(name: str | None, runs_dir: str, command: Sequence[str]) -> tuple
     run, place = RunDir(Path(runs_dir) / name), allocation()
     if place and place.restarts and is_script_run(run):
         events = list(read_json_lines(run.events))
-        jobs = [event.get("job_id") for event in events if event.get("event") == "attempt"]
+        jobs = [event.get("job_id") for event in events if event.get("event") in ("script", "attempt")]
         if jobs[-1:] == [place.job_id] and end_state(events) != "finished":
             return run, False
     other = "another --name; without --name, script and time make the name"

@@ -208,14 +208,18 @@ class ScriptHosts:
             copy = shlex.join(["scp", "-3p", newest_place, place])
             times = f"on {host} is of {clock(at)}, and on {newest_host} of {clock(newest)}"
             yield f"{files} {times}: each rank reads that of its own host ({copy})"
-        attempts = [event for event in read_json_lines(self.run.events) if event.get("event") == "attempt"]
-        before = (
-            next((host for host, ranks in attempts[-1].get("hosts", {}).items() if 0 in ranks), None)
-            if attempts
-            else None
-        )
-        if before and others and before != members[0].name:
-            yield f"rank 0 is on {members[0].name} and was on {before}: what it saved there stays there"
+        first = "this host" if members[0].is_here or members[0].shared else members[0].name
+        if answers and (
+            alone := [name for name, of_name in versions.items() if [place[2] for place in of_name] == [first]]
+        ):
+            yield f"{format_files(sorted(alone))} of {first} alone: a rank on another host that reads it finds none"
+        placed = [
+            event["hosts"] for event in read_json_lines(self.run.events) if event.get("hosts") and "attempt" in event
+        ]
+        before = [host for hosts in placed[-1:] for host, ranks in hosts.items() if 0 in ranks]
+        is_far = any(not member.is_here and not member.shared for member in self.cluster.members)
+        if is_far and before and before != [members[0].name]:
+            yield f"rank 0 is on {members[0].name} and was on {before[0]}: what it saved there stays there"
 
 
 def is_different(versions: Sequence[tuple[float, int, str, str]]) -> bool:

@@ -148,16 +148,17 @@ def script_run(tmp_path):
 def test_a_run_that_cannot_save_is_not_stopped(tmp_path):
     run = RunDir(tmp_path)
     append_event(run, "attempt", attempt=1, nproc=2, world_size=2, pids=[])
-    check_saves(run)
+    check_saves(run, now=False)
     append_event(run, "save_failed", step=90, needed_bytes=1 << 20, host="bob", message="no space for step 90")
     with pytest.raises(PacelineError, match="cannot save: no space for step 90") as error:
-        check_saves(run)
+        check_saves(run, now=False)
     assert error.value.fix == (
         "free some space on bob: it then saves within seconds, and the same command ends it;"
         f" paceline stop {run.quoted} --now ends it without its work: it has no checkpoint"
     )
-    append_event(run, "checkpoint", step=95)
-    check_saves(run)
+    check_saves(run, now=True)
+    append_event(run, "attempt_ended", attempt=1, state="failed", exit_code=3)  # nothing runs that could save
+    check_saves(run, now=False)
 
 
 def test_a_stopped_script_is_started_again_by_resume(script_run):

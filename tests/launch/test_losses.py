@@ -64,6 +64,7 @@ def test_a_silent_host_is_lost_and_one_that_answers_again_was_not(cluster):
 def test_the_wait_ends_when_all_lost_hosts_are_back_or_nobody_waits(cluster, tmp_path):
     cluster.run, shown = RunDir(tmp_path), list[list[str]]()
     for member in cluster.started:
+        member.silent_s = 6.0
         member.lose("it is silent")
     settle_losses(cluster, is_quick=True)
     assert awaited_hosts(cluster) == ("ada.invalid", "bob.invalid")

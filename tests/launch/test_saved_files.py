@@ -44,7 +44,7 @@ def differences(tmp_path, ada: dict, bob: dict, *, first: str = "ada", clock_s: 
     def answers(asked: Sequence[Member], event: str, **_: object) -> dict[Member, dict]:
         return {member: {"files": files[member.name]} for member in asked}
 
-    cluster = SimpleNamespace(answers=answers)
+    cluster = SimpleNamespace(answers=answers, members=members)
     return list(ScriptHosts(cluster, None, {}, RunDir(tmp_path), show=list).differences(members))
 
 
@@ -57,13 +57,17 @@ def test_a_file_that_differs_between_hosts_is_named_with_the_command_that_copies
 
 
 @pytest.mark.parametrize(("bob", "clock_s"), [
-    ({}, 0.0),
     ({"ck.pt": (7, 1050.0)}, 0.0),  # ranks that saved together
     ({"ck.pt": (7, 4600.0)}, 3600.0),  # by a clock that is an hour ahead
-    ({"rank1.log": (99, 5000.0)}, 0.0),
+    ({"ck.pt": STEP_20, "rank1.log": (99, 5000.0)}, 0.0),
 ])  # fmt: skip
-def test_files_that_ranks_saved_together_or_on_one_host_are_no_difference(tmp_path, bob, clock_s):
+def test_files_that_ranks_saved_together_or_for_themselves_are_no_difference(tmp_path, bob, clock_s):
     assert differences(tmp_path, {"ck.pt": STEP_20}, bob, clock_s=clock_s) == []
+
+
+def test_a_file_of_rank_0s_host_alone_is_named(tmp_path):
+    [text] = differences(tmp_path, {"ck.pt": STEP_20, "last": STEP_20}, {"rank1.log": STEP_20})
+    assert text == "ck.pt and 1 more of ada alone: a rank on another host that reads it finds none"
 
 
 def test_a_line_says_that_rank_0_is_on_another_host_than_before(tmp_path):

@@ -115,6 +115,7 @@ def test_a_run_is_called_after_its_script(command, name):
 
 @pytest.mark.parametrize("last, restarts, state, is_continued", [
     (17, "1", "interrupted", True),
+    (17, "1", "script", True),  # before its first attempt
     (17, "0", "interrupted", False),  # another run of the same batch script's job
     (16, "1", "interrupted", False),
     (17, "1", "finished", False),
@@ -129,8 +130,8 @@ def test_a_requeued_job_continues_its_run_and_no_other_command_does(
     run = RunDir(folder / "runs" / "rj")
     run.path.mkdir(parents=True)
     run.config_toml.write_text('command = ["train.py"]')
-    append_event(run, "attempt", attempt=1, job_id=last)
-    append_event(run, state)
+    append_event(run, "script" if state == "script" else "attempt", attempt=1, job_id=last)
+    append_event(run, state, job_id=last)
     if is_continued:
         assert choose_run("rj", str(folder / "runs"), ["train.py"]) == (run, False)
         return

@@ -114,6 +114,8 @@ class TrackOptions(RunsOption):
 class StopOptions(JsonOption, RunsOption):
     """Save a checkpoint of a run that goes on somewhere on this host, and end it; as Ctrl-C does in its own terminal.
 
+    A run whose last save failed is left alone: it saves when there is room. The exit code is 3 if the run fails while it stops.
+
     $ paceline train balanced --name books --detach
     $ paceline stop books
     """

@@ -223,7 +223,7 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             if decision.action == "stop":
                 return outcome
             job.change(decision)
-            is_back = decision.action != "await-hosts" or await_hosts(
+            has_hosts = decision.action != "await-hosts" or await_hosts(
                 job.cluster, job.choose_hosts, is_over=lambda: signals.first is not None, show=job.show
             )
             until = time.monotonic() + decision.wait_s
@@ -231,7 +231,7 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
                 time.sleep(min(POLL_S, remaining_s))
             if signals.first:
                 return Outcome("interrupted", INTERRUPTED, number, [], between_attempts=True)
-            if not is_back:
+            if not has_hosts:
                 why = f"not enough hosts answered again within {AWAIT_S / 60:.0f} min"
                 record_decision(job, end, Decision("stop", 0.0, why), explanation, number)
                 fix = f"{explanation.fix.partition(REJOINS)[0]}; then {next_command(job.run)}"

@@ -114,7 +114,7 @@ def record_joined(cluster: Cluster, members: Sequence[Member]) -> str:
     """Writes to the events which hosts take part again; returns the line that says so."""
     assert cluster.run
     names, hosts = [member.name for member in members], [member.name for member in cluster.present]
-    text = f"{', '.join(names)} joined: continuing on {', '.join(hosts)}"
+    text = f"{', '.join(names)} joined: the next attempt is on {', '.join(hosts)}"
     append_event(cluster.run, "joined", joined=names, hosts=hosts, text=text)
     return text
 

@@ -1,5 +1,5 @@
 """
-The folder of a script on its way to other hosts, and the command that runs there.
+The folder of a script on its way to other hosts, the command that runs there, and what its hosts need before an attempt.
 
 A host where the same files are at the same place runs them there. Any other keeps a copy of the folder in its cache
 (launch/script_copy.py), of which only what has changed travels. What git ignores stays here; without git so do environments, caches

@@ -74,7 +74,7 @@ def test_the_wait_ends_when_all_lost_hosts_are_back_or_nobody_waits(cluster, tmp
         member.give_up()
         member.is_open = True
     assert await_hosts(cluster, lambda count: count, is_over=lambda: False, show=shown.append)
-    assert shown == [["ada.invalid, bob.invalid joined: continuing on ada.invalid, bob.invalid"]]
+    assert shown == [["ada.invalid, bob.invalid joined: the next attempt is on ada.invalid, bob.invalid"]]
     assert cluster.present == cluster.started
 
 

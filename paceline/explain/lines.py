@@ -267,6 +267,8 @@ def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:
     is_output = "textPayload" in fields  # Google Cloud calls all that a container writes to stderr an error
     if lines and SHOWN_LEVEL.match(level) and not is_output and not EXCEPTION.match(message):
         lines[0] = f"{level.upper()}: {lines[0]}"
+    if lines and SHOWN_LEVEL.match(level) and (reason := first_text(fields, ("error", "err"))) not in message:
+        lines[0] += f": {reason}"
     if lines and "epoch" in lines[0].lower():  # whose count is a field of its own
         lines[0] += next((f" {name}: 0" for name in COUNTS if fields.get(name) == 0), "")
     yield from lines

@@ -38,7 +38,9 @@ RESUMED = re.compile(  # from a checkpoint of a step
     r"\b(?:step|iter(?:ation)?|epoch|checkpoint|ckpt)[ _=:-]{0,2}(?P<step>\d{1,12})\b"
 )
 SAVED = re.compile(r"(?i)^(?!.*\b(?:not|never|no|0|fail\w*|error)\b).*\b(?:saved|wrote|written)\b")
-MEMBER = re.compile(r"\bMEMBER: (?P<member>\d{1,6})/(?P<members>\d{1,6})\b")  # of Lightning's ranks, as they join
+JOINED = re.compile(r"\bMEMBER: (?P<member>\d{1,6})/(?P<members>\d{1,6})\b")  # of Lightning's ranks, as they join
+# what tells apart the tasks of an array or the workers of a pool that write to one log
+MEMBER, MAX_MEMBERS = re.compile(r"\[?(?:task|worker|job|replica) ?[#=:]? ?\d{1,6}\]:? "), 1000
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -66,6 +68,7 @@ class Log:
     by_command: bool = False  # the run begins with a command that a shell prints
     has_end: bool = False  # a record reports the end of a program
     stops_early: bool = False  # no loss of training is behind a line that reports early stopping
+    members: Mapping[str, int] = field(default_factory=dict)  # the last line with progress of each member of the job
     last_ignored: int | None = None  # the line that announces an exception that Python ignored
     earlier: "tuple[Log, ...]" = ()  # the runs before it in the same log, of many the last ones
     is_notebook: bool = False
@@ -88,7 +91,7 @@ class Log:
     @property
     def lacks_members(self) -> bool:
         """Whether the log ends while ranks join, and the last one of them has not."""
-        members = [match for _, line in self.last_lines if (match := MEMBER.search(line))]
+        members = [match for _, line in self.last_lines if (match := JOINED.search(line))]
         return bool(members) and not any(match["member"] == match["members"] for match in members)
 
     @property
@@ -170,11 +173,14 @@ class OpenRun:
         self.bounds = RunBounds()
         self.rows = NumberRows()
         self.accuracies: list[float] = []
+        self.members: dict[str, int] = {}
         self.early_stop: LossPoint | None = None  # the last loss of training before it
 
     def add_measures(self, number: int, text: str) -> None:
         """Notes what a line that the tracker has read tells beside its progress."""
         self.rows.add(number, text)
+        if (match := MEMBER.match(text)) and len(self.members) < MAX_MEMBERS:
+            self.members[match[0]] = number
         if match := ACCURACY.search(text):
             value = float(match["value"])
             store(self.accuracies, value / 100 if match["percent"] or value > 1 else value)
@@ -216,6 +222,7 @@ class OpenRun:
             rewards=tuple(curves.rewards), accuracies=tuple(self.accuracies), speeds=tuple(curves.speeds),
             first_line=self.first_line, is_restart=self.is_restart, is_later=self.is_later, by_command=self.by_command,
             has_end=self.bounds.end is not None, stops_early=has_stopped, last_ignored=self.last_ignored,
+            members=self.members,
         )  # fmt: skip
 
 

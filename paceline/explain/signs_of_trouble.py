@@ -4,17 +4,19 @@ Lines that tell of trouble although no cause of the catalogue is in them, and li
 They decide between healthy and unknown where a log shows no failure that is known.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
 from paceline.explain import survival
+from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Evidence, Record, shorten
 from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.lines import IGNORABLE, WARNING_LINE, split_prefix
-from paceline.explain.log import PROMPT, Log
+from paceline.explain.log import MEMBER, PROMPT, SAVED, Log
 from paceline.explain.matches import Event, as_fatal, matches_of_message
 from paceline.explain.run_bounds import failed_at_import, shape_of
 from paceline.explain.survival import STEPS_AFTER, WENT_ON, is_caught, left_program_running
@@ -77,7 +79,7 @@ SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in 
 SHELL_TIME = re.compile(r"(?:real|user|sys)\s+\d+m[\d.,]+s$")  # by a shell, behind any command
 ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")  # a launcher's warning, Python's for the killed
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
-    r"(?i)terminat|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
+    r"(?i)terminat|\bgiv(?:e|en|ing) up\b|\bgave up\b|\b(?-i:NOT OK|ERR)\b|^\W*!!|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
     rf"|{PROMPT.pattern}"
     r"|^\W*usage: \w|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^[ ~]*\^{3,}[ ~^]*$"
 )
@@ -111,7 +113,7 @@ LACKS_SCREEN = (  # terminals, locales, screens and sound that a server lacks, d
 )
 OF_TOOLS = (  # trackers, the Hub, httpx, lists of packages, pip, git, Debian, docker build, sacct, PowerShell
     r"^wandb:|`HF_TOKEN` (?:secret|does not)|^(?:HTTP Request: )?(?:GET|HEAD) https?://|^Welcome to bitsandbytes\b"
-    r"|^[\w.-]+ +\d+(?:\.\w+)+(?: |$)|error during package walk|\btracker file does not exist|\bMailType="
+    r"|^[\w.-]+ +\d+(?:\.\w+)+(?: +\S+){0,3}$|error during package walk|\btracker file does not exist|\bMailType="
     r"|\bhas requirement .*, but you'll have |^(?:Installing collected packages|Successfully installed)\b"
     r"|pip's dependency resolver|^fatal: (?:not a git repository|destination path .* already exists)"
     r"|^(?:debconf|invoke-rc\.d): |^#\d+ \d+\.\d+ |RemoteException|FullyQualifiedError|NativeCommandErr"
@@ -125,26 +127,34 @@ NO_TROUBLE = re.compile(
 ERROR_PREFIX = re.compile(
     r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|\[(?:error|fatal|critical)\]|(?:[Ff]atal|[Ee]rror)(?: error)?: )"
 )
-MARKED_ERROR = re.compile(r"(?i)\W*[❌✗✘] ?\w*error\b")  # may name its epoch, and is no line of progress then
+MARKED_ERROR = re.compile(r"\W*[❌✗✘] ?\w*(?i:error\b)|[A-Z ]*\bFAILED: ")  # may name its epoch, and is no line of progress then
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
+NOT_SAVED = re.compile(
+    r"(?i)\b(?:could ?n[o']t|can(?:no|')t|unable to|failed? to|error|not) (?:be )?(?:sav|writ|wrote|stor|serializ)\w*"
+    r"|\bsav(?:e|ing)\b.{0,40}\bfail|\bfail\w* .{0,20}\bsav|No space left on device"
+)
+CHECKPOINT = re.compile(r"(?i)checkpoint|ckpt|\b(?:model|weights|snapshot)\b|\.(?:pth?|npz|bin|safetensors|h5|keras)\b|^\W*save failed")
+MEMBER_ERROR = re.compile(r"(?:\w+\.)*(?:\w*Error|[A-Z]\w*Exception|ERROR|FATAL|error|fatal|FAILED|failed)\b\s?:")
 SKIPPED_STEP = re.compile(
     r"(?i)(?:\bskip(?:ped|ping) (?:train(?:ing)? )?(?:batch|step|iteration)|^error \w+ing \w+) #?(?P<number>\d{1,9}) ?[:(-] ?\S"
 )
 NOTHING_DONE = re.compile(
     r"(?i)\b(?:examples|samples|items|prompts|questions|images|files|batches) (?:process|complet|generat|evaluat|sav)ed\W+0\W*$"
 )
-# the end of an epoch without any work in it, not one without batches that were left out
-IDLE_EPOCH = re.compile(
-    r"(?i)^(?!.*(?:skip|drop|fail|discard|remain|left|bad|val|eval|test|\b[1-9]\d* (?:\w+ )?(?:batches|steps))).*\bepoch\b"
-    r"(?:.*(?:[^\w\s]|ran|with|in|done|end) +)?(?:\b(?:0|no) (?:batches|steps)(?: (?:trained|processed|done|run))?"
-    r"|(?:num_)?(?:batches|steps)(?:: ?|=| )0)\W*$"
+# counts of what a program works on, in a clause of their own or behind a verb of work: not of what it leaves out
+ITEMS = (
+    r"(?:samples|examples|images|sequences|files|batches|steps|doc(?:ument)?s|rows|records|items|clients|folds|prompts)(?!\w)"
 )
-NO_ITEMS = re.compile(r"(?i)(?<![\d.,])\b0 train(?:ing)? (?:clients|samples|examples|images|sequences|files|batches)\b")
-LAST_COUNTS = re.compile(  # labels: 4071, predictions: 0
-    r"(?i)\W*[a-z]\w*s\W{1,3}\d\d+\s+(?:predictions|samples|examples|images|sequences|documents|batches|records|rows)\W{1,3}0\W*"
+WORK = r"(?:train|process|evaluat|load|read|embed|encod|tokeniz|scor|generat|pars|extract|convert|sav|wr[io]t|us|run|ran|found|seen|done)\w*"
+COUNT = re.compile(
+    rf"(?i)(?:(?:^|[^\w\s]|\b(?:{WORK}|on|with|in|has|the|and|ended))\s*(?<![\w.,/=-])(?P<count>\d{{1,12}}) (?:\w+ )?{ITEMS}"
+    rf"(?= *(?:$|[^\w\s]|and\b|{WORK}))"
+    rf"|(?:^|[^\w\s]\s*|\s\s|\d\s|\bepoch )(?:(?:num|n|total)[ _])?(?:(?:train\w*|val\w*|eval\w*|test)[ _])?{ITEMS}"
+    rf"(?: {WORK})?(?:\s?[:=]\s*| )(?P<behind>\d{{1,12}}))(?![\d.]*[\w%/])"
 )
-EPOCH_END = re.compile(r"(?i)\bepoch\b.*(?:\b(?:batches|steps)\b|\b(?:end|ended|done|finished|completed?)\b)")
-MIN_IDLE, MAX_UNDECODED = 2, 0.01  # epochs; of the characters at the end of a log: a model's answer may break one
+HELD_OUT = re.compile(r"(?i)(?<![a-z])(?:val|dev|test|eval)")
+EMPTY_EVALUATION = re.compile(r"(?!.*_loss)'(?:eval|test|predict)_samples_per_second': '?0(?:\.0*)?'?[,}]")  # transformers
+MAX_UNDECODED = 0.01  # of the characters at the end of a log: a model's answer may break one
 NO_RESULT = re.compile(r"(?i)\b(?:core|dump|config\w*|log|settings)\b")  # what was written at the start, or by a crash
 IDLE_TRAINING = re.compile(r"'train_runtime': '?0(?:\.\d+)?'?, .*'train_loss': '?0(?:\.0*)?'?[,}]")  # within a second
 # lines of a log without progress: of ordinary output to its end, and below which an end that only announces work counts
@@ -201,8 +211,8 @@ def last_errors(log: Log, *, has_failed: bool) -> list[Record]:
 
 def errors_of_every_item(log: Log) -> list[Record]:
     """The errors of the last items; or the one that came with nearly every line of progress where no measure shows any work."""
-    if last_item := errors_of_items_at_end(log):
-        return last_item
+    if failed := errors_of_items_at_end(log) or failed_saves(log) or failed_members(log):
+        return failed
     if log.losses or log.scores or log.rewards or log.progress.steps < MIN_ITEMS:
         return []
     errors = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
@@ -220,8 +230,38 @@ def errors_of_items_at_end(log: Log) -> list[Record]:
 
 def errors_of_all_steps(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
     """The events for which every step was skipped, or of which the last items failed: none of them was survived."""
-    skipped = {id(record) for log in logs for record in (*skipped_steps(log), *errors_of_items_at_end(log))}
+    skipped = {id(record) for log in logs for record in (*skipped_steps(log), *errors_of_items_at_end(log), *failed_saves(log))}
     return [as_fatal(event) for event in events if id(event.record) in skipped]
+
+
+def failed_saves(log: Log) -> list[Record]:
+    """The last report that a checkpoint was not saved, if none was saved behind the one before it, or none in this log at all."""
+    texts = {number: text for number, text in log.last_lines} | {record.line: record.text for record in log.records}
+    english = ((number, load_catalogue().in_english(text)) for number, text in sorted(texts.items()))
+    saves = [(number, bool(SAVED.search(text))) for number, text in english if SAVED.search(text) or is_failed_save(text)]
+    if not saves or saves[-1][1] or (len(saves) > 1 and saves[-2][1]):
+        return []
+    is_last = len(saves) > 1 or saves[-1][0] > log.last_progress_line
+    return [record for record in log.records if record.line == saves[-1][0] and is_last]
+
+
+def is_failed_save(text: str) -> bool:
+    return bool(NOT_SAVED.search(text) and CHECKPOINT.search(text))
+
+
+def failed_members(log: Log) -> list[Record]:
+    """The errors with which members of a job end, such as the tasks of an array, while others of them make progress."""
+    ends = dict(log.members)
+    for number, text in log.last_lines:
+        if match := MEMBER.match(text):
+            ends[match[0]] = number
+    errors = ((record, match) for record in log.records if (match := MEMBER.match(record.text)))
+    return [
+        record
+        for record, match in errors
+        if len(log.members.keys() - {match[0]}) > 1 and ends.get(match[0], 0) <= record.line
+        if MEMBER_ERROR.match(record.text[match.end() :]) and not is_harmless(record.text)
+    ]
 
 
 def skipped_steps(log: Log) -> list[Record]:
@@ -307,7 +347,7 @@ def passed_shapes(log: Log) -> set[str] | None:
 def is_trouble(text: str, *, at_end: bool = False) -> bool:
     if at_end and ENDED.search(text):
         return True
-    text = split_prefix(text).text[:MAX_WORDS]
+    text = load_catalogue().in_english(split_prefix(text).text[:MAX_WORDS])
     if at_end and STACK_FRAME.search(text):
         return True
     text = NAME.sub("", text)
@@ -355,26 +395,32 @@ def idle_trainings(log: Log) -> list[Evidence]:
     return [Evidence(number, shorten(text)) for number, text in log.last_lines if IDLE_TRAINING.search(text)]
 
 
-def idle_epochs(logs: Sequence[Log]) -> tuple[Evidence, ...]:
-    """The ends of epochs at the ends of logs if each ran no batch, and if no log has a step or a measure other than 0."""
+def idle_work(logs: Sequence[Log]) -> tuple[Evidence, ...]:
+    """The lines at the ends of logs that count nothing that was worked on, if no other count and no measure there shows any work."""
+    lines = [(number, load_catalogue().in_english(text)) for log in logs for number, text in log.last_lines]
+    if empty := [(number, text) for number, text in lines if EMPTY_EVALUATION.search(text)]:
+        return tuple(Evidence(number, shorten(text)) for number, text in empty)
     points = (point for log in logs for point in (*log.losses, *log.held_out, *log.scores, *log.rewards))
-    ends = [(number, text) for log in logs for number, text in log.last_lines if EPOCH_END.search(text)]
-    has_worked = any(log.progress.last_step for log in logs) or any(point.value for point in points)
-    if has_worked or len(ends) < MIN_IDLE or not all(IDLE_EPOCH.search(text) for _, text in ends):
+    if any(point.value and math.isfinite(point.value) for point in points):
         return ()
-    return tuple(Evidence(number, shorten(text)) for number, text in ends)
+    has_steps = any(log.progress.steps for log in logs)
+    counts = [(number, text, int(match["count"] or match["behind"]), HELD_OUT.search(match[0])) for number, text in lines for match in COUNT.finditer(text)]
+    idle = {number: text for number, text, count, is_held_out in counts if not (count or (has_steps and is_held_out))}
+    if any(count and not is_held_out for _, _, count, is_held_out in counts):
+        return ()
+    if any(log.progress.last_step for log in logs):  # such as those of a bar over what then all failed
+        ends = {line[0] for log in logs for line in log.last_lines[-LAST_CHECKED:]}
+        idle = {number: text for number, text in idle.items() if number in ends}
+    return tuple(Evidence(number, shorten(text)) for number, text in idle.items())
 
 
 def missing_items(logs: Sequence[Log]) -> tuple[Evidence, ...]:
-    """The lines at the ends of logs without a step or a result that count nothing to train on, or nothing behind many others."""
-    ends = (
-        [] if any(log.progress.steps for log in logs) else [log.last_lines for log in logs if not final_result([log])]
-    )
+    """The last lines of logs without a step or a result that count nothing behind many others."""
+    ends = [log.last_lines[-2:] for log in logs if not (log.progress.steps or final_result([log]))]
     return tuple(
-        Evidence(number, shorten(text))
-        for end in ends
-        for (_, before), (number, text) in pairwise(end)
-        if NO_ITEMS.search(text) or (number == end[-1][0] and LAST_COUNTS.fullmatch(f"{before}\n{text}"))
+        Evidence(end[1][0], shorten(end[1][1]))
+        for end in ends if len(end) == 2 and not any(log.progress.steps for log in logs)
+        if LAST_COUNTS.fullmatch(f"{end[0][1]}\n{end[1][1]}")
     )
 
 

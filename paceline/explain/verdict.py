@@ -88,7 +88,6 @@ CHECK_END = (
 )
 RAISE_STEPS = "raise max_steps or num_train_epochs above the checkpoint's, or start without resume_from_checkpoint"
 NO_STEPS = "nothing was trained: the training began at its end and took no step"
-NO_BATCHES = "nothing was trained: no epoch at the end of the log ran a batch"
 RERUN_CELLS = "run its cells to the end, save the notebook, and pass it: paceline explain NOTEBOOK"
 METRICS = re.compile(r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}')
 FAILED = re.compile(r"\bFAILED\b")
@@ -110,6 +109,9 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         candidates = signs.errors_of_all_steps(fatal, logs)
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
+    if not (candidates or unexplained) and (idle := signs.idle_work(logs)[:MAX_EVIDENCE]):
+        summary, fix = f"nothing was processed: {idle[0].text[:MAX_QUOTE]}", format_fix(load_catalogue().causes[EMPTY], (), values)
+        return Explanation(EMPTY, (), IDLE_CONFIDENCE, summary=summary, fix=fix, evidence=idle, progress=progress)
     if not candidates and progress.nan_line is not None:
         return explain_divergence(load_catalogue().causes[NAN], progress.nan_line, progress, values)
     blamed = rank_blamed_by_launcher(logs)
@@ -251,11 +253,6 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     ):
         shown = tuple(idle[:MAX_EVIDENCE])
         return Explanation(UNKNOWN, summary=NO_STEPS, fix=RAISE_STEPS, evidence=shown, progress=progress)
-    missing, epochs = signs.missing_items(logs), signs.idle_epochs(logs)
-    if shown := (missing or epochs)[:MAX_EVIDENCE]:
-        fix = format_fix(load_catalogue().causes[EMPTY], (), values)
-        summary = f"nothing is left to work on: {shown[0].text[:MAX_QUOTE]}" if missing else NO_BATCHES
-        return Explanation(EMPTY, (), IDLE_CONFIDENCE, summary=summary, fix=fix, evidence=shown, progress=progress)
     at_end = signs.trouble_at_end(logs)
     if progress.finished:  # a summary of several programs names those that failed behind what they have printed
         at_end = [(n, text) for n, text in at_end if n > (progress.done_line or n) and FAILED.search(text)]

@@ -70,7 +70,7 @@ ISO = re.compile(
 )
 # the pid of torchrun's agent stays in the text: it tells whether the same agent had started the workers before
 GLOG = re.compile(
-    r"\s*(?P<open>\[)?(?P<level>[IWEFDC])(?P<month>\d{1,2})(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
+    r"\s*(?P<open>\[)?(?P<level>[IWEFDC]) ?(?P<month>\d{1,2})(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
     r"(?P<fraction>[.,]\d+)? +(?:\d+ (?!torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \())?"
 )
 CTIME = re.compile(
@@ -127,7 +127,7 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|\b(?:is|are|be) expected (?:if|when|as|since|because)\b"
     # of what a launcher looks at, and of the libraries that DeepSpeed tries to link
     rf"|{RECOVERED}|_is_a_lwp: open|select_algorithm\.py\b|^MESA-LOADER|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
-    r"|slurm_load_jobs error: Invalid job id"  # of squeue, when the job is over
+    r"|slurm_load_jobs error: Invalid job id|^Aborting on container exit\b"  # of squeue; of Compose, however one ended
     # Isaac Sim at inotify's limit, Lmod
     r"|Failed to create change watch for|Module cannot be loaded due to a conflict|Load of requirement \S+ failed"
     # of W&B: behind every cell of a notebook, in its own log without an NVIDIA GPU

@@ -66,6 +66,7 @@ class Log:
     is_restart: bool = False  # the run begins as the log did
     is_later: bool = False  # by its clock, or as only a new process does, so that no buffer held its lines
     by_command: bool = False  # the run begins with a command that a shell prints
+    is_file: bool = False  # the run is one of several files, as tail prints them
     has_end: bool = False  # a record reports the end of a program
     stops_early: bool = False  # no loss of training is behind a line that reports early stopping
     members: Mapping[str, int] = field(default_factory=dict)  # the last line with progress of each member of the job
@@ -162,7 +163,7 @@ class OpenRun:
 
     def __init__(self, first_line: int, *, rank: int | None):
         self.first_line = first_line
-        self.is_restart, self.is_later, self.by_command = False, False, False
+        self.is_restart, self.is_later, self.by_command, self.is_file = False, False, False, False
         self.last_ignored: int | None = None
         self.first: list[Record] = []
         self.last: deque[Record] = deque(maxlen=LAST_RECORDS)
@@ -221,7 +222,7 @@ class OpenRun:
             scores=tuple(curves.scores), gradients=tuple(curves.gradients), memory=curves.memory,
             rewards=tuple(curves.rewards), accuracies=tuple(self.accuracies), speeds=tuple(curves.speeds),
             first_line=self.first_line, is_restart=self.is_restart, is_later=self.is_later, by_command=self.by_command,
-            has_end=self.bounds.end is not None, stops_early=has_stopped, last_ignored=self.last_ignored,
+            is_file=self.is_file, has_end=self.bounds.end is not None, stops_early=has_stopped, last_ignored=self.last_ignored,
             members=self.members,
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Record, RecordKind
 from paceline.explain.forwarded import ForwardedLines, WrappedLines
-from paceline.explain.line_filter import AFTER, LineFilter, Shapes, Start
+from paceline.explain.line_filter import AFTER, BEFORE, LineFilter, Shapes, Start
 from paceline.explain.line_measures import StepLoss, in_english, read_step_and_loss, strip_bars
 from paceline.explain.lines import (
     MAX_LINE_BYTES,
@@ -33,8 +33,9 @@ from paceline.explain.lines import (
 )
 from paceline.explain.log import LAST_LINES, Log, OpenRun
 from paceline.explain.log_text import CHUNK_BYTES, as_text, is_binary, is_notebook, printed_outputs, split_start
-from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, may_start, rank_in_start, shape_of
+from paceline.explain.run_bounds import COMMAND, FILE_HEAD, NEW_PROCESS, START_WORD, may_start, rank_in_start, shape_of
 from paceline.explain.tracebacks import TracebackReader, as_raised
+from paceline.units import parse_time
 
 SAMPLE_BYTES = 1 << 16  # of a log, which show whether it is text
 NOT_TEXT, INCOMPLETE = "not a text", "the compressed file is incomplete"
@@ -102,6 +103,7 @@ RANK_IN_TEXT = re.compile(
     r"|^\W*(?:[Gg]lobal[ _])?(?:[Rr]ank|RANK)[ _=:]?(?P<j>\d{1,6})(?::| ?\(local[ _]rank)|\bglobal_rank[=: ]+(?P<k>\d{1,6})\b"
     r"|\b(?:on|at|from|by) (?:global )?rank[ =:]?(?P<l>\d{1,6})\b|\.py:\d+\] \((?P<m>\d{1,6})/\d{1,6}\) "
 )
+DATE = re.compile(r"20\d\d-\d\d-\d\d[ T]\d\d:\d\d")  # in a title
 FILE_RANK = re.compile(
     r"\bRank of current process: (?P<rank>\d{1,6})\. World size: (?!1$)\d"
 )  # detectron2: a file for each
@@ -148,6 +150,7 @@ class LogParser:
         self._lines: tuple[Sequence[int], list[bytes], int] = ((), [], 0)
         self._pending = 0  # lines at the start of the next block that follow a selected one
         self._waiting: deque[tuple[int, bytes]] = deque(maxlen=PROGRESS_LINES)  # parsed before the next event
+        self._before: deque[str] = deque(maxlen=BEFORE)  # how the last lines that are no part of an error begin
         self._num_progress = 0  # lines read for progress
         self._snippet_rank: int | None = None
         self._banner_rank: int | None = None
@@ -206,6 +209,7 @@ class LogParser:
         """Closes the run before a line and begins the next one with it."""
         self._read_tail(first_line)
         ended, self._run = self._run, OpenRun(first_line, rank=self._rank)
+        self._run.bounds.files = ended.bounds.files
         self._earlier.append(ended.close(first_line))
         self._run.tail.extend(item for item in ended.tail if item[0] >= first_line)
         for record in (*ended.first, *ended.last):
@@ -299,9 +303,11 @@ class LogParser:
         if line.rank is None and self._rank is not None:
             line = replace(line, rank=self._rank)
         start = self._starts.get(number)
+        if start and line.time is None and (match := DATE.search(line.text)):
+            line = replace(line, time=parse_time(match[0]))
         if start or may_start(line.text):
             self._add(self._tracebacks.flush())
-        elif shape_of(line.text) in self._run.bounds.shapes:  # a line of progress
+        elif shape_of(line.text) in {*self._run.bounds.shapes, *self._before}:  # as before the error, such as progress
             self._add(self._tracebacks.end_message(line.stream))
         if start and self._run.bounds.is_late_rank(number, line) and not self._is_later(line.time):
             start = None
@@ -313,6 +319,8 @@ class LogParser:
             self._run.is_later = self._run.is_restart and self._is_later(line.time)
         self._run.by_command = self._run.by_command or COMMAND.match(line.text) is not None
         self._run.is_later = self._run.is_later or NEW_PROCESS.match(line.text) is not None
+        if self._run.first_line == number:
+            self._run.is_file = FILE_HEAD.fullmatch(line.text) is not None
         begins = is_first or self._run.first_line == number
         if begins or self._last_begin[1] is None:
             self._last_begin = (number if begins else self._last_begin[0], line.time)
@@ -328,6 +336,8 @@ class LogParser:
         completed, is_part = self._tracebacks.feed(number, line, step)
         self._run.last_ignored = self._tracebacks.last_ignored
         self._add(completed)
+        if not is_part and any(map(str.isalpha, line.text)):
+            self._before.append(shape_of(line.text))
         if not is_part and line.text.strip():
             self._add([self._record(number, line, step)])
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from paceline.explain.explanation import LogProgress, Record
+from paceline.explain.catalogue import load_catalogue
+from paceline.explain.explanation import Evidence, LogProgress, Record, shorten
 from paceline.explain.lines import KILLED_LAUNCHER
 from paceline.explain.progress import DONE, LossPoint, ProgressLine, ProgressTracker, store
 from paceline.explain.run_bounds import RunBounds
@@ -41,7 +42,32 @@ SAVED = re.compile(r"(?i)^(?!.*\b(?:not|never|no|0|fail\w*|error)\b).*\b(?:saved
 JOINED = re.compile(r"\bMEMBER: (?P<member>\d{1,6})/(?P<members>\d{1,6})\b")  # of Lightning's ranks, as they join
 # what tells apart the tasks of an array or the workers of a pool that write to one log
 MEMBER, MAX_MEMBERS = re.compile(r"\[?(?:task|worker|job|replica) ?[#=:]? ?\d{1,6}\]:? "), 1000
+NEAR_END = 3  # lines
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
+
+
+# counts of what a program works on, in a clause of their own or behind a verb of work: not of what it leaves out
+ITEMS = (
+    r"(?:samples|examples|images|sequences|files|batches|steps|doc(?:ument)?s|rows|records|items|clients|folds|prompts"
+    r"|predictions)(?!\w)"
+)
+WORK = (
+    r"(?:train|process|evaluat|load|read|embed|encod|tokeniz|scor|generat|pars|extract|convert|sav|wr[io]t|us|run|ran"
+    r"|found|seen|done)\w*"
+)
+COUNT = re.compile(
+    rf"(?i)(?:(?:^|[^\w\s]|\b(?:{WORK}|on|with|in|has|the|and|ended))\s*(?<![\w.,/=-])(?P<count>\d{{1,12}}) (?:\w+ )?{ITEMS}"
+    rf"(?= *(?:$|[^\w\s]|and\b|{WORK}))"
+    rf"|(?:^|[^\w\s]\s*|\s\s|\d\s|\bepoch )(?:(?:num|n|total)[ _])?(?:(?:train\w*|val\w*|eval\w*|test)[ _])?{ITEMS}"
+    rf"(?: {WORK})?(?:\s?[:=]\s*| )(?P<behind>\d{{1,12}}))(?![\d.]*[\w%/])"
+)
+ALL_LOST = re.compile(
+    rf"(?i)(?<![\d.])(?P<number>\d+) ?(?:of|/) ?(?P=number) (?:\w+ )?{ITEMS}.*\b(?:dropp|skipp|fail|remov|filter)ed\b"
+)
+HELD_OUT = re.compile(r"(?i)(?<![a-z])(?:val|dev|test|eval)")
+# of transformers
+EMPTY_EVALUATION = re.compile(r"(?!.*_loss)'(?:eval|test|predict)_samples_per_second': '?0(?:\.0*)?'?[,}]")
+IDLE_TRAINING = re.compile(r"'train_runtime': '?0(?:\.\d+)?'?, .*'train_loss': '?0(?:\.0*)?'?[,}]")  # within a second
 
 
 @dataclass(frozen=True)
@@ -163,7 +189,7 @@ class OpenRun:
 
     def __init__(self, first_line: int, *, rank: int | None):
         self.first_line = first_line
-        self.is_restart, self.is_later, self.by_command, self.is_file = False, False, False, False
+        self.is_restart, self.is_later, self.by_command = False, False, False
         self.last_ignored: int | None = None
         self.first: list[Record] = []
         self.last: deque[Record] = deque(maxlen=LAST_RECORDS)
@@ -222,7 +248,8 @@ class OpenRun:
             scores=tuple(curves.scores), gradients=tuple(curves.gradients), memory=curves.memory,
             rewards=tuple(curves.rewards), accuracies=tuple(self.accuracies), speeds=tuple(curves.speeds),
             first_line=self.first_line, is_restart=self.is_restart, is_later=self.is_later, by_command=self.by_command,
-            is_file=self.is_file, has_end=self.bounds.end is not None, stops_early=has_stopped, last_ignored=self.last_ignored,
+            has_end=self.bounds.end is not None, stops_early=has_stopped, last_ignored=self.last_ignored,
+            is_file=self.first_line in self.bounds.files.values(),
             members=self.members,
         )  # fmt: skip
 
@@ -243,3 +270,32 @@ def step_of(rank: int | None, record: Record, logs: Sequence[Log], progress: Log
         return step
     steps = (log.progress.last_step if log.ranks == {rank} else log.last_steps.get(rank) for log in logs)
     return max((own for own in steps if own is not None), default=step)
+
+
+def idle_trainings(log: Log) -> list[Evidence]:
+    """The lines at the end in which transformers reports a training that took no step."""
+    return [Evidence(number, shorten(text)) for number, text in log.last_lines if IDLE_TRAINING.search(text)]
+
+
+def idle_work(logs: Sequence[Log]) -> tuple[Evidence, ...]:
+    """The last lines of logs that count nothing that was worked on, if no other count there and no measure shows any work."""
+    lines = [(number, load_catalogue().in_english(text)) for log in logs for number, text in log.last_lines]
+    if empty := [(number, text) for number, text in lines if EMPTY_EVALUATION.search(text)]:
+        return tuple(Evidence(number, shorten(text)) for number, text in empty)
+    points = (point for log in logs for point in (*log.losses, *log.held_out, *log.scores, *log.rewards))
+    if any(point.value and math.isfinite(point.value) for point in points):
+        return ()
+    has_steps = any(log.progress.steps for log in logs)
+    counts = [
+        (number, text, int(match["count"] or match["behind"]), HELD_OUT.search(match[0]))
+        for number, text in lines
+        for match in COUNT.finditer(text)
+    ]
+    idle = {number: text for number, text, count, is_held_out in counts if not (count or (has_steps and is_held_out))}
+    if any(count and not is_held_out for _, _, count, is_held_out in counts):
+        return ()
+    idle |= {number: text for number, text in lines if ALL_LOST.search(text)}
+    if any(log.progress.last_step for log in logs):  # such as those of a bar over what then all failed
+        ends = {line[0] for log in logs for line in log.last_lines[-NEAR_END:]}
+        idle = {number: text for number, text in idle.items() if number in ends}
+    return tuple(Evidence(number, shorten(text)) for number, text in idle.items())

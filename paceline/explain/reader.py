@@ -33,9 +33,8 @@ from paceline.explain.lines import (
 )
 from paceline.explain.log import LAST_LINES, Log, OpenRun
 from paceline.explain.log_text import CHUNK_BYTES, as_text, is_binary, is_notebook, printed_outputs, split_start
-from paceline.explain.run_bounds import COMMAND, FILE_HEAD, NEW_PROCESS, START_WORD, may_start, rank_in_start, shape_of
+from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, may_start, rank_in_start, shape_of
 from paceline.explain.tracebacks import TracebackReader, as_raised
-from paceline.units import parse_time
 
 SAMPLE_BYTES = 1 << 16  # of a log, which show whether it is text
 NOT_TEXT, INCOMPLETE = "not a text", "the compressed file is incomplete"
@@ -103,7 +102,6 @@ RANK_IN_TEXT = re.compile(
     r"|^\W*(?:[Gg]lobal[ _])?(?:[Rr]ank|RANK)[ _=:]?(?P<j>\d{1,6})(?::| ?\(local[ _]rank)|\bglobal_rank[=: ]+(?P<k>\d{1,6})\b"
     r"|\b(?:on|at|from|by) (?:global )?rank[ =:]?(?P<l>\d{1,6})\b|\.py:\d+\] \((?P<m>\d{1,6})/\d{1,6}\) "
 )
-DATE = re.compile(r"20\d\d-\d\d-\d\d[ T]\d\d:\d\d")  # in a title
 FILE_RANK = re.compile(
     r"\bRank of current process: (?P<rank>\d{1,6})\. World size: (?!1$)\d"
 )  # detectron2: a file for each
@@ -303,11 +301,11 @@ class LogParser:
         if line.rank is None and self._rank is not None:
             line = replace(line, rank=self._rank)
         start = self._starts.get(number)
-        if start and line.time is None and (match := DATE.search(line.text)):
-            line = replace(line, time=parse_time(match[0]))
         if start or may_start(line.text):
             self._add(self._tracebacks.flush())
-        elif shape_of(line.text) in {*self._run.bounds.shapes, *self._before}:  # as before the error, such as progress
+        elif (shape := shape_of(line.text)) in self._run.bounds.shapes or (
+            shape[:1].isalpha() and shape in self._before
+        ):
             self._add(self._tracebacks.end_message(line.stream))
         if start and self._run.bounds.is_late_rank(number, line) and not self._is_later(line.time):
             start = None
@@ -319,8 +317,6 @@ class LogParser:
             self._run.is_later = self._run.is_restart and self._is_later(line.time)
         self._run.by_command = self._run.by_command or COMMAND.match(line.text) is not None
         self._run.is_later = self._run.is_later or NEW_PROCESS.match(line.text) is not None
-        if self._run.first_line == number:
-            self._run.is_file = FILE_HEAD.fullmatch(line.text) is not None
         begins = is_first or self._run.first_line == number
         if begins or self._last_begin[1] is None:
             self._last_begin = (number if begins else self._last_begin[0], line.time)
@@ -336,9 +332,8 @@ class LogParser:
         completed, is_part = self._tracebacks.feed(number, line, step)
         self._run.last_ignored = self._tracebacks.last_ignored
         self._add(completed)
-        if not is_part and any(map(str.isalpha, line.text)):
-            self._before.append(shape_of(line.text))
         if not is_part and line.text.strip():
+            self._before.append(shape_of(line.text))
             self._add([self._record(number, line, step)])
 
     def _is_apart(self, number: int, time: float | None, start: Start) -> bool:

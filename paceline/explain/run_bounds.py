@@ -41,7 +41,9 @@ DUMP = re.compile(
 TRY = re.compile(r"(?i)\W*(?:try|attempt|versuch|tentative|intento) ?#?\d{1,3}\W*(?:(?:of|/) ?\d{1,3}\W*)?")
 FILE_HEAD = re.compile(r"==> (?P<file>\S.*) <==")
 START_WORD = re.compile(  # in the lower-case bytes of every line that either can match
-    rb"^\s*\++ |^==> |^\W*(?:try|attempt|versuch|tentative|intento) ?#?\d+\W|\$ +[a-z/]|nohup: |omp_num_threads|\] cmd = |nvidia-smi \d|tracking run with|namespace\("
+    rb"^\s*\++ |^==> "
+    rb"|^\W*(?:try|attempt|versuch|tentative|intento) ?#?\d+\W"
+    rb"|\$ +[a-z/]|nohup: |omp_num_threads|\] cmd = |nvidia-smi \d|tracking run with|namespace\("
     rb"|please note: device|init nccl context|nccl pg_timeout_"
     rb"|^(?:args|arguments|config|configuration|options)\W"
 )
@@ -87,7 +89,7 @@ class RunBounds:
     report_line: int = 0  # the last of a launcher, behind which it may have started the ranks again
     late_line: int = -1  # the last that a rank printed so late
     first_rank: int | None = None  # that the log's first line names
-    files: set[str] = field(default_factory=set)  # of whose heads the lines were seen
+    files: dict[str, int] = field(default_factory=dict)  # the first line of each that tail has printed
     is_shared: bool = False  # several processes write, of which some go on for a while when another one ends
     shapes: set[str] = field(default_factory=set)  # how lines of progress and settings began before the first end
     epoch: int | None = None  # the last one before it
@@ -108,7 +110,7 @@ class RunBounds:
             is_try = self.has_exception and TRY.fullmatch(text) is not None
             starts = self.has_content and (is_try or COMMAND.match(text) is not None)
         if (head := FILE_HEAD.fullmatch(text)) and head["file"] not in self.files:
-            self.files.add(head["file"])
+            self.files[head["file"]] = number
             return self.has_content
         if is_dump:
             self._remember(text)

@@ -4,20 +4,20 @@ Lines that tell of trouble although no cause of the catalogue is in them, and li
 They decide between healthy and unknown where a log shows no failure that is known.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
 from paceline.explain import survival
+from paceline.explain.blame import failed_members
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Evidence, Record, shorten
 from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.lines import IGNORABLE, WARNING_LINE, split_prefix
-from paceline.explain.log import MEMBER, PROMPT, SAVED, Log
-from paceline.explain.matches import Event, as_fatal, matches_of_message
+from paceline.explain.log import PROMPT, Log
+from paceline.explain.matches import Event, as_fatal, failed_saves, matches_of_message
 from paceline.explain.run_bounds import failed_at_import, shape_of
 from paceline.explain.survival import STEPS_AFTER, WENT_ON, is_caught, left_program_running
 
@@ -79,7 +79,8 @@ SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in 
 SHELL_TIME = re.compile(r"(?:real|user|sys)\s+\d+m[\d.,]+s$")  # by a shell, behind any command
 ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")  # a launcher's warning, Python's for the killed
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
-    r"(?i)terminat|\bgiv(?:e|en|ing) up\b|\bgave up\b|\b(?-i:NOT OK|ERR)\b|^\W*!!|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
+    r"(?i)terminat|\bgiv(?:e|en|ing) up\b|\bgave up\b|\b(?-i:NOT OK|ERR)\b|^\W*!!"
+    r"|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
     rf"|{PROMPT.pattern}"
     r"|^\W*usage: \w|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^[ ~]*\^{3,}[ ~^]*$"
 )
@@ -127,36 +128,18 @@ NO_TROUBLE = re.compile(
 ERROR_PREFIX = re.compile(
     r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|\[(?:error|fatal|critical)\]|(?:[Ff]atal|[Ee]rror)(?: error)?: )"
 )
-MARKED_ERROR = re.compile(r"\W*[❌✗✘] ?\w*(?i:error\b)|[A-Z ]*\bFAILED: ")  # may name its epoch, and is no line of progress then
+MARKED_ERROR = re.compile(
+    r"\W*[❌✗✘] ?\w*(?i:error\b)|[A-Z ]*\bFAILED: "
+)  # may name its epoch, and is no line of progress then
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
-NOT_SAVED = re.compile(
-    r"(?i)\b(?:could ?n[o']t|can(?:no|')t|unable to|failed? to|error|not) (?:be )?(?:sav|writ|wrote|stor|serializ)\w*"
-    r"|\bsav(?:e|ing)\b.{0,40}\bfail|\bfail\w* .{0,20}\bsav|No space left on device"
-)
-CHECKPOINT = re.compile(r"(?i)checkpoint|ckpt|\b(?:model|weights|snapshot)\b|\.(?:pth?|npz|bin|safetensors|h5|keras)\b|^\W*save failed")
-MEMBER_ERROR = re.compile(r"(?:\w+\.)*(?:\w*Error|[A-Z]\w*Exception|ERROR|FATAL|error|fatal|FAILED|failed)\b\s?:")
 SKIPPED_STEP = re.compile(
     r"(?i)(?:\bskip(?:ped|ping) (?:train(?:ing)? )?(?:batch|step|iteration)|^error \w+ing \w+) #?(?P<number>\d{1,9}) ?[:(-] ?\S"
 )
 NOTHING_DONE = re.compile(
     r"(?i)\b(?:examples|samples|items|prompts|questions|images|files|batches) (?:process|complet|generat|evaluat|sav)ed\W+0\W*$"
 )
-# counts of what a program works on, in a clause of their own or behind a verb of work: not of what it leaves out
-ITEMS = (
-    r"(?:samples|examples|images|sequences|files|batches|steps|doc(?:ument)?s|rows|records|items|clients|folds|prompts)(?!\w)"
-)
-WORK = r"(?:train|process|evaluat|load|read|embed|encod|tokeniz|scor|generat|pars|extract|convert|sav|wr[io]t|us|run|ran|found|seen|done)\w*"
-COUNT = re.compile(
-    rf"(?i)(?:(?:^|[^\w\s]|\b(?:{WORK}|on|with|in|has|the|and|ended))\s*(?<![\w.,/=-])(?P<count>\d{{1,12}}) (?:\w+ )?{ITEMS}"
-    rf"(?= *(?:$|[^\w\s]|and\b|{WORK}))"
-    rf"|(?:^|[^\w\s]\s*|\s\s|\d\s|\bepoch )(?:(?:num|n|total)[ _])?(?:(?:train\w*|val\w*|eval\w*|test)[ _])?{ITEMS}"
-    rf"(?: {WORK})?(?:\s?[:=]\s*| )(?P<behind>\d{{1,12}}))(?![\d.]*[\w%/])"
-)
-HELD_OUT = re.compile(r"(?i)(?<![a-z])(?:val|dev|test|eval)")
-EMPTY_EVALUATION = re.compile(r"(?!.*_loss)'(?:eval|test|predict)_samples_per_second': '?0(?:\.0*)?'?[,}]")  # transformers
 MAX_UNDECODED = 0.01  # of the characters at the end of a log: a model's answer may break one
 NO_RESULT = re.compile(r"(?i)\b(?:core|dump|config\w*|log|settings)\b")  # what was written at the start, or by a crash
-IDLE_TRAINING = re.compile(r"'train_runtime': '?0(?:\.\d+)?'?, .*'train_loss': '?0(?:\.0*)?'?[,}]")  # within a second
 # lines of a log without progress: of ordinary output to its end, and below which an end that only announces work counts
 MIN_LINES, MIN_OUTPUT = 8, 50
 TRAINING_BEGINS = re.compile(
@@ -230,38 +213,10 @@ def errors_of_items_at_end(log: Log) -> list[Record]:
 
 def errors_of_all_steps(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
     """The events for which every step was skipped, or of which the last items failed: none of them was survived."""
-    skipped = {id(record) for log in logs for record in (*skipped_steps(log), *errors_of_items_at_end(log), *failed_saves(log))}
+    skipped = {
+        id(record) for log in logs for record in (*skipped_steps(log), *errors_of_items_at_end(log), *failed_saves(log))
+    }
     return [as_fatal(event) for event in events if id(event.record) in skipped]
-
-
-def failed_saves(log: Log) -> list[Record]:
-    """The last report that a checkpoint was not saved, if none was saved behind the one before it, or none in this log at all."""
-    texts = {number: text for number, text in log.last_lines} | {record.line: record.text for record in log.records}
-    english = ((number, load_catalogue().in_english(text)) for number, text in sorted(texts.items()))
-    saves = [(number, bool(SAVED.search(text))) for number, text in english if SAVED.search(text) or is_failed_save(text)]
-    if not saves or saves[-1][1] or (len(saves) > 1 and saves[-2][1]):
-        return []
-    is_last = len(saves) > 1 or saves[-1][0] > log.last_progress_line
-    return [record for record in log.records if record.line == saves[-1][0] and is_last]
-
-
-def is_failed_save(text: str) -> bool:
-    return bool(NOT_SAVED.search(text) and CHECKPOINT.search(text))
-
-
-def failed_members(log: Log) -> list[Record]:
-    """The errors with which members of a job end, such as the tasks of an array, while others of them make progress."""
-    ends = dict(log.members)
-    for number, text in log.last_lines:
-        if match := MEMBER.match(text):
-            ends[match[0]] = number
-    errors = ((record, match) for record in log.records if (match := MEMBER.match(record.text)))
-    return [
-        record
-        for record, match in errors
-        if len(log.members.keys() - {match[0]}) > 1 and ends.get(match[0], 0) <= record.line
-        if MEMBER_ERROR.match(record.text[match.end() :]) and not is_harmless(record.text)
-    ]
 
 
 def skipped_steps(log: Log) -> list[Record]:
@@ -314,6 +269,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
             if number <= min([number, *threads])
             if is_trouble(text, at_end=True) and survived[shape_of(split_prefix(text).text)] < 2
             if not (was_shut_down and ENDED.search(text))
+            if not survival.was_retried(text, (other for later, other in lines if later > number))
         ]
     return trouble
 
@@ -388,40 +344,6 @@ def errors_behind_progress(log: Log) -> list[Evidence]:
         return []
     trouble = [(number, text) for number, text in trouble_anywhere([log]) if number > log.last_progress_line]
     return [Evidence(number, shorten(text)) for number, text in trouble if ERROR_WORD.match(text)]
-
-
-def idle_trainings(log: Log) -> list[Evidence]:
-    """The lines at the end in which transformers reports a training that took no step."""
-    return [Evidence(number, shorten(text)) for number, text in log.last_lines if IDLE_TRAINING.search(text)]
-
-
-def idle_work(logs: Sequence[Log]) -> tuple[Evidence, ...]:
-    """The lines at the ends of logs that count nothing that was worked on, if no other count and no measure there shows any work."""
-    lines = [(number, load_catalogue().in_english(text)) for log in logs for number, text in log.last_lines]
-    if empty := [(number, text) for number, text in lines if EMPTY_EVALUATION.search(text)]:
-        return tuple(Evidence(number, shorten(text)) for number, text in empty)
-    points = (point for log in logs for point in (*log.losses, *log.held_out, *log.scores, *log.rewards))
-    if any(point.value and math.isfinite(point.value) for point in points):
-        return ()
-    has_steps = any(log.progress.steps for log in logs)
-    counts = [(number, text, int(match["count"] or match["behind"]), HELD_OUT.search(match[0])) for number, text in lines for match in COUNT.finditer(text)]
-    idle = {number: text for number, text, count, is_held_out in counts if not (count or (has_steps and is_held_out))}
-    if any(count and not is_held_out for _, _, count, is_held_out in counts):
-        return ()
-    if any(log.progress.last_step for log in logs):  # such as those of a bar over what then all failed
-        ends = {line[0] for log in logs for line in log.last_lines[-LAST_CHECKED:]}
-        idle = {number: text for number, text in idle.items() if number in ends}
-    return tuple(Evidence(number, shorten(text)) for number, text in idle.items())
-
-
-def missing_items(logs: Sequence[Log]) -> tuple[Evidence, ...]:
-    """The last lines of logs without a step or a result that count nothing behind many others."""
-    ends = [log.last_lines[-2:] for log in logs if not (log.progress.steps or final_result([log]))]
-    return tuple(
-        Evidence(end[1][0], shorten(end[1][1]))
-        for end in ends if len(end) == 2 and not any(log.progress.steps for log in logs)
-        if LAST_COUNTS.fullmatch(f"{end[0][1]}\n{end[1][1]}")
-    )
 
 
 def is_ordinary(log: Log) -> bool:

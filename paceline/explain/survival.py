@@ -19,7 +19,7 @@ What no process survives (CONTEXT_LOST) is never caught, and never a side error.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -52,7 +52,9 @@ TYPED_KEYS = re.compile(r"(?:\^C)+")  # as a terminal shows them
 WENT_ON, BEFORE_DONE, MAX_QUOTED = 40, 8, 16  # lines behind an error, before the end, that quote an error above them
 MIN_REPEATS, MAX_ADVICE = 5, 8  # lines about an item that was left out; lines behind the advice of bitsandbytes
 RETRIES = re.compile(r"(?i)\bretry(?:ing)? \(?(?:attempt )?\d+ ?(?:/|of) ?\d|^g?make(?:\[\d+\])?: \*\*\* ")
-TRY_OF = re.compile(r"(?P<what>.{8,200}?) (?i:failed) \((?P<at>\d{1,3}) ?(?:/|of) ?(?!(?P=at)\b)\d{1,3}\)")  # not the last one
+TRY_OF = re.compile(
+    r"(?P<what>.{8,200}?) (?i:failed) \((?P<at>\d{1,3}) ?(?:/|of) ?(?!(?P=at)\b)\d{1,3}\)"
+)  # not the last one
 HANDLED = re.compile(r"(?i)\bfail\w*, (?:re)?(?:trying|installing|falling back)\b")
 CANCELLED = r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED"
 CANCELLED_STEP = re.compile(rf"{CANCELLED}|srun: (?:Force Terminated|forcing job termination)")
@@ -138,9 +140,8 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return last_line - record.line > MAX_ADVICE
     if TYPED_KEYS.match(record.text) and not log.progress.steps and last_line - record.line > BUFFERED_LINES:
         return True  # the program has not ended
-    if match := TRY_OF.match(record.text):
-        behind = log.records_between(record.line + 1, log.last_line)
-        return any(other.text.startswith(match["what"]) for other in behind)  # the next try says how it ended
+    if was_retried(record.text, (other.text for other in log.records_between(record.line + 1, last_line))):
+        return True
     if RETRIES.search(record.text) and last_line - record.line > MAX_QUOTED:
         return True  # what fails in the end says so
     is_fatal = FATAL.search(record.text) or log.lost_launcher(record)
@@ -169,6 +170,12 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True
     stop = continuation.stop if ended_program(record) else math.inf
     return len(log.steps_after(record, before=stop)) >= STEPS_AFTER
+
+
+def was_retried(text: str, behind: Iterable[str]) -> bool:
+    """Whether a line reports a try that is not the last one, and one of the lines behind it how the next one went."""
+    match = TRY_OF.match(text)
+    return match is not None and any(other.startswith(match["what"]) for other in behind)
 
 
 def lacks_a_view(record: Record, log: Log) -> bool:
@@ -330,8 +337,8 @@ def was_logged(record: Record, log: Log) -> bool:
     last = record.line + 3 * len(record.frames) + WENT_ON
     progress = {line for line, _, _ in log.last_progress}
     behind = [other for other in log.records_between(record.line + 1, last) if other.line in progress]
-    times = [other.time for other in (*above, *behind)]
-    return len(behind) >= 2 and all(one is not None for one in times) and bool(above) and min(times) == times[0]
+    times = [math.nan if other.time is None else other.time for other in (*above, *behind)]
+    return len(behind) >= 2 and bool(above) and all(time >= times[0] for time in times)
 
 
 def is_of_trial(record: Record, log: Log) -> bool:

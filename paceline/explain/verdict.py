@@ -31,7 +31,7 @@ from paceline.explain.explanation import (
     shorten,
 )
 from paceline.explain.line_measures import MEAN_LOSS
-from paceline.explain.log import UNNAMED, Log, step_of
+from paceline.explain.log import UNNAMED, Log, idle_trainings, idle_work, step_of
 from paceline.explain.matches import (
     MIN_STEPS,
     WAITING,
@@ -109,8 +109,11 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         candidates = signs.errors_of_all_steps(fatal, logs)
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
-    if not (candidates or unexplained) and (idle := signs.idle_work(logs)[:MAX_EVIDENCE]):
-        summary, fix = f"nothing was processed: {idle[0].text[:MAX_QUOTE]}", format_fix(load_catalogue().causes[EMPTY], (), values)
+    if not (candidates or unexplained) and (idle := idle_work(logs)[:MAX_EVIDENCE]):
+        summary, fix = (
+            f"nothing was processed: {idle[0].text[:MAX_QUOTE]}",
+            format_fix(load_catalogue().causes[EMPTY], (), values),
+        )
         return Explanation(EMPTY, (), IDLE_CONFIDENCE, summary=summary, fix=fix, evidence=idle, progress=progress)
     if not candidates and progress.nan_line is not None:
         return explain_divergence(load_catalogue().causes[NAN], progress.nan_line, progress, values)
@@ -248,9 +251,7 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     if any(log.problem == INCOMPLETE for log in logs):
         return explain_silence(logs, progress, ())
     has_losses = any(point.name != MEAN_LOSS for log in logs for point in (*log.losses, *log.held_out))
-    if not (progress.last_step or has_losses) and (
-        idle := [item for log in logs for item in signs.idle_trainings(log)]
-    ):
+    if not (progress.last_step or has_losses) and (idle := [item for log in logs for item in idle_trainings(log)]):
         shown = tuple(idle[:MAX_EVIDENCE])
         return Explanation(UNKNOWN, summary=NO_STEPS, fix=RAISE_STEPS, evidence=shown, progress=progress)
     at_end = signs.trouble_at_end(logs)

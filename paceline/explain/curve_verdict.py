@@ -181,19 +181,19 @@ def is_judged(series: MetricSeries) -> bool:
 
 def is_lowest_at_end(series: MetricSeries) -> bool:
     """Whether a loss of evaluations ends at about its lowest, below where it began."""
-    values = list(filter(math.isfinite, series.values))
+    values = series.finite
     return len(values) >= MIN_SCORES and values[-1] <= (1 + NEAR_BEST) * min(values) < values[0]
 
 
 def ends_below_start(series: MetricSeries) -> bool:
     """Whether a loss ends below its first points, so that a rise may be that of a term which joined it."""
-    values = list(filter(math.isfinite, series.values))
+    values = series.finite
     return bool(values) and noise.median(values[-noise.SPIKE :]) < max(values[: noise.SPIKE])
 
 
 def ends_high(series: MetricSeries) -> bool:
     """Whether the last of many evaluations have a loss far above the lowest."""
-    values = list(filter(math.isfinite, series.values))
+    values = series.finite
     return len(values) >= noise.MIN_POINTS and noise.median(values[-noise.SPIKE :]) > (1 + BOTH_RISE) * min(values) > 0
 
 

@@ -264,7 +264,7 @@ def grows_by_much(memory: MetricSeries, limits: Mapping[str, Any]) -> bool:
     """Whether memory grows by much of a host's, which others use too, or fills it nearly; true of all other memory."""
     name = memory.name.split()[-1]
     limit = limits.get(name)
-    values = [value for value in memory.values if math.isfinite(value)]
+    values = memory.finite
     if name != "ram_used" or not isinstance(limit, int) or not values:
         return True
     return max(values) - min(values) > MUCH_OF_MEMORY * limit or max(values) > NEARLY_ALL * limit

@@ -45,25 +45,21 @@ FEW_SAME, SAME_RANGE = 4, 1e-4
 # classes between which a model guesses: the loss is the logarithm of their number; how near to it, of many points and of few
 MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
 MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations
-# accuracies of a guess between two classes, and how near to a half each is; to ln 2 the losses behind the first, the last half
-MIN_HALF, EVEN, FEW_CHANCE, STILL_CHANCE = 5, 0.02, 0.03, 0.01
+# losses of a guess between two classes; how near to ln 2 those behind the first are, and the level of their last half
+MIN_HALF, LN_2, FEW_CHANCE, STILL_CHANCE = 5, math.log(2), 0.03, 0.01
+EVEN, ENDS_EVEN = 0.02, 0.05  # how near to a half its accuracies are: each of them, the last ones
 # of two networks that compete, whose losses may stay there
-OF_GAN = re.compile(
-    r"(?i)\b(?:discriminator|generator|adversar\w*)\b|(?<![a-z])(?:[dg][ _]?loss|loss[ _]?[dg])(?![a-z])"
-)
-# how near to a half the accuracy is of a guess between two classes
-HALF, CHANCE = 0.05, "ln {number}, as of a guess between {number} classes"
+OF_GAN = re.compile(r"(?i)\b(?:discriminator|generator|adversar)|(?<![a-z])(?:[dg][ _]?loss|loss[ _]?[dg])(?![a-z])")
+CHANCE = "ln {number}, as of a guess between {number} classes"
 # what lines report as exactly 0, not rounded to it, where the loss stands still
 EXACT_ZERO = re.compile(r"0(?:\.0|\.0{7,}|(?:\.0*)?e[-+]?0+)?")
 ZERO_REASONS = {
-    "the learning rate is 0": re.compile(
-        r"(?i)(?<![a-z])(?:lr|learning[_ ]rate)\W{1,4}(?P<value>\d[\d.]*(?:e[-+]?\d+)?)"
-    ),
+    "the learning rate is 0": re.compile(r"(?i)(?<![a-z])(?:lr|learning.rate)\W{1,4}(?P<value>\d[\d.]*(?:e[-+]?\d+)?)"),
     "the margins between chosen and rejected answers are 0": re.compile(r"rewards/margins\W{1,4}(?P<value>[\d.]+)"),
 }
 LOG_GROWTH, LOG_SLOWER = 0.2, 1.0  # of memory, of the time for a sample
 MIN_SAME_SCORES = 20  # evaluations
-MIN_RISES, STEADY_RISE = 7, 0.03  # from each point of a loss to the next; as a share of the first one
+STEADY_RISES, STEADY_RISE = 7, 0.03  # from each point of a loss to the next; as a share of the first one
 PERFECT, TINY = 0.99, 0.01  # an accuracy; a loss beside it, whose last digit may stay
 TRAIN_RISE, FAR_ABOVE = 0.1, 5.0  # of the loss of training, as a share; times the lowest loss of evaluations
 # Lightning's bar shows the loss that was logged last, by default (log_every_n_steps) on every 50th step
@@ -141,9 +137,9 @@ def with_reason(finding: CurveFinding, logs: Sequence[Log], gradients: Sequence[
         return replace(finding, reason=reason)
     if len(gradients) >= ZERO_REWARDS and not any(point.value for point in gradients):
         return replace(finding, reason="the gradient norm is 0")
-    level = median(list(filter(math.isfinite, finding.series.values)) or [0.0])
-    number = round(math.exp(min(level, 9.0)))
-    is_guess = 2 <= number <= MAX_CLASSES and abs(level - math.log(number)) < NEAR_CHANCE * math.log(number)
+    level = median(finding.series.finite or [0.0])
+    number = classes_of(level)
+    is_guess = number is not None and is_about(level, math.log(number), NEAR_CHANCE)
     return replace(finding, reason=CHANCE.format(number=number)) if is_guess else finding
 
 
@@ -213,14 +209,14 @@ def find_steady_rises(losses: Sequence[MetricSeries], held_out: Sequence[MetricS
     is_worse = bool(held_out) and all(median(item.values[-SPIKE:]) > max(item.values[:2]) for item in held_out)
     for item in losses if is_worse else ():
         rises = [after > before for before, after in pairwise(item.values)]
-        if len(rises) >= MIN_RISES and all(rises) and item.values[-1] > (1 + STEADY_RISE) * item.values[0] > 0:
+        if len(rises) >= STEADY_RISES and all(rises) and item.values[-1] > (1 + STEADY_RISE) * item.values[0] > 0:
             yield CurveFinding(DIVERGED, item, 0, FROM_START)
 
 
 def find_explosions(parts: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
     """Losses of parts, such as those of a GAN, that need not fall but end many times as high as they began."""
     for series in parts:
-        values = list(filter(math.isfinite, series.values))
+        values = series.finite
         if len(values) >= MIN_POINTS and median(values[-SPIKE:]) > EXPLODED * max(1.0, *values[:SPIKE]):
             yield CurveFinding(DIVERGED, series, next(at for at, value in enumerate(series.values) if value > EXPLODED))
 
@@ -265,23 +261,34 @@ def find_lost_reward(rewards: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
 def find_chance(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
     """Losses that come down to what guessing between a few classes gives, and stay; few points count where evaluations agree."""
     for series in filter(curve_verdict.is_whole, losses):
-        values = list(filter(math.isfinite, series.values))
+        values = series.finite
         half = values[len(values) // 2 :]
-        number = round(math.exp(min(max(median(half), 0.0), 9.0))) if half else 0
-        if not 2 <= number <= MAX_CLASSES:
+        number = classes_of(median(half)) if half else None
+        if number is None:
             continue
         chance = math.log(number)
-        is_near = len(half) >= MIN_CHANCE and is_level(half) and abs(median(half) - chance) < NEAR_CHANCE * chance
-        stays = len(values) >= MIN_CHANCE and min(values) > (1 - ABOUT_CHANCE) * chance
-        stays = number == 2 and stays and is_near_half(values[0])
-        curves = [values, *(item.values for item in held_out)]
-        has_few = number == 2 and len(curves) > 1 and min(map(len, curves)) >= MIN_FEW
-        has_few = has_few and all(abs(value - chance) < ABOUT_CHANCE * chance for curve in curves for value in curve)
-        is_exact = number > 2 and len(values) >= FEW_SAME
-        is_exact = is_exact and max(abs(value - chance) for value in values) < SAME_RANGE * chance
-        if is_near or stays or has_few or is_exact:
-            at = len(series.values) // 2 if is_near else 0
+        comes_down = len(half) >= MIN_CHANCE and is_level(half) and is_about(median(half), chance, NEAR_CHANCE)
+        if number == 2:
+            curves = [values, *(item.values for item in held_out)]
+            agrees = len(curves) > 1 and min(map(len, curves)) >= MIN_FEW
+            agrees = agrees and all(is_about(value, chance, ABOUT_CHANCE) for curve in curves for value in curve)
+            begins_there = len(values) >= MIN_CHANCE and is_about(values[0], chance, ABOUT_CHANCE)
+            stays = agrees or (begins_there and min(values) > (1 - ABOUT_CHANCE) * chance)
+        else:
+            stays = len(values) >= FEW_SAME and all(is_about(value, chance, SAME_RANGE) for value in values)
+        if comes_down or stays:
+            at = len(series.values) // 2 if comes_down else 0
             yield CurveFinding(STANDS_STILL, series, at, CHANCE.format(number=number))
+
+
+def classes_of(loss: float) -> int | None:
+    """The number of classes, if they are few, between which a guess has about this loss."""
+    number = round(math.exp(min(max(loss, 0.0), 9.0)))
+    return number if 2 <= number <= MAX_CLASSES else None
+
+
+def is_about(value: float, level: float, share: float) -> bool:
+    return abs(value - level) < share * level
 
 
 def find_guesses(
@@ -289,9 +296,9 @@ def find_guesses(
 ) -> Iterator[CurveFinding]:
     """Losses that begin and end where a guess between two classes is, as those of evaluations do, whose accuracy is a half."""
     ends = [item.values[-1] for item in scores if len(item.values) >= MIN_POINTS]
-    is_half = bool(ends) and all(min(abs(end - 0.5), abs(end / 100 - 0.5)) < HALF for end in ends)
+    is_half = bool(ends) and all(min(abs(end - 0.5), abs(end / 100 - 0.5)) < ENDS_EVEN for end in ends)
     parts = [part for item in (*losses, *evaluations) for part in (item.values[:MIN_FEW], item.values[-MIN_FEW:])]
-    if is_half and losses and evaluations and all(is_near_half(median(part)) for part in parts):
+    if is_half and losses and evaluations and all(is_about(median(part), LN_2, ABOUT_CHANCE) for part in parts):
         yield CurveFinding(STANDS_STILL, losses[0], 0, CHANCE.format(number=2))
 
 
@@ -302,15 +309,9 @@ def find_half(
     is_half = len(accuracies) >= MIN_FEW and max(abs(value - 0.5) for value in accuracies) < EVEN
     if not is_half or len(losses) != 1 or len(values) < MIN_HALF or not all(map(math.isfinite, values)):
         return
-    chance = math.log(2)
-    is_near = max(abs(value - chance) for value in values[1:]) < FEW_CHANCE * chance
-    if is_near and median(values[len(values) // 2 :]) > (1 - STILL_CHANCE) * chance:
+    is_near = all(is_about(value, LN_2, FEW_CHANCE) for value in values[1:])
+    if is_near and median(values[len(values) // 2 :]) > (1 - STILL_CHANCE) * LN_2:
         yield CurveFinding(STANDS_STILL, losses[0], 0, CHANCE.format(number=2))
-
-
-def is_near_half(loss: float) -> bool:
-    """Whether a loss is about ln 2."""
-    return abs(loss - math.log(2)) < ABOUT_CHANCE * math.log(2)
 
 
 def find_same(*evaluations: Sequence[LossPoint]) -> Iterator[CurveFinding]:
@@ -334,7 +335,7 @@ def find_turns(
         share, values = finding.at / len(finding.series.values), finding.series.values
         places = [(item, int(share * len(item.values))) for item in losses]
         tail = values[len(values) // 2 :]
-        is_flat = len(tail) >= MIN_RISES and max(tail) - min(tail) < curve_verdict.FLAT_VALIDATION * abs(tail[-1])
+        is_flat = len(tail) >= STEADY_RISES and max(tail) - min(tail) < curve_verdict.FLAT_VALIDATION * abs(tail[-1])
         if is_flat and places and not any(course_since(item, at) < 1 - TRAIN_RISE for item, at in places):
             yield CurveFinding(STANDS_STILL, finding.series, len(values) // 2)
         else:
@@ -369,7 +370,7 @@ def least_rise(series: MetricSeries, evaluations: Sequence[MetricSeries]) -> flo
 
 def hardly_moves(series: MetricSeries) -> bool:
     """Whether a curve that begins where its run did is nearly the same at all of its few points, or at most of its last ones."""
-    values = list(filter(math.isfinite, series.values))
+    values = series.finite
     is_same = len(values) >= FEW_SAME and 0 < max(values) - min(values) < SAME_RANGE * abs(values[0])
     if not (len(values) >= MIN_FLAT or is_same) or not curve_verdict.is_whole(series) or has_one_digit(values):
         return False
@@ -394,5 +395,5 @@ def unproven(explanation: Explanation, flat: MetricSeries) -> Explanation:
         "check the learning rate, that the weights are those that were meant to be loaded, that the inputs differ from sample"
         " to sample, and that the labels are not masked"
     )
-    curves = (curve_verdict.show_curve(flat),)
-    return replace(explanation, cause=UNKNOWN, confidence=0.0, summary=summary, fix=fix, curves=curves)
+    shown = curve_verdict.show_curve(flat)
+    return replace(explanation, cause=UNKNOWN, confidence=0.0, summary=summary, fix=fix, curves=(shown,))

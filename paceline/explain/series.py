@@ -98,6 +98,10 @@ class MetricSeries:
     values: list[float]
     times: list[float]
 
+    @property
+    def finite(self) -> list[float]:
+        return list(filter(math.isfinite, self.values))
+
 
 @cache
 def kind_of(name: str) -> str | None:
@@ -283,9 +287,7 @@ def training_series(paths: Sequence[Path]) -> tuple[list[MetricSeries], list[str
         return [], []
     path = training_file(ends)
     folder = path.parent.parent if PART.fullmatch(path.parent.name.lower()) else path.parent
-    parts = [
-        p for p in ends if reader_of(p) is reader_of(path) is read_events and folder in (p.parent, p.parent.parent)
-    ]
+    parts = [p for p in ends if reader_of(p) is reader_of(path) is read_events and folder in p.parents[:2]]
     return read_series(parts) if len(parts) > 1 else (curves[path], notes[path])
 
 
@@ -339,8 +341,8 @@ def read_trainer_state(file: BinaryIO, table: SeriesTable, report: Report) -> No
         if 0 < (state.get("max_steps") or 0) <= (state.get("global_step") or 0):
             report(ALL_STEPS)
     except (ValueError, KeyError, TypeError):
-        records = [record for match in FLAT_OBJECT.finditer(text) for record in json_records([match[0]])]
-        records = [record for record in records if "step" in record]
+        objects = (match[0] for match in FLAT_OBJECT.finditer(text))
+        records = [record for record in json_records(objects) if "step" in record]
         report(f"not whole: read {len(records):,} records")
     for number, record in enumerate(record for record in records if isinstance(record, dict)):
         table.add_record(record, number=number)

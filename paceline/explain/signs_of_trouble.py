@@ -101,7 +101,7 @@ HEADING = (  # errors:, error analysis, a cell of a table, advice, a setting
     r"\berrors?:$|\bfailures?:(?: \d+)?$|\bchecking exceptions$|\berror analysis\b(?! fail)|^\|.*\| *(?:not supported|n/a) *\|$"
     r"|^\W*if\b|\bsetting `\w+=\w+`|\btimeout(?: is| was)? ?(?:set to|[:=] ?\d)|may contain errors"
 )
-FALLBACK = (  # what a program does instead, or is optional
+NOT_NEEDED = (  # what a program does instead, or is optional
     r"\busing default\b|, attempting\b|\bshould speed up\b|[.,;:-] (?:but )?continu(?:e|es|ing)\b|loopback address as fallback"
     r"|terminat\w+ (?:condition|normally)\b|error during autotuning|are not found in the checkpoint"
     r"|attention mask is not set and cannot be inferred|sequence length is longer than the specified"
@@ -123,7 +123,7 @@ OF_TOOLS = (  # trackers, the Hub, httpx, lists of packages, pip, git, Debian, d
 OF_STACKS = r"^frame #|^exception raised from \w+ at \S+:\d+|^Exception ignored|--- Logging error ---"
 OF_MODEL = r"\bI (?:cannot|can't)\b|^assistant: |^\[['\"]"  # what a model answers
 NO_TROUBLE = re.compile(
-    f"(?i){NONE_FAILED}|{MEASURED_ERROR}|{HEADING}|{FALLBACK}|{LACKS_SCREEN}|{OF_TOOLS}|{OF_STACKS}|{OF_MODEL}"
+    f"(?i){NONE_FAILED}|{MEASURED_ERROR}|{HEADING}|{NOT_NEEDED}|{LACKS_SCREEN}|{OF_TOOLS}|{OF_STACKS}|{OF_MODEL}"
 )
 ERROR_PREFIX = re.compile(
     r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|\[(?:error|fatal|critical)\]|(?:[Ff]atal|[Ee]rror)(?: error)?: )"

@@ -9,6 +9,7 @@ Whether the program survived an error: the one place with the rules by which an 
     caught             a line right behind it says what is tried instead, and steps follow               is_caught
     of a trial         Optuna went on with other trials                                                  is_of_trial
     of a shutdown      a server had stopped its engine itself                                            is_of_shutdown
+    lacks a view       a missing program would only have shown the machine                               lacks_a_view
     warned of          a logger wrote it below a warning, and it led to no other error                   line_above
     a side error       that warning says that something failed beside the training                       is_side_error
     beside the program it ended no more than a thread, a tracker or a logging call                       left_program_running
@@ -181,7 +182,7 @@ def was_retried(text: str, behind: Iterable[str]) -> bool:
 def lacks_a_view(record: Record, log: Log) -> bool:
     """Whether a missing program would only have shown the machine: steps follow it, or the training was saved before it."""
     saves = (line for line, text in log.last_lines if SAVED.search(text))
-    was_saved = any(log.last_progress_line < line < record.line for line in saves)
+    was_saved = bool(log.losses) and any(log.last_progress_line < line < record.line for line in saves)
     return bool(SHOWS_MACHINE.search(record.text)) and (was_saved or len(log.steps_after(record)) >= STEPS_AFTER)
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Evidence, LogProgress, Record, shorten
+from paceline.explain.line_measures import OF_TRAINING
 from paceline.explain.lines import KILLED_LAUNCHER
 from paceline.explain.progress import DONE, LossPoint, ProgressLine, ProgressTracker, store
 from paceline.explain.run_bounds import RunBounds
@@ -42,7 +43,7 @@ SAVED = re.compile(r"(?i)^(?!.*\b(?:not|never|no|0|fail\w*|error)\b).*\b(?:saved
 JOINED = re.compile(r"\bMEMBER: (?P<member>\d{1,6})/(?P<members>\d{1,6})\b")  # of Lightning's ranks, as they join
 # what tells apart the tasks of an array or the workers of a pool that write to one log
 MEMBER, MAX_MEMBERS = re.compile(r"\[?(?:task|worker|job|replica) ?[#=:]? ?\d{1,6}\]:? "), 1000
-NEAR_END = 3  # lines
+NEAR_END, NEAR = 3, 20  # lines; characters before a count that tell what is counted
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -58,8 +59,8 @@ WORK = (
 COUNT = re.compile(
     rf"(?i)(?:(?:^|[^\w\s]|\b(?:{WORK}|on|with|in|has|the|and|ended))\s*(?<![\w.,/=-])(?P<count>\d{{1,12}}) (?:\w+ )?{ITEMS}"
     rf"(?= *(?:$|[^\w\s]|and\b|{WORK}))"
-    rf"|(?:^|[^\w\s]\s*|\s\s|\d\s|\bepoch )(?:(?:num|n|total)[ _])?(?:(?:train\w*|val\w*|eval\w*|test)[ _])?{ITEMS}"
-    rf"(?: {WORK})?(?:\s?[:=]\s*| )(?P<behind>\d{{1,12}}))(?![\d.]*[\w%/])"
+    rf"|(?:^|[^\w\s]\s*|\s\s|\d\s|\b(?:epoch|end|done) )(?:(?:num|n|total)[ _])?(?:(?:train\w*|val\w*|eval\w*|test)[ _])?{ITEMS}"
+    rf"(?: {WORK})?['\"]?(?:\s?[:=]\s*| )(?P<behind>\d{{1,12}}))(?![\d.]*[\w%/])"
 )
 ALL_LOST = re.compile(
     rf"(?i)(?<![\d.])(?P<number>\d+) ?(?:of|/) ?(?P=number) (?:\w+ )?{ITEMS}.*\b(?:dropp|skipp|fail|remov|filter)ed\b"
@@ -285,9 +286,14 @@ def idle_work(logs: Sequence[Log]) -> tuple[Evidence, ...]:
     points = (point for log in logs for point in (*log.losses, *log.held_out, *log.scores, *log.rewards))
     if any(point.value and math.isfinite(point.value) for point in points):
         return ()
-    has_steps = any(log.progress.steps for log in logs)
+    has_steps = any(log.progress.steps for log in logs) or any(OF_TRAINING.search(text) for _, text in lines)
     counts = [
-        (number, text, int(match["count"] or match["behind"]), HELD_OUT.search(match[0]))
+        (
+            number,
+            text,
+            int(match["count"] or match["behind"]),
+            HELD_OUT.search(text, max(0, match.start() - NEAR), match.end()),
+        )
         for number, text in lines
         for match in COUNT.finditer(text)
     ]

@@ -100,7 +100,7 @@ TRACEBACKS = (
     *("error.stack_trace", "exception.stacktrace", "formatted"),
 )
 NESTED = ("error", "err", "exception", "exc_info", "jsonPayload", "record", "attributes", "extra", "fields", "data")
-COUNTS = ("steps", "batches", "num_batches")  # of an epoch
+STEPS = {"epoch", "step", "global_step", "iteration", "iter"}
 RANKS = ("rank", "global_rank", "RANK")
 TIME_FIELDS = ("time", "timestamp", "@timestamp", "asctime", "ts")
 LEVELS = ("level", "levelname", "severity", "log.level", "lvl")
@@ -269,8 +269,9 @@ def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:
         lines[0] = f"{level.upper()}: {lines[0]}"
     if lines and SHOWN_LEVEL.match(level) and (reason := first_text(fields, ("error", "err"))) not in message:
         lines[0] += f": {reason}"
-    if lines and "epoch" in lines[0].lower():  # whose count is a field of its own
-        lines[0] += next((f" {name}: 0" for name in COUNTS if fields.get(name) == 0), "")
+    if lines and not any(map(str.isdigit, lines[0])) and not STEPS.isdisjoint(fields):  # whose measures are fields
+        measures = ((name, value) for name, value in fields.items() if name not in TIME_FIELDS)
+        lines[0] += "".join(f" {name}: {value}" for name, value in measures if type(value) in (int, float))
     yield from lines
     for name in TRACEBACKS:
         traceback = traceback_text(fields.get(name))

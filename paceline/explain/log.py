@@ -58,7 +58,7 @@ WORK = (
 )
 COUNT = re.compile(
     rf"(?i)(?:(?:^|[^\w\s]|\b(?:{WORK}|on|with|in|has|the|and|ended))\s*(?<![\w.,/=-])(?P<count>\d{{1,12}}) (?:\w+ )?{ITEMS}"
-    rf"(?= *(?:$|[^\w\s]|and\b|{WORK}))"
+    rf"(?= *(?:$|[^\w\s:=]|and\b|{WORK}))"
     rf"|(?:^|[^\w\s]\s*|\s\s|\d\s|\b(?:epoch|end|done) )(?:(?:num|n|total)[ _])?(?:(?:train\w*|val\w*|eval\w*|test)[ _])?{ITEMS}"
     rf"(?: {WORK})?['\"]?(?:\s?[:=]\s*| )(?P<behind>\d{{1,12}}))(?![\d.]*[\w%/])"
 )

@@ -269,7 +269,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
             if number <= min([number, *threads])
             if is_trouble(text, at_end=True) and survived[shape_of(split_prefix(text).text)] < 2
             if not (was_shut_down and ENDED.search(text))
-            if not survival.was_retried(text, (other for later, other in lines if later > number))
+            if not survival.was_retried(text, (behind for line, behind in lines if line > number))
         ]
     return trouble
 

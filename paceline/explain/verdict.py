@@ -90,6 +90,9 @@ RAISE_STEPS = "raise max_steps or num_train_epochs above the checkpoint's, or st
 NO_STEPS = "nothing was trained: the training began at its end and took no step"
 RERUN_CELLS = "run its cells to the end, save the notebook, and pass it: paceline explain NOTEBOOK"
 METRICS = re.compile(r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}')
+ITEMS_FAILED = re.compile(
+    r"(?i)\b[1-9]\d* (?:\w+ )?(?:failed|failures|errors?)\b|\b(?:failed|failures|err(?:or)?s?)[:= ]+[1-9]"
+)
 FAILED = re.compile(r"\bFAILED\b")
 
 
@@ -114,7 +117,18 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
             f"nothing was processed: {idle[0].text[:MAX_QUOTE]}",
             format_fix(load_catalogue().causes[EMPTY], (), values),
         )
-        return Explanation(EMPTY, (), IDLE_CONFIDENCE, summary=summary, fix=fix, evidence=idle, progress=progress)
+        has_failed = any(ITEMS_FAILED.search(item.text) for item in idle)  # for another reason than too few items
+        cause = UNKNOWN if has_failed else EMPTY
+        fix = unknown_fix(Record("line", idle[0].text, idle[0].line), logs) if has_failed else fix
+        return Explanation(
+            cause,
+            (),
+            0.0 if has_failed else IDLE_CONFIDENCE,
+            summary=summary,
+            fix=fix,
+            evidence=idle,
+            progress=progress,
+        )
     if not candidates and progress.nan_line is not None:
         return explain_divergence(load_catalogue().causes[NAN], progress.nan_line, progress, values)
     blamed = rank_blamed_by_launcher(logs)

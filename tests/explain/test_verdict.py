@@ -2258,7 +2258,7 @@ def test_a_run_whose_last_checkpoints_were_all_not_saved_has_failed(saves, cause
     ("epoch 1: 0 batches, loss 0.0000\nepoch 2: 0 batches, loss 0.0000\ndone\n", "dataset-empty"),
     ("epoch 1: 40 batches, loss 1.2000\nepoch 2: 40 batches, loss 0.9000\ndone\n", "healthy"),
     ("epoch 1: 0 batches skipped\nepoch 2: 0 batches skipped\ndone\n", "healthy"),
-    ("embedded 0 docs, 50 failed\ndone\n", "dataset-empty"),
+    ("embedded 0 docs, 50 skipped\ndone\n", "dataset-empty"),
     ("embedded 48 docs, 2 failed\ndone\n", "healthy"),
     ("4000 of 4000 samples were dropped\nit 0 nll nan\ndone\n", "dataset-empty"),
     ("12 of 4000 samples were dropped\nit 0 nll 4.1\nit 1 nll 3.9\ndone\n", "healthy"),
@@ -2331,3 +2331,27 @@ def test_a_traceback_that_a_logger_wrote_is_survived_if_progress_has_a_later_tim
 ])  # fmt: skip
 def test_the_last_try_tells_how_a_command_ended(log, cause):
     assert verdict(log).cause == cause
+
+
+@with_rows("line, cause", [
+    ("`LightningModule.configure_optimizers` returned `None`, this fit will run with no optimizer", "config-error"),
+    ("`LightningModule.configure_optimizers` returned an optimizer", "healthy"),
+    ("pretrained weights: 312 of 312 tensors skipped (no name matches)", "state-dict-mismatch"),
+    ("pretrained weights: 2 of 312 tensors skipped (the new head)", "healthy"),
+    ("checkpoint step 400 is corrupt (bad magic), trying step 300 ... ok", "healthy"),
+])  # fmt: skip
+def test_what_a_log_says_of_all_that_follows_counts_whatever_the_steps_behind_it(line, cause):
+    assert verdict(f"{line}\n{''.join(EPOCHS)}training complete\n").cause == cause
+
+
+@with_rows("line, cause", [
+    ("checkpoint step 400 is corrupt (bad magic)\nno usable checkpoint, nothing to resume; exit", "checkpoint-corrupt"),
+    ("[!all_pieces.empty()] Vocabulary size too high (8000). Please set it to a value <= 5511.", "config-error"),
+    ("fit ended: `ModelCheckpoint(monitor='val_los')` could not find the monitored key in the metrics", "config-error"),
+    ('{"level": "error", "msg": "trainer crashed", "error": "KeyError: \'user_id\'"}', "user-code-exception"),
+    ('{"level": "info", "msg": "epoch", "epoch": 7, "loss": 0.2, "error": ""}', "healthy"),
+    ("embedded 0 docs, 50 failed", "unknown"),
+])  # fmt: skip
+def test_what_the_last_line_says(line, cause):
+    log = "" if line.startswith("embedded") else "".join(EPOCHS)
+    assert verdict(f"{log}{line}\n").cause == cause

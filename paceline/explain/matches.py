@@ -81,7 +81,7 @@ NOT_SAVED = re.compile(
     r"|\bsav(?:e|ing)\b.{0,40}\bfail|\bfail\w* .{0,20}\bsav|No space left on device"
 )
 CHECKPOINT = re.compile(
-    r"(?i)checkpoint|ckpt|\b(?:model|weights|snapshot)\b|\.(?:pth?|npz|bin|safetensors|h5|keras)\b|^\W*save failed"
+    r"(?i)checkpoint|ckpt|\b(?:model|weights|snapshot)\b|\.(?:pth?|npz|bin|safetensors|h5|keras)\b|^\W*save failed|\bsaving\W{2,}"
 )
 NOT_OWN = {"version-mismatch", "config-error"}
 

@@ -33,7 +33,7 @@ from paceline.explain.lines import (
 )
 from paceline.explain.log import LAST_LINES, Log, OpenRun
 from paceline.explain.log_text import CHUNK_BYTES, as_text, is_binary, is_notebook, printed_outputs, split_start
-from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, may_start, rank_in_start, shape_of
+from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, TRY, may_start, rank_in_start, shape_of
 from paceline.explain.tracebacks import TracebackReader, as_raised
 
 SAMPLE_BYTES = 1 << 16  # of a log, which show whether it is text
@@ -303,9 +303,7 @@ class LogParser:
         start = self._starts.get(number)
         if start or may_start(line.text):
             self._add(self._tracebacks.flush())
-        elif (shape := shape_of(line.text)) in self._run.bounds.shapes or (
-            shape[:1].isalpha() and shape in self._before
-        ):
+        elif shape_of(line.text) in {*self._run.bounds.shapes, *self._before}:  # as before the error, such as progress
             self._add(self._tracebacks.end_message(line.stream))
         if start and self._run.bounds.is_late_rank(number, line) and not self._is_later(line.time):
             start = None
@@ -316,7 +314,9 @@ class LogParser:
             self._run.is_restart = start is not None
             self._run.is_later = self._run.is_restart and self._is_later(line.time)
         self._run.by_command = self._run.by_command or COMMAND.match(line.text) is not None
-        self._run.is_later = self._run.is_later or NEW_PROCESS.match(line.text) is not None
+        self._run.is_later = self._run.is_later or bool(
+            NEW_PROCESS.match(line.text) or (is_next and TRY.fullmatch(line.text))
+        )
         begins = is_first or self._run.first_line == number
         if begins or self._last_begin[1] is None:
             self._last_begin = (number if begins else self._last_begin[0], line.time)
@@ -333,7 +333,7 @@ class LogParser:
         self._run.last_ignored = self._tracebacks.last_ignored
         self._add(completed)
         if not is_part and line.text.strip():
-            self._before.append(shape_of(line.text))
+            self._before.append(shape_of(line.text) if line.text[0].isalpha() else "\n")
             self._add([self._record(number, line, step)])
 
     def _is_apart(self, number: int, time: float | None, start: Start) -> bool:

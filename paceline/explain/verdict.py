@@ -113,22 +113,7 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
     if not (candidates or unexplained) and (idle := idle_work(logs)[:MAX_EVIDENCE]):
-        summary, fix = (
-            f"nothing was processed: {idle[0].text[:MAX_QUOTE]}",
-            format_fix(load_catalogue().causes[EMPTY], (), values),
-        )
-        has_failed = any(ITEMS_FAILED.search(item.text) for item in idle)  # for another reason than too few items
-        cause = UNKNOWN if has_failed else EMPTY
-        fix = unknown_fix(Record("line", idle[0].text, idle[0].line), logs) if has_failed else fix
-        return Explanation(
-            cause,
-            (),
-            0.0 if has_failed else IDLE_CONFIDENCE,
-            summary=summary,
-            fix=fix,
-            evidence=idle,
-            progress=progress,
-        )
+        return explain_idle(idle, logs, progress, values)
     if not candidates and progress.nan_line is not None:
         return explain_divergence(load_catalogue().causes[NAN], progress.nan_line, progress, values)
     blamed = rank_blamed_by_launcher(logs)
@@ -259,6 +244,18 @@ def nan_records(progress: LogProgress) -> list[Record]:
     value = progress.last_loss if progress.nan_measure.endswith("loss") else "NaN or infinite"
     start = "the first one" if progress.is_all_nan and progress.nan_measure == "loss" else "here"
     return [Record("line", f"{progress.nan_measure} {value} from {start} to the end", progress.nan_line)]
+
+
+def explain_idle(
+    idle: tuple[Evidence, ...], logs: Sequence[Log], progress: LogProgress, values: Mapping[str, str]
+) -> Explanation:
+    """For logs that end with counts of nothing that was worked on: no data, or an error for each item."""
+    summary = f"nothing was processed: {idle[0].text[:MAX_QUOTE]}"
+    if any(ITEMS_FAILED.search(item.text) for item in idle):
+        fix = unknown_fix(Record("line", idle[0].text, idle[0].line), logs)
+        return Explanation(UNKNOWN, summary=summary, fix=fix, evidence=idle, progress=progress)
+    fix = format_fix(load_catalogue().causes[EMPTY], (), values)
+    return Explanation(EMPTY, (), IDLE_CONFIDENCE, summary=summary, fix=fix, evidence=idle, progress=progress)
 
 
 def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[str, str]) -> Explanation:

@@ -295,7 +295,7 @@ def idle_work(logs: Sequence[Log]) -> tuple[Evidence, ...]:
     points = (point for log in logs for point in (*log.losses, *log.held_out, *log.scores, *log.rewards))
     if any(point.value and math.isfinite(point.value) for point in points):
         return ()
-    has_steps = any(log.progress.steps for log in logs) or any(OF_TRAINING.search(text) for _, text in lines)
+    has_steps = any(log.progress.last_step for log in logs) or any(OF_TRAINING.search(text) for _, text in lines)
     counts = [
         (
             number,

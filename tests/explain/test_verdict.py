@@ -2303,6 +2303,7 @@ def test_a_run_whose_last_checkpoints_were_all_not_saved_has_failed(saves, cause
     ("epoch 1: 0 batches, loss 0.0000\nepoch 2: 0 batches, loss 0.0000\ndone\n", "dataset-empty"),
     ("epoch 1: 40 batches, loss 1.2000\nepoch 2: 40 batches, loss 0.9000\ndone\n", "healthy"),
     ("epoch 1: 0 batches skipped\nepoch 2: 0 batches skipped\ndone\n", "healthy"),
+    ("Evaluating on 0 examples\n0it [00:00, ?it/s]\naccuracy = 0.0\ndone\n", "dataset-empty"),
     ("embedded 0 docs, 50 skipped\ndone\n", "dataset-empty"),
     ("embedded 48 docs, 2 failed\ndone\n", "healthy"),
     ("4000 of 4000 samples were dropped\nit 0 nll nan\ndone\n", "dataset-empty"),

@@ -13,7 +13,7 @@ from itertools import pairwise
 from paceline.explain.collectives import DESYNC, STATUS, CollectiveHang
 from paceline.explain.explanation import RECORDED, Record
 from paceline.explain.lines import IGNORABLE, KILLED_LAUNCHER
-from paceline.explain.log import Log
+from paceline.explain.log import MEMBER, Log
 from paceline.explain.matches import PROGRAM_ENDED, WAITING, Event
 from paceline.explain.reader import BANNER_RANK
 from paceline.explain.run_bounds import shape_of
@@ -48,6 +48,7 @@ LEFT = re.compile(  # no setting, and no loss scale, which all ranks have alike
     r"(?i)^(?!.*(?:=|patience|monitor|overflow|loss.?scale)).*"
     r"(?:\bearly[ -]?stop(?:s|ped|ping)?\b|\bskip(?:s|ped|ping)?\b.{0,30}\b(?:batch|step|iteration|update)\b)"
 )
+MEMBER_ERROR = re.compile(r"(?:\w+\.)*(?:\w*Error|[A-Z]\w*Exception|ERROR|FATAL|error|fatal|FAILED|failed)\b\s?:")
 
 
 def culprit_rank(
@@ -268,3 +269,18 @@ def task_left_out(tasks: str) -> int | None:
     runs = [(int(first), int(last or first)) for first, _, last in ends]
     missing = [number for (_, last), (first, _) in pairwise(runs) for number in range(last + 1, min(first, last + 3))]
     return missing[0] if len(missing) == 1 else None
+
+
+def failed_members(log: Log) -> list[Record]:
+    """The errors with which members of a job end, such as the tasks of an array, while others of them make progress."""
+    ends = dict(log.members)
+    for number, text in log.last_lines:
+        if match := MEMBER.match(text):
+            ends[match[0]] = number
+    errors = ((record, match) for record in log.records if (match := MEMBER.match(record.text)))
+    return [
+        record
+        for record, match in errors
+        if len(log.members.keys() - {match[0]}) > 1 and ends.get(match[0], 0) <= record.line
+        if MEMBER_ERROR.match(record.text[match.end() :])
+    ]

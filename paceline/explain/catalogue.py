@@ -40,6 +40,7 @@ SIGNAL_FORM = (
     r"(?P<colon>)(?:^[^\n]{{0,80}}\d[ 行列\xa0]{{0,3}}[:：,] {{0,6}}\d+ +{word}(?=\s|[(（]|$)"
     r"|^{word}(?=$|  | *[(（])|(?<=[\d\]%)s]){word}$)"
 )
+HEAD_FORM = r"(?P<colon>)(?:^|(?<=[\]\s|>])){word}[ \xa0]?[:：] *"  # of a message
 MESSAGE_FORM = r"(?P<colon>[ \xa0]*[:：]\s*)?{word}"
 
 
@@ -159,7 +160,7 @@ class Catalogue:
     @cached_property
     def foreign(self) -> dict[str, tuple[str, str]]:
         """Every translated word, the longest first: the form in which it counts, and its English."""
-        forms = {"signals": (SIGNAL_FORM, "line 0: 0 "), "messages": (MESSAGE_FORM, "")}
+        forms = {"signals": (SIGNAL_FORM, "line 0: 0 "), "heads": (HEAD_FORM, ""), "messages": (MESSAGE_FORM, "")}
         words = {
             word: (forms[kind][0], forms[kind][1] + english)
             for kind, table in self.translations.items()

@@ -70,7 +70,7 @@ ISO = re.compile(
 )
 # the pid of torchrun's agent stays in the text: it tells whether the same agent had started the workers before
 GLOG = re.compile(
-    r"\s*(?P<open>\[)?(?P<level>[IWEFDC])(?P<month>\d{1,2})(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
+    r"\s*(?P<open>\[)?(?P<level>[IWEFDC]) ?(?P<month>\d{1,2})(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
     r"(?P<fraction>[.,]\d+)? +(?:\d+ (?!torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \())?"
 )
 CTIME = re.compile(
@@ -100,7 +100,7 @@ TRACEBACKS = (
     *("error.stack_trace", "exception.stacktrace", "formatted"),
 )
 NESTED = ("error", "err", "exception", "exc_info", "jsonPayload", "record", "attributes", "extra", "fields", "data")
-COUNTS = ("steps", "batches", "num_batches")  # of an epoch
+STEPS = {"epoch", "step", "global_step", "iteration", "iter"}
 RANKS = ("rank", "global_rank", "RANK")
 TIME_FIELDS = ("time", "timestamp", "@timestamp", "asctime", "ts")
 LEVELS = ("level", "levelname", "severity", "log.level", "lvl")
@@ -127,7 +127,7 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|\b(?:is|are|be) expected (?:if|when|as|since|because)\b"
     # of what a launcher looks at, and of the libraries that DeepSpeed tries to link
     rf"|{RECOVERED}|_is_a_lwp: open|select_algorithm\.py\b|^MESA-LOADER|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
-    r"|slurm_load_jobs error: Invalid job id"  # of squeue, when the job is over
+    r"|slurm_load_jobs error: Invalid job id|^Aborting on container exit\b"  # of squeue; of Compose, however one ended
     # Isaac Sim at inotify's limit, Lmod
     r"|Failed to create change watch for|Module cannot be loaded due to a conflict|Load of requirement \S+ failed"
     # of W&B: behind every cell of a notebook, in its own log without an NVIDIA GPU
@@ -279,8 +279,11 @@ def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:
     is_output = "textPayload" in fields  # Google Cloud calls all that a container writes to stderr an error
     if lines and SHOWN_LEVEL.match(level) and not is_output and not EXCEPTION.match(message):
         lines[0] = f"{level.upper()}: {lines[0]}"
-    if lines and "epoch" in lines[0].lower():  # whose count is a field of its own
-        lines[0] += next((f" {name}: 0" for name in COUNTS if fields.get(name) == 0), "")
+    if lines and SHOWN_LEVEL.match(level) and (reason := first_text(fields, ("error", "err"))) not in message:
+        lines[0] += f": {reason}"
+    if lines and not any(map(str.isdigit, lines[0])) and not STEPS.isdisjoint(fields):  # whose measures are fields
+        measures = ((name, value) for name, value in fields.items() if name not in TIME_FIELDS)
+        lines[0] += "".join(f" {name}: {value}" for name, value in measures if type(value) in (int, float))
     yield from lines
     for name in TRACEBACKS:
         traceback = traceback_text(fields.get(name))

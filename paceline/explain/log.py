@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from paceline.explain.explanation import LogProgress, Record
+from paceline.explain.catalogue import load_catalogue
+from paceline.explain.explanation import Evidence, LogProgress, Record, shorten
+from paceline.explain.line_measures import OF_TRAINING
 from paceline.explain.lines import KILLED_LAUNCHER
 from paceline.explain.progress import DONE, LossPoint, ProgressLine, ProgressTracker, store
 from paceline.explain.run_bounds import RunBounds
@@ -39,8 +41,35 @@ RESUMED = re.compile(  # from a checkpoint of a step
 )
 SAMPLE_STEPS = 3  # between two samples of the same text
 SAVED = re.compile(r"(?i)^(?!.*\b(?:not|never|no|0|fail\w*|error)\b).*\b(?:saved|wrote|written)\b")
-MEMBER = re.compile(r"\bMEMBER: (?P<member>\d{1,6})/(?P<members>\d{1,6})\b")  # of Lightning's ranks, as they join
+JOINED = re.compile(r"\bMEMBER: (?P<member>\d{1,6})/(?P<members>\d{1,6})\b")  # of Lightning's ranks, as they join
+# what tells apart the tasks of an array or the workers of a pool that write to one log
+MEMBER, MAX_MEMBERS = re.compile(r"\[?(?:task|worker|job|replica) ?[#=:]? ?\d{1,6}\]:? "), 1000
+NEAR_END, NEAR = 3, 20  # lines; characters before a count that tell what is counted
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
+
+
+# counts of what a program works on, in a clause of their own or behind a verb of work: not of what it leaves out
+ITEMS = (
+    r"(?:samples|examples|images|sequences|files|batches|steps|doc(?:ument)?s|rows|records|items|clients|folds|prompts"
+    r"|predictions)(?!\w)"
+)
+WORK = (
+    r"(?:train|process|evaluat|load|read|embed|encod|tokeniz|scor|generat|pars|extract|convert|sav|wr[io]t|us|run|ran"
+    r"|found|seen|done)\w*"
+)
+COUNT = re.compile(
+    rf"(?i)(?:(?:^|[^\w\s]|\b(?:{WORK}|on|with|in|has|the|and|ended))\s*(?<![\w.,/=-])(?P<count>\d{{1,12}}) (?:\w+ )?{ITEMS}"
+    rf"(?= *(?:$|[^\w\s:=]|and\b|{WORK}))"
+    rf"|(?:^|[^\w\s]\s*|\s\s|\d\s|\b(?:epoch|end|done) )(?:(?:num|n|total)[ _])?(?:(?:train\w*|val\w*|eval\w*|test)[ _])?{ITEMS}"
+    rf"(?: {WORK})?['\"]?(?:\s?[:=]\s*| )(?P<behind>\d{{1,12}}))(?![\d.]*[\w%/])"
+)
+ALL_LOST = re.compile(
+    rf"(?i)(?<![\d.])(?P<number>\d+) ?(?:of|/) ?(?P=number) (?:\w+ )?{ITEMS}.*\b(?:dropp|skipp|fail|remov|filter)ed\b"
+)
+HELD_OUT = re.compile(r"(?i)(?<![a-z])(?:val|dev|test|eval)")
+# of transformers
+EMPTY_EVALUATION = re.compile(r"(?!.*_loss)'(?:eval|test|predict)_samples_per_second': '?0(?:\.0*)?'?[,}]")
+IDLE_TRAINING = re.compile(r"'train_runtime': '?0(?:\.\d+)?'?, .*'train_loss': '?0(?:\.0*)?'?[,}]")  # within a second
 
 
 @dataclass(frozen=True)
@@ -65,8 +94,10 @@ class Log:
     is_restart: bool = False  # the run begins as the log did
     is_later: bool = False  # by its clock, or as only a new process does, so that no buffer held its lines
     by_command: bool = False  # the run begins with a command that a shell prints
+    is_file: bool = False  # the run is one of several files, as tail prints them
     has_end: bool = False  # a record reports the end of a program
     stops_early: bool = False  # no loss of training is behind a line that reports early stopping
+    members: Mapping[str, int] = field(default_factory=dict)  # the last line with progress of each member of the job
     last_ignored: int | None = None  # the line that announces an exception that Python ignored
     earlier: "tuple[Log, ...]" = ()  # the runs before it in the same log, of many the last ones
     is_notebook: bool = False
@@ -89,7 +120,7 @@ class Log:
     @property
     def lacks_members(self) -> bool:
         """Whether the log ends while ranks join, and the last one of them has not."""
-        members = [match for _, line in self.last_lines if (match := MEMBER.search(line))]
+        members = [match for _, line in self.last_lines if (match := JOINED.search(line))]
         return bool(members) and not any(match["member"] == match["members"] for match in members)
 
     @property
@@ -179,11 +210,14 @@ class OpenRun:
         self.bounds = RunBounds()
         self.rows = NumberRows()
         self.accuracies: list[float] = []
+        self.members: dict[str, int] = {}
         self.early_stop: LossPoint | None = None  # the last loss of training before it
 
     def add_measures(self, number: int, text: str) -> None:
         """Notes what a line that the tracker has read tells beside its progress."""
         self.rows.add(number, text)
+        if (match := MEMBER.match(text)) and len(self.members) < MAX_MEMBERS:
+            self.members[match[0]] = number
         if match := ACCURACY.search(text):
             value = float(match["value"])
             store(self.accuracies, value / 100 if match["percent"] or value > 1 else value)
@@ -225,6 +259,8 @@ class OpenRun:
             rewards=tuple(curves.rewards), accuracies=tuple(self.accuracies), speeds=tuple(curves.speeds),
             first_line=self.first_line, is_restart=self.is_restart, is_later=self.is_later, by_command=self.by_command,
             has_end=self.bounds.end is not None, stops_early=has_stopped, last_ignored=self.last_ignored,
+            is_file=self.first_line in self.bounds.files.values(),
+            members=self.members,
         )  # fmt: skip
 
 
@@ -244,3 +280,37 @@ def step_of(rank: int | None, record: Record, logs: Sequence[Log], progress: Log
         return step
     steps = (log.progress.last_step if log.ranks == {rank} else log.last_steps.get(rank) for log in logs)
     return max((own for own in steps if own is not None), default=step)
+
+
+def idle_trainings(log: Log) -> list[Evidence]:
+    """The lines at the end in which transformers reports a training that took no step."""
+    return [Evidence(number, shorten(text)) for number, text in log.last_lines if IDLE_TRAINING.search(text)]
+
+
+def idle_work(logs: Sequence[Log]) -> tuple[Evidence, ...]:
+    """The last lines of logs that count nothing that was worked on, if no other count there and no measure shows any work."""
+    lines = [(number, load_catalogue().in_english(text)) for log in logs for number, text in log.last_lines]
+    if empty := [(number, text) for number, text in lines if EMPTY_EVALUATION.search(text)]:
+        return tuple(Evidence(number, shorten(text)) for number, text in empty)
+    points = (point for log in logs for point in (*log.losses, *log.held_out, *log.scores, *log.rewards))
+    if any(point.value and math.isfinite(point.value) for point in points):
+        return ()
+    has_steps = any(log.progress.last_step for log in logs) or any(OF_TRAINING.search(text) for _, text in lines)
+    counts = [
+        (
+            number,
+            text,
+            int(match["count"] or match["behind"]),
+            HELD_OUT.search(text, max(0, match.start() - NEAR), match.end()),
+        )
+        for number, text in lines
+        for match in COUNT.finditer(text)
+    ]
+    idle = {number: text for number, text, count, is_held_out in counts if not (count or (has_steps and is_held_out))}
+    if any(count and not is_held_out for _, _, count, is_held_out in counts):
+        return ()
+    idle |= {number: text for number, text in lines if ALL_LOST.search(text)}
+    if any(log.progress.last_step for log in logs):  # such as those of a bar over what then all failed
+        ends = {line[0] for log in logs for line in log.last_lines[-NEAR_END:]}
+        idle = {number: text for number, text in idle.items() if number in ends}
+    return tuple(Evidence(number, shorten(text)) for number, text in idle.items())

@@ -15,7 +15,7 @@ from paceline.explain.collectives import CLOSED, DESYNC, FIRST_TRANSFER
 from paceline.explain.explanation import Record
 from paceline.explain.frames import PACKAGE, is_check, is_own, match_frames
 from paceline.explain.lines import IGNORABLE, WARNING_LINE
-from paceline.explain.log import Log
+from paceline.explain.log import SAVED, Log
 from paceline.explain.run_bounds import PROGRAM, ended_program, shape_of
 from paceline.explain.survival import (
     CANCELLED_STEP,
@@ -76,6 +76,13 @@ TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Kille
 NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt)(?:\w+\.)*(?:[A-Z]\w+|error)(?::|$)")
 # behind a bar that did not get to its end: of a process that could not clean up
 CUT_BAR = re.compile(r"(?<!\d)\d{1,2}%\|(?!.*\d%\|).*resource_tracker: There appear to be \d+ leaked")
+NOT_SAVED = re.compile(
+    r"(?i)\b(?:could ?n[o']t|can(?:no|')t|unable to|failed? to|error|not) (?:be )?(?:sav|writ|wrote|stor|serializ)\w*"
+    r"|\bsav(?:e|ing)\b.{0,40}\bfail|\bfail\w* .{0,20}\bsav|No space left on device"
+)
+CHECKPOINT = re.compile(
+    r"(?i)checkpoint|ckpt|\b(?:model|weights|snapshot)\b|\.(?:pth?|npz|bin|safetensors|h5|keras)\b|^\W*save failed|\bsaving\W{2,}"
+)
 NOT_OWN = {"version-mismatch", "config-error"}
 
 
@@ -266,3 +273,20 @@ def unexplained_failures(logs: Sequence[Log], events: Sequence[Event]) -> list[R
         and not run_continued(record, log, continuation)
         and not left_program_running(record, log)
     ]
+
+
+def failed_saves(log: Log) -> list[Record]:
+    """The last report that a checkpoint was not saved, if none was saved behind the one before it, or none in this log at all."""
+    texts = dict(log.last_lines) | {record.line: record.text for record in log.records}
+    english = ((number, load_catalogue().in_english(text)) for number, text in sorted(texts.items()))
+    saves = [
+        (number, bool(SAVED.search(text))) for number, text in english if SAVED.search(text) or is_failed_save(text)
+    ]
+    if not saves or saves[-1][1] or (len(saves) > 1 and saves[-2][1]):
+        return []
+    is_last = len(saves) > 1 or saves[-1][0] > log.last_progress_line
+    return [record for record in log.records if record.line == saves[-1][0] and is_last]
+
+
+def is_failed_save(text: str) -> bool:
+    return bool(NOT_SAVED.search(text) and CHECKPOINT.search(text))

@@ -39,7 +39,8 @@ DONE = re.compile(
     r"|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed|normal termination \(return value 0\)"
     r"|training has finished|\ball stages (?:complete|finished)|run finished"
     r"|finished: final loss|finished successfully|^successfully completed\.$"
-    r"|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:|^training time \d+:\d\d:\d\d$|^done\.?$"
+    r"|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:|^training time \d+:\d\d:\d\d$"
+    r"|^(?:done|fertig|terminé|готово)\.?$"
     r"|\"run_stop\".{0,300}\"status\": \"success\"|terminated of its own accord .*with exit-code 0"
     r"|(?:treinamento|entrenamiento) (?:conclu|complet|finaliz|termin)[a-zí]+|training (?:ist )?(?:abgeschlossen|beendet)"
     r"|entra[iî]nement termin[eé]|обучение (?:завершено|закончено)"
@@ -51,7 +52,7 @@ SOME_FAILED = re.compile(r"(?i)\b[1-9]\d* (?:\w+ )?(?:failed|failures?)\b|\bfail
 DONE_WORDS = (  # one is in every text that matches; the pattern alone takes a fourth of the time of a line
     "finish", "done", "complet", "runtime", "final", "reached", "passed", "training time", "own accord", "run_stop", "conclu",
     "bandwidth", "end train", "termin", "abgeschl", "beendet", "завершен", "закончен", "完", "结束", "終了", "완료", "종료",
-    "end of training",
+    "end of training", "fertig", "готово",
 )  # fmt: skip
 # losses of a policy; rewards of preference pairs, whose loss is one as of any classifier
 POLICY_LOSS = re.compile(r"(?!.*loss.*loss).*\b(?:td|bellman|actor|policy|pg)\d?[ _-]loss\W{1,3}\d")  # alone on a line

@@ -16,7 +16,7 @@ from dataclasses import replace
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Record, RecordKind
 from paceline.explain.forwarded import ForwardedLines, WrappedLines
-from paceline.explain.line_filter import AFTER, LineFilter, Shapes, Start
+from paceline.explain.line_filter import AFTER, BEFORE, LineFilter, Shapes, Start
 from paceline.explain.line_measures import StepLoss, in_english, read_step_and_loss, strip_bars
 from paceline.explain.lines import (
     MAX_LINE_BYTES,
@@ -33,7 +33,7 @@ from paceline.explain.lines import (
 )
 from paceline.explain.log import LAST_LINES, Log, OpenRun
 from paceline.explain.log_text import CHUNK_BYTES, as_text, is_binary, is_notebook, printed_outputs, split_start
-from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, may_start, rank_in_start, shape_of
+from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, TRY, may_start, rank_in_start, shape_of
 from paceline.explain.tracebacks import TracebackReader, as_raised
 
 SAMPLE_BYTES = 1 << 16  # of a log, which show whether it is text
@@ -148,6 +148,7 @@ class LogParser:
         self._lines: tuple[Sequence[int], list[bytes], int] = ((), [], 0)
         self._pending = 0  # lines at the start of the next block that follow a selected one
         self._waiting: deque[tuple[int, bytes]] = deque(maxlen=PROGRESS_LINES)  # parsed before the next event
+        self._before: deque[str] = deque(maxlen=BEFORE)  # how the last lines that are no part of an error begin
         self._num_progress = 0  # lines read for progress
         self._snippet_rank: int | None = None
         self._banner_rank: int | None = None
@@ -206,6 +207,7 @@ class LogParser:
         """Closes the run before a line and begins the next one with it."""
         self._read_tail(first_line)
         ended, self._run = self._run, OpenRun(first_line, rank=self._rank)
+        self._run.bounds.files = ended.bounds.files
         self._earlier.append(ended.close(first_line))
         self._run.tail.extend(item for item in ended.tail if item[0] >= first_line)
         for record in (*ended.first, *ended.last):
@@ -301,7 +303,7 @@ class LogParser:
         start = self._starts.get(number)
         if start or may_start(line.text):
             self._add(self._tracebacks.flush())
-        elif shape_of(line.text) in self._run.bounds.shapes:  # a line of progress
+        elif shape_of(line.text) in {*self._run.bounds.shapes, *self._before}:  # as before the error, such as progress
             self._add(self._tracebacks.end_message(line.stream))
         if start and self._run.bounds.is_late_rank(number, line) and not self._is_later(line.time):
             start = None
@@ -312,7 +314,9 @@ class LogParser:
             self._run.is_restart = start is not None
             self._run.is_later = self._run.is_restart and self._is_later(line.time)
         self._run.by_command = self._run.by_command or COMMAND.match(line.text) is not None
-        self._run.is_later = self._run.is_later or NEW_PROCESS.match(line.text) is not None
+        self._run.is_later = self._run.is_later or bool(
+            NEW_PROCESS.match(line.text) or (is_next and TRY.fullmatch(line.text))
+        )
         begins = is_first or self._run.first_line == number
         if begins or self._last_begin[1] is None:
             self._last_begin = (number if begins else self._last_begin[0], line.time)
@@ -329,6 +333,7 @@ class LogParser:
         self._run.last_ignored = self._tracebacks.last_ignored
         self._add(completed)
         if not is_part and line.text.strip():
+            self._before.append(shape_of(line.text) if line.text[0].isalpha() else "\n")
             self._add([self._record(number, line, step)])
 
     def _is_apart(self, number: int, time: float | None, start: Start) -> bool:

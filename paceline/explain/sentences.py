@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 
 from paceline.explain.catalogue import Cause, load_catalogue
-from paceline.explain.explanation import LogProgress, Record, shorten
+from paceline.explain.explanation import LogProgress, Record
 from paceline.explain.frames import INSTALLED
-from paceline.explain.log import SAVED, Log
+from paceline.explain.log import Log
 from paceline.explain.matches import WAITING, Event
 from paceline.units import format_bytes, format_duration, format_list, format_ranks
 
@@ -52,12 +52,6 @@ PLACEHOLDER = re.compile(r"\{(\w+)\}")
 ONE_LOG = "COMMAND > run.log 2>&1, then paceline explain run.log"
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 QUOTING_CODE = re.compile(r"`([^`\"]*'[^`\"]*)`")  # code between backticks with a text in it
-FAILED_SAVE = re.compile(
-    r"(?i)\b(?:could not|couldn't|can ?not|can't|failed to|unable to) (?:save|write)\b.{0,20}"
-    r"\b(?:checkpoint|model|weights)\b(?! (?:graph|plot|summary))"
-    r"|\b(?:checkpoint|model|weights) (?:could not be|was not) (?:saved|written)"
-    r"|\b(?:sav|writ)ing .{0,20}(?:checkpoint|model) failed"
-)
 MIN_ZEROS = 5  # evaluations
 
 
@@ -267,14 +261,9 @@ def clean_values(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def describe_doubts(logs: Sequence[Log]) -> tuple[str, ...]:
-    """Notes on a healthy log: saves that fail up to its end, evaluations that score 0."""
+    """Notes on a healthy log: evaluations that all score 0."""
     notes = []
     for log in logs:
-        failed = [record for record in log.records if FAILED_SAVE.search(record.text)]
-        last = failed[-1].line if failed else 0
-        if len(failed) > 1 and not any(line > last and SAVED.search(text) for line, text in log.last_lines):
-            text = shorten(failed[-1].text.splitlines()[0])
-            notes.append(f"{len(failed)} saves failed, the last one in line {last:,}: {text}")
         if len(log.scores) >= MIN_ZEROS and not any(point.value for point in log.scores):
             advice = "print a few predictions beside their labels, as the metric gets them"
             notes.append(f"all {len(log.scores)} evaluations have a score of 0: {advice}")

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from paceline.explain import survival
+from paceline.explain.blame import failed_members
+from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Evidence, Record, shorten
 from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME
 from paceline.explain.lines import IGNORABLE, WARNING_LINE, only_begins, split_prefix
 from paceline.explain.log import PROMPT, Log
-from paceline.explain.matches import Event, as_fatal, matches_of_message
+from paceline.explain.matches import Event, as_fatal, failed_saves, matches_of_message
 from paceline.explain.run_bounds import failed_at_import, shape_of
 from paceline.explain.survival import STEPS_AFTER, WENT_ON, is_caught, left_program_running
 
@@ -77,7 +79,8 @@ SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in 
 SHELL_TIME = re.compile(r"(?:real|user|sys)\s+\d+m[\d.,]+s$")  # by a shell, behind any command
 ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")  # a launcher's warning, Python's for the killed
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
-    r"(?i)terminat|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
+    r"(?i)terminat|\bgiv(?:e|en|ing) up\b|\bgave up\b|\b(?-i:NOT OK|ERR)\b|^\W*!!"
+    r"|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
     rf"|{PROMPT.pattern}"
     r"|^\W*usage: \w|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^[ ~]*\^{3,}[ ~^]*$"
 )
@@ -111,7 +114,7 @@ LACKS_SCREEN = (  # terminals, locales, screens and sound that a server lacks, d
 )
 OF_TOOLS = (  # trackers, the Hub, httpx, lists of packages, pip, git, Debian, docker build, sacct, PowerShell
     r"^wandb:|`HF_TOKEN` (?:secret|does not)|^(?:HTTP Request: )?(?:GET|HEAD) https?://|^Welcome to bitsandbytes\b"
-    r"|^[\w.-]+ +\d+(?:\.\w+)+(?: |$)|error during package walk|\btracker file does not exist|\bMailType="
+    r"|^[\w.-]+ +\d+(?:\.\w+)+(?: +\S+){0,3}$|error during package walk|\btracker file does not exist|\bMailType="
     r"|\bhas requirement .*, but you'll have |^(?:Installing collected packages|Successfully installed)\b"
     r"|pip's dependency resolver|^fatal: (?:not a git repository|destination path .* already exists)"
     r"|^(?:debconf|invoke-rc\.d): |^#\d+ \d+\.\d+ |RemoteException|FullyQualifiedError|NativeCommandErr"
@@ -125,7 +128,9 @@ NO_TROUBLE = re.compile(
 ERROR_PREFIX = re.compile(
     r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|\[(?:error|fatal|critical)\]|(?:[Ff]atal|[Ee]rror)(?: error)?: )"
 )
-MARKED_ERROR = re.compile(r"(?i)\W*[❌✗✘] ?\w*error\b")  # may name its epoch, and is no line of progress then
+MARKED_ERROR = re.compile(
+    r"\W*[❌✗✘] ?\w*(?i:error\b)|[A-Z ]*\bFAILED: "
+)  # may name its epoch, and is no line of progress then
 ERROR_WORD = re.compile(rf"(?!{ERROR_PREFIX.pattern}).*(?<![A-Za-z])(?:Error|Exception|Traceback)\b")
 SKIPPED_STEP = re.compile(
     r"(?i)(?:\bskip(?:ped|ping) (?:train(?:ing)? )?(?:batch|step|iteration)|^error \w+ing \w+) #?(?P<number>\d{1,9}) ?[:(-] ?\S"
@@ -133,20 +138,8 @@ SKIPPED_STEP = re.compile(
 NOTHING_DONE = re.compile(
     r"(?i)\b(?:examples|samples|items|prompts|questions|images|files|batches) (?:process|complet|generat|evaluat|sav)ed\W+0\W*$"
 )
-# the end of an epoch without any work in it, not one without batches that were left out
-IDLE_EPOCH = re.compile(
-    r"(?i)^(?!.*(?:skip|drop|fail|discard|remain|left|bad|val|eval|test|\b[1-9]\d* (?:\w+ )?(?:batches|steps))).*\bepoch\b"
-    r"(?:.*(?:[^\w\s]|ran|with|in|done|end) +)?(?:\b(?:0|no) (?:batches|steps)(?: (?:trained|processed|done|run))?"
-    r"|(?:num_)?(?:batches|steps)(?:: ?|=| )0)\W*$"
-)
-NO_ITEMS = re.compile(r"(?i)(?<![\d.,])\b0 train(?:ing)? (?:clients|samples|examples|images|sequences|files|batches)\b")
-LAST_COUNTS = re.compile(  # labels: 4071, predictions: 0
-    r"(?i)\W*[a-z]\w*s\W{1,3}\d\d+\s+(?:predictions|samples|examples|images|sequences|documents|batches|records|rows)\W{1,3}0\W*"
-)
-EPOCH_END = re.compile(r"(?i)\bepoch\b.*(?:\b(?:batches|steps)\b|\b(?:end|ended|done|finished|completed?)\b)")
-MIN_IDLE, MAX_UNDECODED = 2, 0.01  # epochs; of the characters at the end of a log: a model's answer may break one
+MAX_UNDECODED = 0.01  # of the characters at the end of a log: a model's answer may break one
 NO_RESULT = re.compile(r"(?i)\b(?:core|dump|config\w*|log|settings)\b")  # what was written at the start, or by a crash
-IDLE_TRAINING = re.compile(r"'train_runtime': '?0(?:\.\d+)?'?, .*'train_loss': '?0(?:\.0*)?'?[,}]")  # within a second
 # lines of a log without progress: of ordinary output to its end, and below which an end that only announces work counts
 MIN_LINES, MIN_OUTPUT = 8, 50
 TRAINING_BEGINS = re.compile(
@@ -201,8 +194,8 @@ def last_errors(log: Log, *, has_failed: bool) -> list[Record]:
 
 def errors_of_every_item(log: Log) -> list[Record]:
     """The errors of the last items; or the one that came with nearly every line of progress where no measure shows any work."""
-    if last_item := errors_of_items_at_end(log):
-        return last_item
+    if failed := errors_of_items_at_end(log) or failed_saves(log) or failed_members(log):
+        return failed
     if log.losses or log.scores or log.rewards or log.progress.steps < MIN_ITEMS:
         return []
     errors = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
@@ -220,7 +213,9 @@ def errors_of_items_at_end(log: Log) -> list[Record]:
 
 def errors_of_all_steps(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
     """The events for which every step was skipped, or of which the last items failed: none of them was survived."""
-    skipped = {id(record) for log in logs for record in (*skipped_steps(log), *errors_of_items_at_end(log))}
+    skipped = {
+        id(record) for log in logs for record in (*skipped_steps(log), *errors_of_items_at_end(log), *failed_saves(log))
+    }
     return [as_fatal(event) for event in events if id(event.record) in skipped]
 
 
@@ -274,6 +269,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
             if number <= min([number, *threads])
             if is_trouble(text, at_end=True) and survived[shape_of(split_prefix(text).text)] < 2
             if not (was_shut_down and ENDED.search(text))
+            if not survival.was_retried(text, (behind for line, behind in lines if line > number))
         ]
     return trouble
 
@@ -307,7 +303,7 @@ def passed_shapes(log: Log) -> set[str] | None:
 def is_trouble(text: str, *, at_end: bool = False) -> bool:
     if at_end and ENDED.search(text):
         return True
-    text = split_prefix(text).text[:MAX_WORDS]
+    text = load_catalogue().in_english(split_prefix(text).text[:MAX_WORDS])
     if at_end and STACK_FRAME.search(text):
         return True
     text = NAME.sub("", text)
@@ -348,34 +344,6 @@ def errors_behind_progress(log: Log) -> list[Evidence]:
         return []
     trouble = [(number, text) for number, text in trouble_anywhere([log]) if number > log.last_progress_line]
     return [Evidence(number, shorten(text)) for number, text in trouble if ERROR_WORD.match(text)]
-
-
-def idle_trainings(log: Log) -> list[Evidence]:
-    """The lines at the end in which transformers reports a training that took no step."""
-    return [Evidence(number, shorten(text)) for number, text in log.last_lines if IDLE_TRAINING.search(text)]
-
-
-def idle_epochs(logs: Sequence[Log]) -> tuple[Evidence, ...]:
-    """The ends of epochs at the ends of logs if each ran no batch, and if no log has a step or a measure other than 0."""
-    points = (point for log in logs for point in (*log.losses, *log.held_out, *log.scores, *log.rewards))
-    ends = [(number, text) for log in logs for number, text in log.last_lines if EPOCH_END.search(text)]
-    has_worked = any(log.progress.last_step for log in logs) or any(point.value for point in points)
-    if has_worked or len(ends) < MIN_IDLE or not all(IDLE_EPOCH.search(text) for _, text in ends):
-        return ()
-    return tuple(Evidence(number, shorten(text)) for number, text in ends)
-
-
-def missing_items(logs: Sequence[Log]) -> tuple[Evidence, ...]:
-    """The lines at the ends of logs without a step or a result that count nothing to train on, or nothing behind many others."""
-    ends = (
-        [] if any(log.progress.steps for log in logs) else [log.last_lines for log in logs if not final_result([log])]
-    )
-    return tuple(
-        Evidence(number, shorten(text))
-        for end in ends
-        for (_, before), (number, text) in pairwise(end)
-        if NO_ITEMS.search(text) or (number == end[-1][0] and LAST_COUNTS.fullmatch(f"{before}\n{text}"))
-    )
 
 
 def is_ordinary(log: Log) -> bool:

@@ -21,7 +21,7 @@ What no process survives (CONTEXT_LOST) is never caught, and never a side error.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -54,6 +54,9 @@ TYPED_KEYS = re.compile(r"(?:\^C)+")  # as a terminal shows them
 WENT_ON, BEFORE_DONE, MAX_QUOTED = 40, 8, 16  # lines behind an error, before the end, that quote an error above them
 MIN_REPEATS, MAX_ADVICE = 5, 8  # lines about an item that was left out; lines behind the advice of bitsandbytes
 RETRIES = re.compile(r"(?i)\bretry(?:ing)? \(?(?:attempt )?\d+ ?(?:/|of) ?\d|^g?make(?:\[\d+\])?: \*\*\* ")
+TRY_OF = re.compile(
+    r"(?P<what>.{8,200}?) (?i:failed) \((?P<at>\d{1,3}) ?(?:/|of) ?(?!(?P=at)\b)\d{1,3}\)"
+)  # not the last one
 HANDLED = re.compile(r"(?i)\bfail\w*, (?:re)?(?:trying|installing|falling back)\b")
 CANCELLED = r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED"
 CANCELLED_STEP = re.compile(rf"{CANCELLED}|srun: (?:Force Terminated|forcing job termination)")
@@ -139,6 +142,8 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return last_line - record.line > MAX_ADVICE
     if TYPED_KEYS.match(record.text) and not log.progress.steps and last_line - record.line > BUFFERED_LINES:
         return True  # the program has not ended
+    if was_retried(record.text, (other.text for other in log.records_between(record.line + 1, last_line))):
+        return True
     if RETRIES.search(record.text) and last_line - record.line > MAX_QUOTED:
         return True  # what fails in the end says so
     is_fatal = FATAL.search(record.text) or log.lost_launcher(record)
@@ -167,6 +172,12 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True
     stop = continuation.stop if ended_program(record) else math.inf
     return len(log.steps_after(record, before=stop)) >= STEPS_AFTER
+
+
+def was_retried(text: str, behind: Iterable[str]) -> bool:
+    """Whether a line reports a try that is not the last one, and one of the lines behind it how the next one went."""
+    match = TRY_OF.match(text)
+    return match is not None and any(other.startswith(match["what"]) for other in behind)
 
 
 def lacks_a_view(record: Record, log: Log) -> bool:
@@ -310,7 +321,8 @@ def is_caught(record: Record, log: Log) -> bool:
 
     Likewise the end of a trial of Optuna, and of an engine that its server has stopped.
     """
-    if is_of_trial(record, log) or is_of_shutdown(record, log) or log.outlived_like(record):
+    is_known = is_of_trial(record, log) or is_of_shutdown(record, log) or was_logged(record, log)
+    if is_known or log.outlived_like(record):
         return True
     if not record.frames or CONTEXT_LOST.search(record.text):
         return False
@@ -318,6 +330,18 @@ def is_caught(record: Record, log: Log) -> bool:
     notices = [*record.text.split("\n")[1:], *(other.text for other in following[:1])]
     goes_on = len(log.steps_after(record)) >= STEPS_AFTER and log.has_one_process
     return goes_on and any(map(CAUGHT.match, notices))
+
+
+def was_logged(record: Record, log: Log) -> bool:
+    """Whether a logger wrote an exception below its own line, and the same program progress with a later time, so in no buffer."""
+    if CONTEXT_LOST.search(record.text) or not log.has_one_process:
+        return False
+    above = log.records_between(record.line - 2, record.line - 1)[-1:]
+    last = record.line + 3 * len(record.frames) + WENT_ON
+    progress = {line for line, _, _ in log.last_progress}
+    behind = [other for other in log.records_between(record.line + 1, last) if other.line in progress]
+    times = [math.nan if other.time is None else other.time for other in (*above, *behind)]
+    return len(behind) >= 2 and bool(above) and all(time >= times[0] for time in times)
 
 
 def is_of_trial(record: Record, log: Log) -> bool:

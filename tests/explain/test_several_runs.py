@@ -47,11 +47,11 @@ def test_the_first_lines_of_a_log_that_come_again_behind_an_error_and_later_begi
         run(33, *(f"table {n} has {n} columns" for n in range(8)))
         + "2025-11-12 19:33:38,357 [ERROR] root: no feature list for this period\n"
     )
-    missing = run(35, "reading") + "2025-11-12 19:35:39,357 [ERROR] root: the table has no rows\n"
+    missing = run(35, "reading") + "2025-11-12 19:35:39,357 [ERROR] root: the table has no header\n"
     works = run(41, *(f"frame {n} of 20: score {n / 40:.3f}" for n in range(1, 21)), "Results saved to results.json")
     assert verdict(broken + works).cause == "healthy"
     explanation = verdict(broken + works + missing.replace("19:35", "19:55"))
-    assert explanation.cause == "unknown" and "the table has no rows" in explanation.summary
+    assert explanation.cause == "unknown" and "the table has no header" in explanation.summary
     assert verdict(works + broken.replace("19:33", "19:53")).cause == "unknown"
     assert verdict(broken + works.replace("19:41", "19:33")).cause == "unknown"
 

@@ -70,6 +70,7 @@ class LogProgress:
     last_loss: float | None = None
     nan_line: int | None = None  # from this line on every value of nan_measure is NaN or infinite
     nan_step: int | None = None
+    nan_rank: int | None = None  # whose values were NaN steps before those of the others
     nan_measure: str = "loss"
     is_all_nan: bool = False  # no loss was finite
     done_line: int | None = None  # reports that the work is done

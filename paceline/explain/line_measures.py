@@ -7,7 +7,7 @@ open progress bar prints on the same line, so bars are removed from a line befor
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.explain.lines import has_word
@@ -150,6 +150,7 @@ RECORD = re.compile(  # a measure as a dictionary, behind its name: {'epoch': 0,
     r"(?P<name>\w+): \{'epoch': (?P<epoch>\d+(?:\.\d+)?), 'value': (?P<value>\S+)\} \(\{'split': '(?P<split>\w+)'\}\)"
 )
 FOREIGN_WORDS = ("epoche", "verlust", "perda", "perte", "perdita", "epoca")  # those in ASCII
+RANK_NAME = re.compile(r"\brank[ _=:]{0,2}(?P<rank>\d{1,6})\b")
 SETTING = re.compile(
     r"(?i)\W*(?!\w*loss)\w+ ?= ?(?!nan|[-+]?inf)[^=]+,"
 )  # a line of its own in an object that is printed over several lines
@@ -299,6 +300,26 @@ def find_measure(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Matc
     if (measure := next(broken, None)) is not None or len(training) < 2:
         return measure or next(iter(training or matches), None)
     return training[0] if OF_POLICY.search(before(training[0])) else next(filter(is_total, training), training[0])
+
+
+def rank_of(text: str, rank: int | None) -> int | None:
+    """The rank that a line names anywhere; rank: that of its prefix."""
+    match = RANK_NAME.search(text) if rank is None and "rank" in text else None
+    return int(match["rank"]) if match else rank
+
+
+def first_to_end(
+    of_ranks: Mapping[tuple[str, int | None], Sequence[tuple[int, int | None, int | None]]], measure: str
+) -> tuple[int, int, int | None] | None:
+    """Line, rank and step from which a measure of one rank is NaN while all others had a finite one of that step or later.
+
+    of_ranks: the line, and the step, of its last finite value and of the next one.
+    """
+    by_rank = {rank: at for (name, rank), at in of_ranks.items() if name == measure}
+    ended = [(at[1][2] or 0, rank) for rank, at in by_rank.items() if rank is not None and at[0][0] and len(at) > 1]
+    step, first = min(ended, default=(0, None))
+    others = [at[0][2] or 0 for rank, at in by_rank.items() if rank != first]
+    return (by_rank[first][1][0], first, step) if first is not None and others and min(others) >= step else None
 
 
 def is_setting(text: str) -> bool:

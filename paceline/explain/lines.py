@@ -12,7 +12,7 @@ of metrics, stays as it is.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, AnyStr
 
@@ -145,6 +145,11 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|has failed to shutdown the rendezvous"  # another node has shut it down before; a lost one shows in its own log
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
+# what is printed before any work: by tools and in warnings, and settings, whose values are not measured
+OF_TOOLS = re.compile(r"(?:wandb: (?!Synced|Run summary|\s|.*[▁▂▃▄▅▆▇█])|nohup: |stty: |\s*warnings\.warn\().*")
+SETTING = re.compile(r"(?!wandb: |.*\d\.[1-9]\d\d)\W*[A-Za-z_][\w.]*['\"]?(?::$|: | ?= ?(?=\S)).*|[^A-Za-z0-9]*")
+SWITCH = re.compile(r"[:=] ?(?:(?i:true|false|none|null)\b|'')")
+PYTHON_WARNING = re.compile(r"(?m)^\S*:\d+: \w*Warning: .*(?:\n.*){,8}?\n  \S.*$")  # to its line of code
 
 Fields = Mapping[str, Any]
 
@@ -200,6 +205,13 @@ def split_prefix(text: str) -> LogLine:
             break
         text = text[match.end() :]
     return LogLine(text=text.rstrip(), rank=rank, host=host, time=time, stream=stream, device=device)
+
+
+def only_begins(texts: Sequence[str]) -> bool:
+    """Whether lines are no more than warnings, what tools print at the start, and settings."""
+    others = PYTHON_WARNING.sub("", "\n".join(texts)).split("\n")
+    is_start = len(others) < len(texts) or any(OF_TOOLS.match(text) or SWITCH.search(text) for text in others)
+    return is_start and all(OF_TOOLS.match(text) or SETTING.fullmatch(text) for text in others)
 
 
 def seconds_of(match: re.Match[str]) -> float:

@@ -37,6 +37,7 @@ RESUMED = re.compile(  # from a checkpoint of a step
     r"(?i)(?!.*\b(?:convert|export|merg|evaluat|test)).{0,60}?\b(?:load(?:ed|ing)|resum(?:ed|ing)|restor(?:ed|ing))\b.{0,120}?"
     r"\b(?:step|iter(?:ation)?|epoch|checkpoint|ckpt)[ _=:-]{0,2}(?P<step>\d{1,12})\b"
 )
+SAMPLE_STEPS = 3  # between two samples of the same text
 SAVED = re.compile(r"(?i)^(?!.*\b(?:not|never|no|0|fail\w*|error)\b).*\b(?:saved|wrote|written)\b")
 MEMBER = re.compile(r"\bMEMBER: (?P<member>\d{1,6})/(?P<members>\d{1,6})\b")  # of Lightning's ranks, as they join
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
@@ -123,6 +124,14 @@ class Log:
         is_killed = KILLED_LAUNCHER.search(record.text) is not None
         ends = (text for number, text in self.last_lines if number > record.line and " " in text)
         return is_killed and not any(map(DONE.search, ends))
+
+    def outlived_like(self, record: Record) -> bool:
+        """Whether a run printed a text again that it had outlived, and then further steps and its end: a program ends once."""
+        twins = (other for other in self.records if other.line < record.line and other.text == record.text)
+        was_outlived = any(len(self.steps_after(twin, before=record.line)) >= SAMPLE_STEPS for twin in twins)
+        done = self.progress.done_line or 0
+        has_failed = any(other.line > record.line and other.kind in ("exit", "banner") for other in self.records)
+        return was_outlived and bool(self.steps_after(record, before=done)) and not has_failed
 
 
 class NumberRows:

@@ -45,8 +45,8 @@ FEW_SAME, SAME_RANGE = 4, 1e-4
 # classes between which a model guesses: the loss is the logarithm of their number; how near to it, of many points and of few
 MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
 MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations
-# losses of a guess between two classes; how near to ln 2 those behind the first are, and the level of their last half
-MIN_HALF, LN_2, FEW_CHANCE, STILL_CHANCE = 5, math.log(2), 0.03, 0.01
+# losses of a guess between two classes; how near to ln 2 those behind the first are, the level of their last half, and epochs
+MIN_HALF, LN_2, FEW_CHANCE, STILL_CHANCE, MIN_EPOCHS, EPOCH_CHANCE = 5, math.log(2), 0.03, 0.01, 8, 0.005
 EVEN, ENDS_EVEN = 0.02, 0.05  # how near to a half its accuracies are: each of them, the last ones
 # of two networks that compete, whose losses may stay there
 OF_GAN = re.compile(r"(?i)\b(?:discriminator|generator|adversar)|(?<![a-z])(?:[dg][ _]?loss|loss[ _]?[dg])(?![a-z])")
@@ -97,8 +97,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     has_nan = any(math.isnan(point.value) for name in ("losses", "held_out") for point in points[name])
     guesses = [*find_guesses(losses, evaluations, scores)]
     if not parts and not any(OF_GAN.search(text) for log in logs for _, text in log.last_lines):
-        trained = [point.value for point in points["losses"] if point.name != "eval_loss"]
-        guesses += find_half(losses, trained, points["accuracies"])
+        guesses += find_half(losses, [p for p in points["losses"] if p.name != "eval_loss"], points["accuracies"])
     findings = [
         *(rise for item in rising for rise in curve_verdict.find_rises([item], least_rise(item, evaluations))),
         *(find_steady_rises(rising, evaluations) if not parts else ()),
@@ -303,14 +302,19 @@ def find_guesses(
 
 
 def find_half(
-    losses: Sequence[MetricSeries], values: Sequence[float], accuracies: Sequence[float]
+    losses: Sequence[MetricSeries], points: Sequence[LossPoint], accuracies: Sequence[float]
 ) -> Iterator[CurveFinding]:
-    """A loss that stays where a guess between two classes is, while each accuracy of the log is about a half; values: of it."""
-    is_half = len(accuracies) >= MIN_FEW and max(abs(value - 0.5) for value in accuracies) < EVEN
-    if not is_half or len(losses) != 1 or len(values) < MIN_HALF or not all(map(math.isfinite, values)):
+    """A loss that stays at a guess between two classes, or an epoch's among those of samples; accuracies of a half."""
+    values = [point.value for point in points]
+    if len(losses) != 1 or len(values) < MIN_HALF or not all(map(math.isfinite, values)):
         return
-    is_near = all(is_about(value, LN_2, FEW_CHANCE) for value in values[1:])
-    if is_near and median(values[len(values) // 2 :]) > (1 - STILL_CHANCE) * LN_2:
+    half = values[len(values) // 2 :]
+    starts = [point.value for before, point in pairwise(points) if (point.epoch or 0) > (before.epoch or 0)]
+    off = max((abs(value - 0.5) for value in accuracies), default=0.0)
+    is_near = len(accuracies) >= MIN_FEW and off < EVEN and median(half) > (1 - STILL_CHANCE) * LN_2
+    is_near = is_near and all(is_about(value, LN_2, FEW_CHANCE) for value in values[1:])
+    stays = MIN_EPOCHS <= len(starts) < len(half) and all(is_about(value, LN_2, EPOCH_CHANCE) for value in starts)
+    if is_near or (stays and off < ENDS_EVEN and is_about(sum(half) / len(half), LN_2, FEW_CHANCE)):
         yield CurveFinding(STANDS_STILL, losses[0], 0, CHANCE.format(number=2))
 
 
@@ -375,10 +379,9 @@ def hardly_moves(series: MetricSeries) -> bool:
     if not (len(values) >= MIN_FLAT or is_same) or not curve_verdict.is_whole(series) or has_one_digit(values):
         return False
     tail = values[len(values) // 4 :]
-    if abs(median(tail)) < LEARNED * abs(values[0]):
-        return False
+    has_level = abs(median(tail)) >= LEARNED * abs(values[0])
     fell = median(values[: len(values) // 4] or values) - median(tail)
-    return max(tail) - min(tail) < FLAT_RANGE * abs(values[0]) and fell < STUCK_FALL * abs(values[0])
+    return has_level and max(tail) - min(tail) < FLAT_RANGE * abs(values[0]) and fell < STUCK_FALL * abs(values[0])
 
 
 def has_one_digit(values: Sequence[float]) -> bool:

@@ -56,7 +56,6 @@ DONE_WORDS = (  # one is in every text that matches; the pattern alone takes a f
 # losses of a policy; rewards of preference pairs, whose loss is one as of any classifier
 POLICY_LOSS = re.compile(r"(?!.*loss.*loss).*\b(?:td|bellman|actor|policy|pg)\d?[ _-]loss\W{1,3}\d")  # alone on a line
 PAIR_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
-
 TEST = re.compile(r"(?i)(?!.*(?<![a-z])(?:val|dev)).*(?<![a-z])test")  # another curve than that of a validation
 
 Point = TypeVar("Point")
@@ -95,6 +94,9 @@ class ProgressTracker:
         self._bar, self._is_last = line_measures.TrainingBar(), False  # the last progress line is step 100/100
         self._non_finite: dict[str, list[ProgressLine]] = {}  # by measure: its values since the last finite one
         self._is_nan_held_out: bool | None = None  # whether evaluations alone are; None while none is
+        self._of_ranks: dict[
+            tuple[str, int | None], list[ProgressLine]
+        ] = {}  # by measure: the last finite value, the next
         self._finite: set[str] = set()  # measures that were finite at least once
         self._infinite: set[str] = set()  # measures of which one of those values is infinite, not NaN
         self.rewards: list[LossPoint] = []  # of a policy
@@ -234,7 +236,7 @@ class ProgressTracker:
         for measure, value in (("loss", progress.loss), ("grad_norm", progress.grad_norm)):
             if value is not None:
                 value = math.nan if measure == "loss" and self._is_filtered and not self._has_rewards else value
-                self._add_value(measure, value, (number, rank, progress.step))
+                self._add_value(measure, value, (number, rank, progress.step), line_measures.rank_of(text, rank))
         self.lines.append((number, rank, progress.step))
 
     def _add_evaluation(self, text: str, name: str, loss: float) -> None:
@@ -293,15 +295,17 @@ class ProgressTracker:
             self._clear_curves()
         store(self._losses, point)
 
-    def _add_value(self, measure: str, value: float, at: ProgressLine) -> None:
-        """Notes whether a measure is finite; at: where it is reported."""
+    def _add_value(self, measure: str, value: float, at: ProgressLine, rank: int | None) -> None:
+        """Notes whether a measure is finite; at: where it is reported. rank: where the line names one in its text alone too."""
         if math.isfinite(value):
+            self._of_ranks[measure, rank] = [at]
             self._non_finite.pop(measure, None)
             self._finite.add(measure)
             self._infinite.discard(measure)
             return
         if math.isinf(value):
             self._infinite.add(measure)
+        self._of_ranks[measure, rank] = [*self._of_ranks.get((measure, rank), [(0, None, -1)]), at][:2]
         values = self._non_finite.setdefault(measure, [])
         if len(values) < SKIPPED_STEPS:
             values.append((*at[:2], self.step_of(at[1]) if at[2] is None else at[2]))
@@ -329,7 +333,8 @@ class ProgressTracker:
             if values and (measure == "loss" or is_lost):
                 number, _, step = values[0]
                 label = "eval_loss" if measure == "loss" and self._is_nan_held_out and not norms else measure
-                return replace(reached, nan_line=number, nan_step=step, nan_measure=label)
+                number, rank, step = line_measures.first_to_end(self._of_ranks, measure) or (number, None, step)
+                return replace(reached, nan_line=number, nan_step=step, nan_rank=rank, nan_measure=label)
         return reached
 
 

@@ -13,7 +13,7 @@ from paceline.explain import survival
 from paceline.explain.explanation import Evidence, Record, shorten
 from paceline.explain.line_filter import MAX_REPEATS
 from paceline.explain.line_measures import ERROR_NAME
-from paceline.explain.lines import IGNORABLE, WARNING_LINE, split_prefix
+from paceline.explain.lines import IGNORABLE, WARNING_LINE, only_begins, split_prefix
 from paceline.explain.log import PROMPT, Log
 from paceline.explain.matches import Event, as_fatal, matches_of_message
 from paceline.explain.run_bounds import failed_at_import, shape_of
@@ -395,6 +395,6 @@ def is_ordinary(log: Log) -> bool:
     announces = log.last_line - log.first_line < MIN_OUTPUT and any(map(ANNOUNCES.search, last))
     return (
         len(ordinary) >= MIN_LINES
-        and not announces
+        and not (announces or only_begins([split_prefix(text).text for _, text in log.last_lines]))
         and not any(LAST_WORK.match(split_prefix(text).text) for text in last_texts(log)[-1:])
     )

@@ -7,6 +7,7 @@ Whether the program survived an error: the one place with the rules by which an 
     handled            a line above it says what the program does instead                                is_handled
     about one item     lines of its shape come often, far apart, and others follow                       is_of_item
     caught             a line right behind it says what is tried instead, and steps follow               is_caught
+    a sample           the same text was printed and survived before, and steps and the end follow       Log.outlived_like
     of a trial         Optuna went on with other trials                                                  is_of_trial
     of a shutdown      a server had stopped its engine itself                                            is_of_shutdown
     lacks a view       a missing program would only have shown the machine                               lacks_a_view
@@ -309,7 +310,7 @@ def is_caught(record: Record, log: Log) -> bool:
 
     Likewise the end of a trial of Optuna, and of an engine that its server has stopped.
     """
-    if is_of_trial(record, log) or is_of_shutdown(record, log):
+    if is_of_trial(record, log) or is_of_shutdown(record, log) or log.outlived_like(record):
         return True
     if not record.frames or CONTEXT_LOST.search(record.text):
         return False

@@ -224,9 +224,10 @@ def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, value
     """For a log whose losses or gradient norms are NaN or infinite to its end and which has no other failure."""
     parts = {"eval_loss": "only the loss of the evaluation is", UNNAMED: "what is printed without a name is"}
     part, is_unnamed = parts.get(progress.nan_measure), progress.nan_measure == UNNAMED
-    values = {**clean_values({"nan_step": progress.nan_step, "message": part}), **values}
+    values = {**clean_values({"nan_step": progress.nan_step, "nan_rank": progress.nan_rank, "message": part}), **values}
     return Explanation(
         cause=cause.id, confidence=UNNAMED_CONFIDENCE if is_unnamed else 0.8, step=progress.nan_step, line=nan_line,
+        rank=progress.nan_rank,
         summary=fill_template(cause.summary, values), fix=format_fix(cause, nan_records(progress), values),
         evidence=make_evidence(nan_records(progress), 1), progress=progress,
     )  # fmt: skip
@@ -263,7 +264,8 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, trouble)
     if not progress.finished and (late := [item for log in logs for item in signs.errors_behind_progress(log)]):
         return explain_silence(logs, progress, late)
-    stops = progress.last_loss is not None and any(signs.ends_in(signs.RECORDS_STOP, log) for log in logs)
+    texts = (text for log in logs for _, text in log.last_lines)
+    stops = progress.last_loss is not None and any(map(signs.RECORDS_STOP.search, texts))
     # a single step far into the work, with its loss, as of a line that was cut out of a log
     is_late = (progress.last_step or 0) >= MIN_LATE_STEP and progress.last_loss is not None and progress.silent_end
     is_over = progress.finished or stops or is_late

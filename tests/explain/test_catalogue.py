@@ -30,7 +30,7 @@ HARMLESS = [wording for wording in WORDINGS if wording["cause"] == "harmless"]
 RECORD_VALUES = {
     "observed",  # that a sentence may use although no group of a pattern has them
     *("rank", "step", "host", "source", "script", "where", "raised_by", "type", "message", "resume"),
-    *("lone_rank", "job", "job_line", "done_line", "times"),
+    *("lone_rank", "job", "job_line", "done_line", "times", "nan_rank"),
     *("exit_code", "signal", "last_step", "half_batch", "num_ranks", "file", "duration", "package", "nan_step"),
 }
 ENTRY = {"id": "a", "group": "G", "title": "A", "summary": "it broke", "fix": "repair it", "why": "it is broken"}

@@ -1176,6 +1176,25 @@ def test_a_table_reports_the_norm_of_the_gradients_and_a_loss_near_that_of_guess
     assert "ln 10, as of a guess between 10 classes" in explain([ten.encode()]).summary
 
 
+def test_the_loss_of_each_epoch_at_that_of_guessing_has_learned_nothing_whatever_single_samples_have():
+    def log(epoch_losses, *, samples=(0.6206, 0.7655), accuracy=""):
+        lines = (
+            *(f"sample {n}/9, loss: {samples[n % 2]:.4f}\n" for n in range(10)),
+            "Epoch {}/{}, loss: {:.4f}{}, time: 10.1s\n",
+        )
+        num = len(epoch_losses)
+        texts = ("".join(lines).format(n, num, loss, accuracy) for n, loss in enumerate(epoch_losses, 1))
+        return explain(["".join((*texts, "training done\n")).encode()])
+
+    still = (0.6918, 0.6910, 0.6909, *[0.6908] * 7)
+    assert (log(still).cause, log(still).summary.endswith("guess between 2 classes")) == ("loss-stands-still", True)
+    assert log(still[:6]).cause == "healthy"  # few epochs
+    assert log([0.6918 - 0.004 * n for n in range(10)]).cause == "healthy"  # it falls
+    assert log(still, samples=(0.31, 0.42)).cause == "healthy"  # the samples are learned
+    assert log(still, accuracy=", accuracy: 0.81").cause == "healthy"
+    assert log([0.4918] * 10).summary.find("guess") < 0
+
+
 def test_losses_of_validation_and_of_a_test_on_lines_of_their_own_are_two_curves():
     def lines(epoch, *, with_test):
         fit, rise = 2.0 * math.exp(-epoch / 12), 0.9 * math.exp(-epoch / 4) + 0.02 * max(0, epoch - 10)

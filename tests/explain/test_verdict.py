@@ -236,6 +236,51 @@ def test_ordinary_output_to_the_end_is_healthy_with_low_confidence():
     assert explanation.fix == ""
 
 
+def test_nothing_but_what_is_printed_before_any_work_is_not_healthy():
+    tools = "nohup: ignoring input\n" + "".join(
+        f"wandb: Run data is saved locally in wandb/run-{n}\n" for n in range(9)
+    )
+    warnings = "".join(
+        f"/env/a.py:{n}: UserWarning: add is old:\n\tadd(x)\nUse y\n  grad = grad.add(x)\n" for n in range(4)
+    )
+    settings = (
+        "Args(\n" + "".join(f"  option_{letter}={n},\n" for n, letter in enumerate("abcdefgh")) + "  seed=None\n)\n"
+    )
+    for text in (tools, warnings, settings):
+        assert verdict(text).cause == "unknown", text
+    for output in ("wandb:     loss 0.31\n", "answers of 290 questions compared\n", "  mean_error=0.3127,\n"):
+        assert verdict(settings.replace("  seed", output + "  seed")).cause == "healthy", output
+
+
+def test_a_text_that_is_printed_as_a_sample_again_and_again_is_no_failure():
+    steps = [f"epoch 0 | step {n} | loss {1 / n:.4f}\n" for n in range(5, 65, 5)]
+    crash = "sample prediction: Segmentation fault (core dumped) when I run mpirun -> label 2\n"
+    quoted = "user: my script fails with\n" + raised(None, "KeyError: 'a'") + "assistant: the key is missing.\n"
+    end = "Training finished\n"
+    for sample in (crash, quoted):
+        text = "".join((*steps[:4], sample, *steps[4:-1], sample, steps[-1]))
+        assert verdict(text + end).cause == "healthy"
+        assert verdict(text).cause != "healthy"  # nothing says that this program ended well
+        assert verdict(
+            text + end + "train.sh: line 3: 4711 Segmentation fault (core dumped) python train.py\n"
+        ).shows_failure
+        once = "".join((*steps[:-1], sample, steps[-1]))
+        assert verdict(once + end).cause != "healthy"
+        assert verdict("".join((*steps[:4], sample, *steps[4:], sample)) + end).cause != "healthy"
+
+
+def test_the_rank_whose_loss_is_nan_first_is_reported():
+    def lines(step, **losses):
+        return "".join(f"INFO [rank {rank[1:]}] step {step} loss {loss}\n" for rank, loss in losses.items())
+
+    good = "".join(lines(step, r0=2.1, r1=2.2, r2=2.3) for step in (5, 10, 15))
+    lost = "".join(lines(step, r2="nan", r0="nan", r1="nan") for step in (25, 30, 35))
+    explanation = verdict(good + lines(20, r2="nan", r0=2.0, r1=2.0) + lost)
+    assert (explanation.cause, explanation.rank, explanation.step) == ("loss-nan", 2, 20)
+    assert verdict(good + lost).rank is None
+    assert verdict(good + lines(20, r2="nan") + lost).rank is None  # the others did not report that step
+
+
 def test_a_log_that_ends_where_training_begins_is_no_healthy_log():
     output = "".join(f"saved shard {n}\n" for n in range(9))
     assert verdict(output + "train:375 INFO Starting training...\n" + output[:30]).cause == "unknown"

@@ -55,11 +55,15 @@ LOSS = re.compile(
     re.IGNORECASE,
 )
 # measures that are lower when the model is better, in programs that print no loss under this name
-ERROR_NAME = r"r?mse|mae|nll|xent|\w*cross[ _-]?entropy|perplexity|ppl|bp[bcd]"
-ERROR_WORDS = ("mse", "mae", "nll", "xent", "entropy", "perplex", "ppl", "bpb", "bpc", "bpd")
+ERROR_NAME = r"r?mse|mae|nll|(?:nt-?)?xent|info_?nce|b?ce|\w*cross[ _-]?entropy|perplexity|ppl|bp[bcd]|elbo"
+ERROR_WORDS = (
+    "mse", "mae", "nll", "xent", "nce", "bce", " ce", "-ce", "_ce", "entropy", "perplex", "ppl", "bpb", "bpc", "bpd", "elbo",
+)  # fmt: skip
 ERROR_MEASURE = re.compile(rf"(?<![a-z])(?:{ERROR_NAME})(?:_tra?i?n)?(?![a-z]){VALUE}", re.IGNORECASE)
 WORDS = re.compile(r"[A-Za-z_ -]*[A-Za-z]")  # in front of the value
-OF_TRAINING = re.compile(r"(?i)epoch|(?<![a-z])tra?i?n|^\W*\d+/\d+\]")  # a line that may report one of training
+OF_TRAINING = re.compile(
+    r"(?i)epoch|(?<![a-z])tra?i?n|^\W*\d+(?:/\d+\]| *\| )"
+)  # a line that may report one of training
 HELD_OUT_WORD = r"(?:vali?|eval|valid(?:_\d)?|validation|dev|test)"
 GAP = r"(?:'s)?(?:[_ /.:{'\"-]+(?:[a-z0-9]{2,8}_)?)?(?:log)?"  # from there to the measure
 HELD_OUT_NAME = rf"(?<![a-z])(?:{HELD_OUT_WORD}{GAP}(?:loss|{ERROR_NAME})|loss[_ /]{HELD_OUT_WORD})"
@@ -79,9 +83,6 @@ PART_END = re.compile(r",(?!\d{3}\b)|[|;{}\t]|\s{2}")
 AMOUNT = re.compile(
     r"(?i)(?<![\w./-])(?P<value>\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.\d{1,9})?)[ \t]?(?P<unit>[kmgt]?i?b?)%?(?=[\s,;|()\]/}'\"]|$)"
 )
-RATE = r"(?<![a-z])(?:tok(?:en)?s?|samples?|imgs?|images|seqs?|frames) ?(?:/|_per_| per )s(?:ec(?:ond)?)?(?![a-z])"
-COUNT = r"(?P<value>\d[\d,]*(?:\.\d+)?)"
-SPEEDS = (re.compile(rf"(?i){RATE}['\"]?\s*[:=]?\s*{COUNT}"), re.compile(rf"(?i){COUNT} ?{RATE}"))
 MAX_NAME, MAX_BEFORE = 60, 30  # characters of a measure's name; of what tells before it what is measured
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 COUNTERS = re.compile(r"(?i)((?:gpu|cuda|device|rank)[ :#]{0,2}\d+)|[ :]?\d+")  # all but a device's number
@@ -376,12 +377,6 @@ def read_memory(text: str) -> Iterator[tuple[str, float]]:
                 named = words.strip(" :=([{'\"")[-MAX_NAME:]
                 unit = UNITS.get(match["unit"][:1].lower())
                 yield (f"{named} (bytes)" if unit else named), float(match["value"].replace(",", "")) * (unit or 1)
-
-
-def read_speed(text: str) -> float | None:
-    """The throughput that a line reports."""
-    match = next(filter(None, (pattern.search(text) for pattern in SPEEDS)), None)
-    return float(match["value"].replace(",", "")) if match else None
 
 
 def read_score(match: re.Match[str] | None) -> float | None:

@@ -56,8 +56,8 @@ PROGRESS_WORD = re.compile(
     rb"(?i)step|loss|iter|epoch|\bit\b|\dit \[|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved"
     rb"|learn:|accura|early|end train|task/s|\bep\b|\b(?:val|test)\w*\]?[ _/-]+(?:\d+ +)?(?:acc|au|f1|dice)"
     + FOREIGN_PROGRESS
-    + rb"|nll|xent|perplex|ppl|bp[bcd]|mem|rss|vram|^\d+ (?:train|val|hella) [\dni]|^\[\d+\]\s"
-    rb"|^(?:[\s|]|\xe2\x94[\x82\x83])*\d[\d./]*(?:[\s|,]|\xe2\x94[\x82\x83]|\x1b\[[\d;]*m)+-?(?:\d|nan)"
+    + rb"|nll|xent|info_?nce|perplex|ppl|bp[bcd]|mem|rss|vram|^\d+ (?:train|val|hella) [\dni]|^\[\d+\]\s"
+    rb"|\btr(?:ain)?[ :=]+\d|^(?:[\s|]|\xe2\x94[\x82\x83])*\d[\d./]*(?:[\s|,;]|\xe2\x94[\x82\x83]|\x1b\[[\d;]*m)+-?(?:\d|nan)"
 )
 USUAL_PROGRESS = (b"step", b"loss", b"poch")  # found sooner
 LOSSES = (b"oss", b"OSS", b" L=")

@@ -51,8 +51,8 @@ def run(args: options.ScriptOptions) -> int:
     return connect.run_at_place(args, partial(script.run_script, args), ports=args.keys.get("ports"))
 
 
-def stop(args: run_options.StopOptions) -> None:
-    print(import_module("paceline.launch.background").answer_stop(args))
+def stop(args: run_options.StopOptions) -> int:
+    return int(import_module("paceline.launch.background").answer_stop(args))
 
 
 def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:

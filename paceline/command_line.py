@@ -282,8 +282,9 @@ def make_parser(command: str, options: type) -> argparse.ArgumentParser:
         elif parameter.positional:
             text = f"{parameter.value_name} ..." if parameter.many else parameter.value_name
             usage.insert(2, text if parameter.default is ... else f"[{text}]")
-    # the others are keys of a config
-    own = parameters if "config" not in parameters else inspect.get_annotations(options)
+    # the others are keys of a config, which tiny sets
+    begins_with_tiny = "config" in parameters and "auto: tiny" in parameters["config"].about
+    own = inspect.get_annotations(options) if begins_with_tiny else parameters
     prose, _, examples = inspect.cleandoc(options.__doc__ or "").partition("\n\n$ ")
     parser = argparse.ArgumentParser(
         usage=" ".join(usage),

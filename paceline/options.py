@@ -15,7 +15,8 @@ from paceline.errors import UsageError
 from paceline.other_names import with_our_flags
 
 RUN = "the run's folder, or its name under --runs-dir"
-CONFIG = "a name of `paceline configs`, a .toml file, or a .py file of plain `key = literal` lines; auto: tiny"
+CONFIG_FILE = "a name of `paceline configs`, a .toml file, or a .py file of plain `key = literal` lines"
+CONFIG = f"{CONFIG_FILE}; auto: tiny"
 ANY_RUN = "a run's folder or name, or a log file of any training"
 DATA_KEYS = ("data", "val_data", "text_field", "tokenizer", "vocab_size", "sequence_len", "packing", "cache_dir")
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -285,11 +286,15 @@ class CommOptions(JsonOption, ConfigOptions):
     """Test and measure the collectives between the ranks.
 
     Checks that every result is right, measures how fast the links are, and shows what that means for a training step of
-    the config (depth 12 without one). A rank that does not respond is reported after the deadline.
+    the config. A rank that does not respond is reported after the deadline.
 
     $ paceline comm --nproc 2 --device cpu
     $ paceline comm --hosts ada,bob
     """
+
+    config: str | None = positional(
+        "CONFIG", f"{CONFIG_FILE}; auto: depth 12 and the defaults of all keys", default=None, has_flag=True
+    )
 
     max_bytes: int | None = option(
         None,

@@ -120,7 +120,7 @@ def test_the_help_shows_what_tiny_sets_where_a_command_takes_a_config(capsys):
     for key, value in tiny_values().items():
         assert f"(tiny: {value})" in text or getattr(Config, key) == value
     assert "tokens of the tokenizer that is trained [32768] (tiny: 4096)" in text
-    for name in ("resume", "emit compose", "watch"):
+    for name in ("resume", "emit compose", "watch", "comm"):
         run_command([*name.split(), "--help"])
         assert ("(tiny: " in capsys.readouterr().out) == (name == "emit compose")
 

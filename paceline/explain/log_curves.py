@@ -32,8 +32,7 @@ LOST_FROM, LOST_GAP = 0.1, 3
 NO_REWARD, ONE_REWARD = "every reward is 0", "every reward is the same"
 LOST_REWARD, MEAN_OF_ALL = "the reward fell to 0 and stays there", "the mean of all steps is exactly 0"
 # points of a loss, and the share of its level that they span; such points that are no longer few; fewer that are the same
-MIN_FLAT, FLAT_RANGE, MIN_STILL = 5, 0.0015, 12
-FEW_SAME, SAME_RANGE = 4, 1e-4
+MIN_FLAT, FLAT_RANGE, MIN_STILL, FEW_SAME, SAME_RANGE = 5, 0.0015, 12, 4, 1e-4
 # classes between which a model guesses: the loss is the logarithm of their number; how near to it, of many points and of few
 MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
 MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from paceline.errors import INTERRUPTED, PacelineError
@@ -20,10 +20,12 @@ from paceline.explain.explanation import UNKNOWN, Explanation, format_explanatio
 from paceline.explain.recorded_end import HANG, SUPERVISOR_LOST, earlier_failures, lost_supervisor_texts, next_command
 from paceline.explain.run_folder import explain_run
 from paceline.file_systems import reserve_space
+from paceline.launch.cluster import Cluster
 from paceline.launch.failure import REJOINS, explain_end
 from paceline.launch.log_tail import read_log_tail
+from paceline.launch.losses import await_hosts, awaited_hosts
 from paceline.launch.notify import run_services
-from paceline.launch.policy import Abilities, AttemptEnd, Decision, Situation, decide
+from paceline.launch.policy import AWAIT_S, Abilities, AttemptEnd, Decision, Situation, decide
 from paceline.launch.preemption import short_notice, watch_preemption
 from paceline.launch.requeue import current_job_end, decide_requeue, job_watch, requeue_job
 from paceline.launch.stop_signals import StopSignals, catch_signals
@@ -54,6 +56,7 @@ class Job:
     lock: int  # the file descriptor that holds the run
     libuv: bool  # whether this torch has it
     options: LaunchOptions
+    cluster: Cluster | None = field(default=None, kw_only=True)  # the hosts, where there are several
     resumes_itself = False  # whether the same command, started again by Slurm, continues the run
     is_training = False  # by paceline's own trainer, which saves before it stops
     old_folder = ""  # its parent's and its own name, if it was renamed during the last attempt
@@ -87,6 +90,10 @@ class Job:
     def regroup(self) -> None:
         """Prepares an attempt on more hosts, after the last one was saved and ended for it."""
         raise NotImplementedError
+
+    def choose_hosts(self, count: int) -> int:
+        """Returns how many of so many hosts can make the next attempt, and prepares that; 0 where they are too few."""
+        return count if count >= self.options.min_hosts else 0
 
     def show(self, lines: Sequence[str], *, exit_code: int = 0) -> None:
         """Prints lines of paceline's own. exit_code: of the run, for its closing lines."""
@@ -216,11 +223,19 @@ def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = Non
             if decision.action == "stop":
                 return outcome
             job.change(decision)
+            is_back = decision.action != "await-hosts" or await_hosts(
+                job.cluster, job.choose_hosts, is_over=lambda: signals.first is not None, show=job.show
+            )
             until = time.monotonic() + decision.wait_s
             while not signals.first and (remaining_s := until - time.monotonic()) > 0:
                 time.sleep(min(POLL_S, remaining_s))
             if signals.first:
                 return Outcome("interrupted", INTERRUPTED, number, [], between_attempts=True)
+            if not is_back:
+                why = f"not enough hosts answered again within {AWAIT_S / 60:.0f} min"
+                record_decision(job, end, Decision("stop", 0.0, why), explanation, number)
+                fix = f"{explanation.fix.partition(REJOINS)[0]}; then {next_command(job.run)}"
+                return replace(outcome, explanation=replace(explanation, fix=fix))
             number += 1
 
 
@@ -232,7 +247,8 @@ def decide_next(
     if job_end:
         explanation = explain_job_end(job_end, explanation, job.run)
     abilities = replace(
-        job.abilities(history[-1]), min_hosts=job.options.min_hosts, is_job_over=job_end is not None,
+        job.abilities(history[-1]), awaited_hosts=awaited_hosts(job.cluster),
+        min_hosts=job.options.min_hosts, is_job_over=job_end is not None,
         is_folder_moved=bool(job.old_folder) and failed_at(job.old_folder, explanation),
     )  # fmt: skip
     job.old_folder = ""
@@ -340,8 +356,11 @@ def record_decision(job: Job, end: AttemptEnd, decision: Decision, explanation: 
         step = saved_step(job.run.checkpoints)
         start = f" from step {step:,}" if step else ""
         wait = f" in {decision.wait_s:.0f} s" if decision.wait_s else " now"
+        if decision.action == "await-hosts":
+            wait = f" once they are back, within {AWAIT_S / 60:.0f} min"
         failed = f"attempt {attempt} failed: {format_summary(explanation)}"
-        fix = [f"  fix: {explanation.fix}"] if decision.action == "fewer-ranks" else []  # nobody does it meanwhile
+        # nobody does it meanwhile
+        fix = [f"  fix: {explanation.fix}"] if decision.action in ("fewer-ranks", "await-hosts") else []
         job.show([failed, *fix, f"attempt {attempt + 1}{wait}{start}: {decision.why}"])
 
 

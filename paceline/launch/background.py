@@ -19,12 +19,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, TrainingFailed
+from paceline.explain.explanation import format_summary
 from paceline.file_systems import LOCK_WAIT_S
+from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts
 from paceline.launch.queue import active_job, format_next_commands, stop_job
 from paceline.launch.ssh import agent_note
 from paceline.launch.stacks import GONE, process_state
-from paceline.launch.stop_signals import ONE_CTRL_C_S, request_stop
+from paceline.launch.stop_signals import request_stop
 from paceline.model.manifest import (
     clean_leftovers,
     free_name,
@@ -121,18 +123,28 @@ def create_folder(run: RunDir, *, is_named: bool) -> RunDir:
 
 
 def neighbour_notes(run: RunDir, plan: Plan) -> list[str]:
-    """Returns a line where other runs of the same folder use this host's cores; of a GPU the checks show who uses it."""
+    """Returns a line where other runs of the same folder use the same hosts' cores; of a GPU the checks show who uses it."""
     if plan.device != "cpu":
         return []
-    names = list[str]()
+    names, own, shared = list[str](), hosts_used(run), set[str]()
     folders = set(map(os.path.realpath, run_folders(run.path.parent)))  # a link to a run is no run of its own
     for other in (RunDir(Path(path)) for path in sorted(folders - {os.path.realpath(run.path)})):
         if (holder_of(other) or "").endswith(f" {socket.gethostname()}"):
             with suppress(PacelineError):  # it is damaged, or has no plan yet
                 device = read_config(other).get("device") if is_script_run(other) else planned_device(other)
-                names += [other.name] if device == "cpu" else []
+                if device == "cpu" and (common := own & hosts_used(other)):
+                    names.append(other.name)
+                    shared |= common
     are = f"{format_list(names, limit=3)} {'runs' if len(names) == 1 else 'run'}"
-    return [f"note    {are} on this host's cores too: all of them are slower than planned"] if names else []
+    cores = f"the cores of {format_list(sorted(shared), limit=3)}"
+    return [f"note    {are} on {cores} too: all of them are slower than planned"] if names else []
+
+
+def hosts_used(run: RunDir) -> set[str]:
+    """Returns the hosts that a run names; raises PacelineError where its list is damaged."""
+    text = read_config(run).get("hosts")
+    entries = parse_hosts(str(text)) if text and not str(text).isdecimal() else [HostEntry("localhost")]
+    return {"this host" if is_this_host(entry) else entry.host for entry in entries}
 
 
 def planned_device(run: RunDir) -> str:
@@ -140,10 +152,11 @@ def planned_device(run: RunDir) -> str:
     return read_run_file(run.plan_json, lambda text: str(json.loads(text)["device"]))
 
 
-def answer_stop(options: StopOptions) -> str:
-    """Ends the run that the options name; returns what `paceline stop` prints."""
+def answer_stop(options: StopOptions) -> int:
+    """Ends the run that the options name, and prints how it ended; returns the exit code: that of a failed run if it failed."""
     result = stop_run(find_run(options.run, runs_dir=options.runs_dir), now=options.now)
-    return json.dumps(result, indent=1) if options.json else format_stop(result)
+    print(json.dumps(result, indent=1) if options.json else format_stop(result))
+    return TrainingFailed.exit_code if result["state"] == "failed" else 0
 
 
 def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
@@ -153,7 +166,7 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
     """
     job = active_job(run)
     if job and job.is_batch:  # a shell of salloc is no part of the run, and has others in it
-        request_stop(run)
+        request_stop(run, now=now)
         stop_job(run, job, now=now)
         state = state_of(run)
         if is_queued(run):  # nothing has run
@@ -174,13 +187,11 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
             f"process {word or 'n/a'}, which ran {run.name}, has ended; its ranks save and end by themselves",
             fix="wait half a minute; paceline watch shows the run",
         )
-    request_stop(run)
+    if not now:
+        check_saves(run)
+    request_stop(run, now=now)
     try:
         os.kill(pid, signal.SIGINT)
-        if now:
-            time.sleep(2 * ONE_CTRL_C_S)  # a wrapper repeats a signal sooner
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGINT)
     except PermissionError as error:
         raise PacelineError(f"process {pid} is another user's", fix=f"sudo paceline stop {run.quoted}") from error
     if not now:
@@ -189,6 +200,21 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
     while holder_of(run) == holder:
         time.sleep(POLL_S)
     return {"run": str(run.path), "pid": pid, **state_of(run)}
+
+
+def check_saves(run: RunDir) -> None:
+    """Raises PacelineError where the last save failed, so that a stop would lose work. It saves when there is room."""
+    saves = [e for e in read_json_lines(run.events) if e.get("event") in ("attempt", "checkpoint", "save_failed")]
+    if not saves or saves[-1]["event"] != "save_failed":
+        return
+    steps = [manifest.step for _, manifest in list_checkpoints(run.checkpoints, skip_unreadable=True)]
+    since = f"the steps since its checkpoint at step {max(steps):,}" if steps else "its work: it has no checkpoint"
+    host = saves[-1].get("host")
+    raise PacelineError(
+        f"{run.name} cannot save: {saves[-1].get('message')}",
+        fix=f"free some space{f' on {host}' if host else ''}: it then saves within seconds, and the same command ends it;"
+        f" paceline stop {run.quoted} --now ends it without {since}",
+    )
 
 
 def not_running(run: RunDir) -> PacelineError:
@@ -217,6 +243,10 @@ def state_of(run: RunDir) -> dict[str, Any]:
     state = run_status(run).state if run.config_toml.is_file() else "stopped"
     ends = [event for event in read_json_lines(run.events) if event.get("event") == "attempt_ended"]
     message = ends[-1].get("message") if ends else None
+    if state == "failed" and (
+        reasons := [event for event in read_json_lines(run.events) if event.get("event") == "verdict"]
+    ):
+        message = f"{reasons[-1]['cause']}: {format_summary(reasons[-1])}"
     return {"state": state, "checkpoint_step": max(steps, default=None), **({"message": message} if message else {})}
 
 

@@ -61,7 +61,7 @@ class Cluster:
         self.run: RunDir | None = None
         self.started: list[Member] = []  # those of the last attempt, or of the one that begins
         self._is_begun = False
-        self._rejoin, self._text, self._is_kept = rejoin, "", True
+        self.rejoin, self._text, self._is_kept = rejoin, "", True
         self.is_leaving = False  # the attempt is to be saved and ended, since the next one has more hosts
         self.copies: Copies | None = None
         self.arrivals: Arrivals | None = None
@@ -115,7 +115,7 @@ class Cluster:
     def pump(self, timeout_s: float) -> None:
         """Reads what has come from all hosts, writes what waits for them, and notices who is lost."""
         for member in self.members:
-            is_due = self._rejoin or time.monotonic() - member.lost_at < QUICK_FOR_S or member.lost is None
+            is_due = self.rejoin or time.monotonic() - member.lost_at < QUICK_FOR_S or member.lost is None
             if member.channel is None and not member.is_here and is_due:
                 member.connect(self.python, open_s=OPEN_S)
         linked = [m for m in self.members if m.channel is not None]

@@ -78,6 +78,8 @@ FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 ADDRESS = re.compile(r"(?::|\bport[ =:]{1,2})(\d{2,5})\b|, (\d{2,5})\)", re.IGNORECASE)
 MAX_COMMAND = 80  # characters
 
+COPY = re.compile(r"[^\s'`]*/paceline/runs/[0-9a-f]{12}/[^\s'`/]+")  # as launch/member.py names it
+
 NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")  # pids, addresses and sizes differ where the error is the same
 
 
@@ -173,7 +175,8 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
         # the rank's host may have another time than this one
         time=((error and error.time) or end["time"]) - end.get("clock_s", 0.0),
         consequence=consequence,
-        fix=error.fix if error else None,
+        # another host knows the run by its copy
+        fix=COPY.sub(lambda copy: str(run.path), error.fix) if error and error.fix else None,
         exit_with=error.exit_code if error and error.exit_code is not None else FAILED_EXIT_CODE,
         traceback=traceback,
         host=end.get("host"),

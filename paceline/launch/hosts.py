@@ -25,7 +25,9 @@ FILE_NAME = re.compile(r"(?i)[^,\[@:]+\.(txt|hosts|list|lst|conf|cfg)|(host|mach
 ENTRY = re.compile(
     r"(?:(?P<user>[^@\s:]+)@)?(?:\[(?P<ipv6>[0-9A-Fa-f:.%\w]*:[^\]]*)\]|(?P<host>[^:@]+))(?::(?P<nproc>\d+))?"
 )
-FILE_LINE = re.compile(r"(?P<entry>\S+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
+FILE_LINE = re.compile(
+    r"(?P<entry>\S+)(?:\s+slots\s*=\s*(?P<slots>\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?"
+)  # Open MPI's too
 UNSAFE = re.compile(r"^-|[\s,'\"`$&|;<>(){}\\!*?\[\]]|[^ -~\w]")  # in a host's or a user's name
 RANGE = re.compile(r"\[([\d,-]+)\]")
 
@@ -182,7 +184,9 @@ def host_lines(path: Path) -> Iterator[tuple[int, str]]:
 def parse_line(line: str, place: str) -> list[HostEntry]:
     match = FILE_LINE.fullmatch(line)
     if match is None:
-        raise UsageError(f"{place}: {line!r} is not a host", fix="HOST, HOST:2 or HOST slots=2 on each line")
+        raise UsageError(
+            f"{place}: {line!r} is not a host and its number of ranks", fix="HOST, HOST:2 or HOST slots=2 on each line"
+        )
     entries = parse_entry(match["entry"], place)
     if match["slots"] is None:
         return entries

@@ -25,7 +25,7 @@ from paceline.launch.attempts import Job
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import Digest, OnMetrics
 from paceline.launch.env import EnvRow, Launch, env_elsewhere, worker_env
-from paceline.launch.losses import check_folder, readmit, ready_hosts
+from paceline.launch.losses import check_folder, readmit, ready_hosts, record_joined
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.stop_signals import StopSignals
 from paceline.launch.supervisor import Outcome, run_attempt
@@ -60,7 +60,6 @@ class TrainingJob(Job):
 
     config: Config
     make: MakePlan
-    cluster: Cluster | None = None  # the hosts, where there are several
     next_plan: Plan | None = None
     saved_before: str | None = None  # the newest checkpoint when a host became ready
     is_training = True
@@ -131,14 +130,20 @@ class TrainingJob(Job):
     def regroup(self) -> None:
         """Lets the hosts that are ready take part in the next attempt, by the plan for them."""
         assert self.cluster and self.next_plan
-        names = [
-            member.name for member in readmit(self.cluster, self.next_plan.world_size // self.cluster.members[0].nproc)
-        ]
-        hosts = [member.name for member in self.cluster.present]
-        text = f"{', '.join(names)} joined: continuing on {', '.join(hosts)}"
-        append_event(self.run, "joined", joined=names, hosts=hosts, text=text)
-        self.show([text])
+        joined = readmit(self.cluster, self.next_plan.world_size // self.cluster.members[0].nproc)
+        self.show([record_joined(self.cluster, joined)])
         self.write_plan(self.next_plan)
+
+    def choose_hosts(self, count: int) -> int:
+        """Returns how many of so many hosts can make the next attempt, and plans it where they are fewer than before."""
+        assert self.cluster
+        nproc = self.cluster.members[0].nproc
+        if count >= (num_before := self.plan.world_size // nproc):
+            return num_before
+        plan = self.plan_hosts(self.cluster, range(count, self.options.min_hosts - 1, -1))
+        if plan:
+            self.write_plan(plan)
+        return plan.world_size // nproc if plan else 0
 
     def abilities(self, end: AttemptEnd) -> Abilities:
         """Returns what can be changed on the devices that are here now, and plans it."""

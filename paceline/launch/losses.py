@@ -2,15 +2,15 @@
 Hosts that are lost during an attempt: whether they were, what the failure says of it, and who comes back.
 
 A host whose connection ends while it is well itself answers again within seconds: it was not lost. One that stays away is left out
-until its link is open again; it then takes part after the next checkpoint (launch/job.py). One that ssh reaches and the ranks of
-other hosts do not is left out until the run is resumed: nothing shows when its ports are open again.
+until its link is open again; it then takes part after the next checkpoint (launch/job.py), or at once if the run waits for it. One
+that ssh reaches and the ranks of other hosts do not is left out until the run is resumed: nothing shows when its ports are open.
 """
 
 import shlex
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -25,6 +25,7 @@ from paceline.launch.cluster import Cluster
 from paceline.launch.failure import BLOCKED, FULL_DISK, HOST_LOST, LINK_LOST, Failure
 from paceline.launch.host_facts import link_probes, measure_links
 from paceline.launch.member import MAX_LOSSES, QUICK_FOR_S, Member
+from paceline.launch.policy import AWAIT_S
 from paceline.launch.ssh import SSH_FAILED
 from paceline.rundir import RunDir, append_event
 from paceline.units import signal_name
@@ -34,6 +35,7 @@ PACKET_BYTES = (9000, 1500, 1492, 1420, 1400, 1280, 1200, 576)
 PING = ("env", "LC_ALL=C", "ping", "-n", "-c", "3", "-i", "0.2", "-M", "do", "-s")  # two of three may be lost by chance
 PING_S = 0.7
 REPLY = b"bytes from"
+ALONE_S = 30.0  # after so long hosts that answer again do not wait for the others
 IP_BYTES, IPV6_BYTES = 28, 48  # the headers of a ping
 
 
@@ -48,11 +50,16 @@ def settle_losses(cluster: Cluster, *, is_quick: bool) -> None:
     with ThreadPoolExecutor(max(1, len(silent))) as pool:
         for member, finding in zip(silent, pool.map(find_path_mtu, silent), strict=True):
             member.finding = finding
+    others = [member for member in cluster.started if not member.is_here]
+    is_own = len(others) > 1 and all(m.fault and m.finding is None and not m.is_open for m in others)
     for member in broken:
         if cluster.copies:
             cluster.copies.forget(member)
         if member.is_open:
             member.lost = None
+            continue
+        if is_own:
+            member.fault = f"{member.fault}, and of no other host: this machine may have been offline or asleep"
             continue
         member.num_losses += 1
         if member.num_losses >= MAX_LOSSES:
@@ -65,6 +72,47 @@ def settle_losses(cluster: Cluster, *, is_quick: bool) -> None:
 def ready_hosts(cluster: Cluster) -> list[Member]:
     """Returns the hosts that do not take part and could: those that answer again, and those that were not needed."""
     return [member for member in cluster.members if member.lost and member.is_open]
+
+
+def awaited_hosts(cluster: Cluster | None) -> tuple[str, ...]:
+    """Returns the hosts of the attempt that are lost and tried again. One of Slurm or another launcher comes back with its job."""
+    if cluster is None or not cluster.rejoin:
+        return ()
+    return tuple(m.name for m in cluster.started if m.is_tried and m.entry.way == "ssh")
+
+
+def await_hosts(
+    cluster: Cluster | None,
+    choose: Callable[[int], int],
+    *,
+    is_over: Callable[[], bool],
+    show: Callable[[list[str]], None],
+) -> bool:
+    """Waits until the lost hosts answer again, or for ALONE_S some that suffice; returns whether they take part again.
+
+    choose: returns how many of so many hosts can go on, 0 for none. is_over: the user waits no longer.
+    """
+    began = heard_at = time.monotonic()
+    num_ready = 0
+    while cluster and not is_over() and time.monotonic() - began < AWAIT_S:
+        cluster.pump(0.1)
+        ready = ready_hosts(cluster)
+        if len(ready) != num_ready:
+            num_ready, heard_at = len(ready), time.monotonic()
+        is_settled = not awaited_hosts(cluster) or time.monotonic() - heard_at > ALONE_S
+        if ready and is_settled and (count := choose(len(cluster.present) + len(ready))):
+            show([record_joined(cluster, readmit(cluster, count))])
+            return True
+    return False
+
+
+def record_joined(cluster: Cluster, members: Sequence[Member]) -> str:
+    """Writes to the events which hosts take part again; returns the line that says so."""
+    assert cluster.run
+    names, hosts = [member.name for member in members], [member.name for member in cluster.present]
+    text = f"{', '.join(names)} joined: continuing on {', '.join(hosts)}"
+    append_event(cluster.run, "joined", joined=names, hosts=hosts, text=text)
+    return text
 
 
 def readmit(cluster: Cluster, count: int) -> list[Member]:

@@ -108,6 +108,15 @@ class Member:
         return self.is_open or self.token is not None
 
     @property
+    def is_tried(self) -> bool:
+        """Whether it is lost and a link to it is being made, or will be."""
+        return (
+            self.lost is not None
+            and not self.is_open
+            and (bool(self.channel or self.reach) or self.retry_at < math.inf)
+        )
+
+    @property
     def is_here(self) -> bool:
         return is_this_host(self.entry)
 

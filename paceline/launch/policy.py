@@ -15,10 +15,11 @@ from paceline.options import Recovery
 from paceline.units import format_number_of
 
 Retry = Literal["never", "same", "smaller", "other-port", "other-checkpoint", "later"]
-Action = Literal["stop", "retry", "smaller", "other-port", "older-checkpoint", "fewer-ranks"]
+Action = Literal["stop", "retry", "smaller", "other-port", "older-checkpoint", "fewer-ranks", "await-hosts"]
 
 MAX_WITHOUT_PROGRESS = 3
 WAITS_S = (0.0, 1.0, 5.0, 30.0, 60.0)  # before an attempt, by the number of attempts in a row without progress
+AWAIT_S = 1800.0  # for lost hosts without which a run cannot go on, while this machine is awake
 UNAVAILABLE_WAIT_S = 30.0  # at least: a service or a full disk does not recover within a second
 
 # A crash below Python comes from the machine or from a bug; a bug shows itself by crashing a second time.
@@ -54,6 +55,7 @@ class Abilities:
     ranks_left: int | None = None  # ranks that the remaining devices can run; None: no device is missing
     lost_hosts: tuple[str, ...] = ()  # that took part in the attempt
     hosts_left: tuple[str, ...] = ()  # with ranks_left ranks together, or those that cannot go on
+    awaited_hosts: tuple[str, ...] = ()  # of the lost ones those that are tried again
     min_hosts: int = 1  # --min-hosts
     is_job_over: bool = False  # the Slurm job that this process is in, with its nodes
     is_folder_moved: bool = False  # the run folder was renamed during the attempt, which failed at its old place
@@ -168,6 +170,14 @@ RULES = (
         "rollback", "the loss was NaN or infinite or spiked, and `--on-nan rollback` skips the batch of that step",
         lambda state: state.last.rolled_back, "retry",
         lambda state: "skipping the bad batch" if state.last.step is None else f"skipping the batch of step {state.last.step:,}",
+    ),
+    Rule(
+        "host-awaited",
+        "a host was lost without which the run cannot go on, or all of them at once, as where this machine was offline or asleep:"
+        f" the attempt is repeated once they answer again, within {AWAIT_S / 60:.0f} minutes (not with `--no-rejoin`)",
+        lambda state: bool(state.abilities.awaited_hosts) and not state.abilities.ranks_left, "await-hosts",
+        lambda state: f"lost {', '.join(state.abilities.lost_hosts)}"
+        + (f": {few}" if (few := state.abilities.too_few_hosts) else ""),
     ),
     Rule(
         "no-host", "a host was lost, and fewer than `--min-hosts` remain, or they cannot hold the model or divide the batch",

@@ -195,7 +195,6 @@ class ScriptJob(Job):
     argv: list[str]
     env: Mapping[str, str]
     env_elsewhere: Mapping[str, str] = field(default_factory=dict)  # on other hosts
-    cluster: Cluster | None = None  # the hosts, where there are several
     renew_code: Callable[[], list[str]] = list  # sends other hosts what has changed of the code; returns lines about it
     is_retry: bool = False
 

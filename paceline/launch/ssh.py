@@ -208,8 +208,10 @@ class FarModule(ModuleProcess):
 
     def no_interpreter(self) -> PacelineError:
         """Returns the error for NO_PYTHON."""
-        names = " or ".join(self.interpreters)
-        return PacelineError(f"no {names} there", fix="--python PATH of an interpreter with torch there")
+        names, fix = " or ".join(self.interpreters), "--python PATH of an interpreter with torch there"
+        if len(self.interpreters) == 1:
+            fix = "--python is one path for all hosts: a link of that name there, to its interpreter with torch"
+        return PacelineError(f"no {names} there", fix=fix)
 
 
 class SshModule(FarModule):

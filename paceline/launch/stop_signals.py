@@ -14,6 +14,7 @@ from paceline.terminal import stop_signals
 
 ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` repeat the signal that the terminal has already sent
 STOP_REQUEST = "\nstop"  # behind the holder in the lock: `paceline stop` sends the signal of a Ctrl-C
+STOP_NOW = f"{STOP_REQUEST} now"  # `paceline stop --now`
 
 
 @dataclass
@@ -72,15 +73,15 @@ def catch_signals(signals: StopSignals) -> Iterator[StopSignals]:
             signal.signal(signum, handler)
 
 
-def request_stop(run: RunDir) -> None:
+def request_stop(run: RunDir, *, now: bool) -> None:
     """Notes in the run's lock that the signal which follows is from `paceline stop`; the next holder overwrites it."""
     with suppress(OSError), run.lock.open("r+") as lock:
         lock.seek(0, os.SEEK_END)
-        lock.write(STOP_REQUEST)
+        lock.write(STOP_NOW if now else STOP_REQUEST)
 
 
-def is_stop_requested(run: RunDir) -> bool:
-    """Whether `paceline stop` has sent the signal that stops the run, and nobody at a terminal."""
+def is_stop_requested(run: RunDir, request: str = STOP_REQUEST) -> bool:
+    """Whether `paceline stop` has sent the signal that stops the run, and nobody at a terminal. request: STOP_NOW for `--now`."""
     with suppress(OSError):
-        return STOP_REQUEST in run.lock.read_text(errors="replace")
+        return request in run.lock.read_text(errors="replace")
     return False

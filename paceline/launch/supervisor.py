@@ -26,7 +26,7 @@ from paceline.launch.failure import Failure, find_early_exits, find_failures, fi
 from paceline.launch.log_tail import read_log_tail
 from paceline.launch.losses import agent_failure, find_blocked, host_failure, mark_unreachable, settle_losses
 from paceline.launch.member import Member
-from paceline.launch.stop_signals import StopSignals, catch_signals, is_stop_requested
+from paceline.launch.stop_signals import STOP_NOW, StopSignals, catch_signals, is_stop_requested
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.redaction import redact_text
 from paceline.rundir import RunDir, append_event
@@ -186,6 +186,7 @@ class AttemptRecord:
         if self.cluster.is_leaving and not self.stopping:
             self.stopping = self.regrouping = True
             self.cluster.order("stop", signal=signal.SIGTERM, give_up_s=stop_grace_s + AGENT_MARGIN_S)
+        signals.kill = signals.kill or bool(signals.first and is_stop_requested(self.run, STOP_NOW))
         if signals.first and (not self.stopping or self.regrouping):
             self.stopping, self.regrouping = True, False
             hint = "; Ctrl-C again to end now" if signals.by_person else ""

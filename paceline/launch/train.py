@@ -142,7 +142,8 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
         write_atomic(run.config_toml, format_toml(config))  # last: a folder without it is not a run
     for text in notes:
         append_event(run, "note", text=text)
-    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster(rejoin=options.rejoin, reaches=reaches))
+    hosts = cluster(rejoin=options.rejoin, reaches=reaches)
+    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster=hosts)
     job.resumes_itself = config.name is not None  # without one, the command of a requeued job starts a new run
     return run_training(job, plan, checked, dataset, services, started=started, is_new=True)
 
@@ -198,7 +199,8 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     write_atomic(run.plan_json, plan.to_json())
     if place:
         record_job(run, place.job_id)
-    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster(rejoin=options.rejoin, reaches=reaches))
+    hosts = cluster(rejoin=options.rejoin, reaches=reaches)
+    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster=hosts)
     job.resumes_itself = True
     return run_training(job, plan, checked, dataset, services, started=started, is_new=False)
 
@@ -219,13 +221,9 @@ def prepare_submission(run: RunDir, config: Config, plan: Plan, options: ResumeO
 
 
 def cluster_of(
-    entries: Sequence[HostEntry],
-    config: Config,
-    machine: Machine,
-    *,
-    rejoin: bool = False,
-    reaches: Mapping[HostEntry, Reach] | None = None,
-) -> Cluster | None:
+    entries: Sequence[HostEntry], config: Config, machine: Machine, *,
+    rejoin: bool = False, reaches: Mapping[HostEntry, Reach] | None = None,
+) -> Cluster | None:  # fmt: skip
     """Returns the hosts of a run; None for this one alone. reaches: links that were begun before."""
     if not entries:
         return None

@@ -34,7 +34,7 @@ TYPO = failure(message="ModuleNotFoundError: No module named 'nmupy'", traceback
 class FakeJob:
     """A job whose attempts end as given: a Failure, "interrupted", or None for success."""
 
-    options = LaunchOptions(min_hosts=2)
+    options, cluster, choose_hosts = LaunchOptions(min_hosts=2), None, None
     old_folder = ""
 
     def __init__(self, folder, *ends, abilities=None, on_attempt=lambda number: None, world_size=1):
@@ -328,6 +328,23 @@ def test_an_explanation_that_fails_hides_nothing(tmp_path, monkeypatch):
     outcome = run_attempts(job, Recovery())
     assert job.lines == ["no further attempt: the failure could not be explained (KeyError: 'rank')"]
     assert TYPO.message in format_explained(outcome, job.run)
+
+
+@pytest.mark.parametrize(("is_back", "outcome", "lines"), [
+    (True, "finished", []),
+    (False, "failed", ["no further attempt: not enough hosts answered again within 30 min"]),
+])  # fmt: skip
+def test_a_run_that_cannot_go_on_without_its_hosts_waits_for_them(tmp_path, monkeypatch, is_back, outcome, lines):
+    monkeypatch.setattr("paceline.launch.attempts.awaited_hosts", lambda cluster: ("ada", "cy"))
+    monkeypatch.setattr("paceline.launch.attempts.await_hosts", lambda *_, **__: is_back)
+    lost = replace(failure(None, message="it is silent"), host="cy", cause="host-lost")
+    job = FakeJob(tmp_path, lost, None, abilities=Abilities(lost_hosts=("ada", "cy"), ranks_left=0))
+    end = run_attempts(job, Recovery())
+    assert (end.state, job.lines[2:]) == (
+        outcome,
+        ["attempt 2 once they are back, within 30 min: lost ada, cy", *lines],
+    )
+    assert is_back or "joins the run again" not in end.explanation.fix
 
 
 def test_a_lost_host_that_ends_the_run_names_min_hosts_and_promises_no_return(tmp_path):

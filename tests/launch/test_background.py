@@ -13,7 +13,7 @@ import pytest
 from waiting import wait_for
 
 from paceline.errors import PacelineError
-from paceline.launch.background import format_stop, neighbour_notes, stop_run
+from paceline.launch.background import check_saves, format_stop, neighbour_notes, stop_run
 from paceline.model.manifest import Manifest, encode_manifest
 from paceline.rundir import RunDir, RunInUse, append_event, holder_of, lock_run, read_json_lines
 
@@ -50,11 +50,16 @@ def test_a_run_on_the_same_cores_is_reported_and_no_other(tmp_path, monkeypatch)
         (tmp_path / f"latest-{name}").symlink_to(name)
     on_cpu, on_gpu = SimpleNamespace(device="cpu"), SimpleNamespace(device="cuda")
     new = RunDir(tmp_path / "new")
-    note = "note    a and b run on this host's cores too: all of them are slower than planned"
+    note = "note    a and b run on the cores of this host too: all of them are slower than planned"
     assert neighbour_notes(new, on_cpu) == neighbour_notes(RunDir(tmp_path / "latest-new"), on_cpu) == [note]
     assert neighbour_notes(new, on_gpu) == []
-    os.close(held["a"])
+    for name, hosts in (("new", "ada,bob"), ("a", "me@bob,cy")):
+        (tmp_path / name / "config.toml").write_text(f'depth = 2\nhosts = "{hosts}"\n')
+    other = "note    a runs on the cores of bob too: all of them are slower than planned"
+    assert neighbour_notes(new, on_cpu) == [other]  # this host only drives
+    (tmp_path / "new" / "config.toml").write_text("depth = 2\n")
     assert neighbour_notes(new, on_cpu) == [note.replace("a and b run", "b runs")]
+    os.close(held["a"])
     os.close(held["b"])
     assert neighbour_notes(new, on_cpu) == []
     for name in ("new", "on-gpu", "far", "half"):
@@ -138,6 +143,21 @@ def script_run(tmp_path):
     run.config_toml.write_text('command = ["train.py"]\nnproc = 2\ndevice = "cpu"\ncwd = "/home/me"\n')
     append_event(run, "attempt", attempt=1, nproc=2, world_size=2, pids=[])
     return run
+
+
+def test_a_run_that_cannot_save_is_not_stopped(tmp_path):
+    run = RunDir(tmp_path)
+    append_event(run, "attempt", attempt=1, nproc=2, world_size=2, pids=[])
+    check_saves(run)
+    append_event(run, "save_failed", step=90, needed_bytes=1 << 20, host="bob", message="no space for step 90")
+    with pytest.raises(PacelineError, match="cannot save: no space for step 90") as error:
+        check_saves(run)
+    assert error.value.fix == (
+        "free some space on bob: it then saves within seconds, and the same command ends it;"
+        f" paceline stop {run.quoted} --now ends it without its work: it has no checkpoint"
+    )
+    append_event(run, "checkpoint", step=95)
+    check_saves(run)
 
 
 def test_a_stopped_script_is_started_again_by_resume(script_run):

@@ -194,6 +194,13 @@ def test_an_error_with_a_fix_keeps_its_exit_code(run, error_type, exit_code):
     assert (failure.exit_with, failure.message, failure.fix) == (exit_code, "no room", "make room")
 
 
+def test_the_fix_of_another_host_names_the_run_as_it_is_here(run):
+    fix = "free some space on bob, then: paceline resume /home/me/.cache/paceline/runs/b48f746835ee/full"
+    error = {"type": "NoSpace", "message": "no room", "fix": fix, "time": "2026-01-01T00:00:00.000Z"}
+    run.rank_error(1, 0).write_text(json.dumps(error))
+    assert find_failures(run, 1, [ended(0, 1)])[0].fix == f"free some space on bob, then: paceline resume {run.path}"
+
+
 def test_the_prefix_that_torch_puts_before_a_traceback_is_taken_off(run):
     run.rank_log(1, 3).write_text("".join(f"[rank3]: {line}\n" for line in BOOM.splitlines()))
     assert find_failures(run, 1, [ended(3, 1)])[0].traceback == BOOM.rstrip()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import namespaces
 import pytest
-from hosts_run import DEADLINE_S, FAULTS, HostsRun, cmdline, set_cable
+from hosts_run import FAULTS, HostsRun, cmdline, set_cable
 from namespaces import Hosts, namespaced_hosts
 
 from paceline.launch.channel import Channel
@@ -91,15 +91,33 @@ def test_a_host_without_power_is_left_out_and_joins_again_after_a_checkpoint(sta
 
 @pytest.mark.soak
 @needs_namespaces
-def test_two_of_three_hosts_go_on_and_min_hosts_ends_a_run_that_has_too_few(start):
-    run = start("--num-steps", "40", "--save-every", "5", "--min-hosts", "2", listed="h1,h2,h3")
+def test_two_of_three_hosts_go_on_and_a_run_with_too_few_waits_for_one_that_comes_back(start):
+    run = start("--num-steps", "3000", "--save-every", "5", "--min-hosts", "2", listed="h1,h2,h3")
     check_loss(run, "cable")
     assert run.events("attempt")[1]["hosts"] == {"h1": [0], "h3": [1]}
     set_cable(run.hosts, "h3", "down")
-    run.process.wait(DEADLINE_S)
+    run.wait_for(lambda: run.events("decision")[-1]["action"] == "await-hosts")
+    assert "attempt 3 once they are back, within 30 min" in run.output
     set_cable(run.hosts, "h3", "up")
-    assert run.process.returncode == 3
-    assert "no further attempt: lost h3, and the remaining hosts cannot go on" in run.output
+    run.wait_for(lambda: len(run.events("resumed")) == 2)
+    run.stop()
+    assert run.events("attempt")[2]["hosts"] == {"h1": [0], "h3": [1]}
+
+
+@pytest.mark.soak
+@needs_namespaces
+def test_a_run_whose_driver_was_offline_goes_on_when_it_is_back(start):
+    run = start("--num-steps", "3000", "--save-every", "5", listed="h2,h3")
+    run.wait_for(lambda: run.step() >= 6)
+    set_cable(run.hosts, "h1", "down")
+    run.wait_for(lambda: run.events("decision"))
+    set_cable(run.hosts, "h1", "up")
+    run.wait_for(lambda: run.events("resumed"))
+    run.stop()
+    assert "no other host: this machine may have been offline or asleep" in run.events("verdict")[0]["summary"]
+    assert [event["world_size"] for event in run.events("attempt")] == [2, 2]
+    steps = [line["step"] for line in run.lines()]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 @pytest.mark.soak

@@ -48,7 +48,7 @@ def test_the_ranks_of_a_host_stand_behind_a_colon():
 
 def test_a_file_lists_hosts_as_mpi_and_deepspeed_do(tmp_path):
     path = tmp_path / "主机"
-    path.write_text("# two desktops\nada slots=2\n\nme@bob:2  # below the desk\nnode[1-2]\n")
+    path.write_text("# two desktops\nada slots=2 max_slots=4\n\nme@bob:2  # below the desk\nnode[1-2]\n")
     assert parse_hosts(str(path)) == [
         HostEntry("ada", None, 2), HostEntry("bob", "me", 2), HostEntry("node1"), HostEntry("node2")
     ]  # fmt: skip

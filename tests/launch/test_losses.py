@@ -15,7 +15,15 @@ from paceline.launch.agent import connect_error
 from paceline.launch.cluster import Cluster
 from paceline.launch.failure import Failure, explain_end
 from paceline.launch.hosts import HostEntry
-from paceline.launch.losses import check_folder, host_failure, link_finding, mark_unreachable
+from paceline.launch.losses import (
+    await_hosts,
+    awaited_hosts,
+    check_folder,
+    host_failure,
+    link_finding,
+    mark_unreachable,
+    settle_losses,
+)
 from paceline.rundir import RunDir, append_event
 
 
@@ -51,6 +59,22 @@ def test_a_silent_host_is_lost_and_one_that_answers_again_was_not(cluster):
     assert (host_failure(bob).cause, host_failure(bob).exit_code) == ("host-lost", None)
     bob.lost = None
     assert (host_failure(bob).cause, host_failure(bob).exit_code) == ("link-lost", 255)
+
+
+def test_the_wait_ends_when_all_lost_hosts_are_back_or_nobody_waits(cluster, tmp_path):
+    cluster.run, shown = RunDir(tmp_path), list[list[str]]()
+    for member in cluster.started:
+        member.lose("it is silent")
+    settle_losses(cluster, is_quick=True)
+    assert awaited_hosts(cluster) == ("ada.invalid", "bob.invalid")
+    assert all("this machine may have been offline or asleep" in str(member.fault) for member in cluster.started)
+    assert not await_hosts(cluster, lambda count: count, is_over=lambda: True, show=shown.append)
+    for member in cluster.started:
+        member.give_up()
+        member.is_open = True
+    assert await_hosts(cluster, lambda count: count, is_over=lambda: False, show=shown.append)
+    assert shown == [["ada.invalid, bob.invalid joined: continuing on ada.invalid, bob.invalid"]]
+    assert cluster.present == cluster.started
 
 
 def test_an_agent_that_does_not_reach_the_first_host_says_so_and_ends(tmp_path):

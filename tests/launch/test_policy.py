@@ -42,6 +42,10 @@ EXAMPLES = {
         [KILLED, KILLED, replace(KILLED, cause="loss-nan", error="nan", rolled_back=True)], OURS, {},
         Decision("retry", 0, "skipping the batch of step 7"),
     ),
+    "host-awaited": (
+        [LOST_HOST], replace(OURS, lost_hosts=("ada", "bob"), awaited_hosts=("ada", "bob"), ranks_left=0), {},
+        Decision("await-hosts", 0, "lost ada, bob"),
+    ),
     "no-host": (
         [LOST_HOST], replace(OURS, lost_hosts=("bob",), ranks_left=0), {},
         Decision("stop", 0, "lost bob, and the remaining hosts cannot go on"),

@@ -461,7 +461,7 @@ def test_a_job_whose_hosts_cannot_be_reached_keeps_its_folder_and_log_and_anothe
     dataset = prepare(str(tmp_path / "books.txt"), tokenizer=None, vocab_size=300, cache_dir=tmp_path / "cache")
     plan = make_plan(Config(device="cpu"), probe_machine(), vocab_size=300, num_rows=1000)
     config = Config(eval_tokens=1024)
-    job = TrainingJob(run, lock_run(run), True, TrainOptions(keys={}), config, lambda *_: plan, LostCluster())
+    job = TrainingJob(run, lock_run(run), True, TrainOptions(keys={}), config, lambda *_: plan, cluster=LostCluster())
     with pytest.raises(PacelineError, match="did not answer"):
         run_training(job, plan, CheckResult((), ()), dataset, Services(), started=0.0, is_new=True)
     assert (log.is_file(), run.submitted_toml.is_file(), run.path.exists()) == (is_submitted,) * 3

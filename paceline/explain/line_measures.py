@@ -61,9 +61,8 @@ ERROR_WORDS = (
 )  # fmt: skip
 ERROR_MEASURE = re.compile(rf"(?<![a-z])(?:{ERROR_NAME})(?:_tra?i?n)?(?![a-z]){VALUE}", re.IGNORECASE)
 WORDS = re.compile(r"[A-Za-z_ -]*[A-Za-z]")  # in front of the value
-OF_TRAINING = re.compile(
-    r"(?i)epoch|(?<![a-z])tra?i?n|^\W*\d+(?:/\d+\]| *\| )"
-)  # a line that may report one of training
+# a line that may report one of training
+OF_TRAINING = re.compile(r"(?i)epoch|(?<![a-z])tra?i?n|^\W*\d+(?:/\d+\]| *\| )")
 HELD_OUT_WORD = r"(?:vali?|eval|valid(?:_\d)?|validation|dev|test)"
 GAP = r"(?:'s)?(?:[_ /.:{'\"-]+(?:[a-z0-9]{2,8}_)?)?(?:log)?"  # from there to the measure
 HELD_OUT_NAME = rf"(?<![a-z])(?:{HELD_OUT_WORD}{GAP}(?:loss|{ERROR_NAME})|loss[_ /]{HELD_OUT_WORD})"
@@ -152,9 +151,8 @@ RECORD = re.compile(  # a measure as a dictionary, behind its name: {'epoch': 0,
 )
 FOREIGN_WORDS = ("epoche", "verlust", "perda", "perte", "perdita", "epoca")  # those in ASCII
 RANK_NAME = re.compile(r"\brank[ _=:]{0,2}(?P<rank>\d{1,6})\b")
-SETTING = re.compile(
-    r"(?i)\W*(?!\w*loss)\w+ ?= ?(?!nan|[-+]?inf)[^=]+,"
-)  # a line of its own in an object that is printed over several lines
+# a line of its own in an object that is printed over several lines
+SETTING = re.compile(r"(?i)\W*(?!\w*loss)\w+ ?= ?(?!nan|[-+]?inf)[^=]+,")
 MIN_FLAGS = 5  # on a line of settings: a measure is seldom true or false
 TRANSFER = re.compile(r"(?i)(?!.*loss).*(?:\d ?[kMGT]?i?B/s\b|\d{7}(?:\.\d+)?it/s\b)")  # a bar of bytes: a download
 

@@ -39,8 +39,14 @@ MIN_POINTS, JUMP_FROM, Z_FALL = 20, 10, 2.0  # of a curve that is judged; of one
 LEAP, MIN_LEAP, LEAP_POINTS, FAR_LEAP = 100.0, 10.0, 3, 300.0
 # last points of a plateau; the ratio of the highest to the lowest, also of nearly the same; how many times any value before
 PLATEAU, PLATEAU_SPREAD, SAME_SPREAD, JUMP = 5, 1.6, 1.01, 4.0
+# points of a fall, and behind its end; shares: above its lowest, above its last points, of its first points, no fall
+MIN_FALLEN, MIN_STAYED, MIN_STEP, ABOVE_LAST, FALLEN, STILL_FALL = 8, 15, 0.1, 0.04, 0.8, 0.02
 # the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
 TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
+
+# points of a guess between classes; the greatest logarithm of their number; how near to it losses are; how many times one in as
+# many accuracies may be, and how far from a half
+MIN_GUESSES, MAX_LOG, NEAR_GUESS, OFF_GUESS, NEAR_EVEN = 8, 12.0, 0.02, 1.5, 0.1
 
 # of a sum over each epoch: the share of itself to which it falls, how often at least, and of its falls; how far its totals may rise
 RESET, MIN_RESETS, MOST_FALLS, MAX_GROWTH = 0.6, 3, 0.8, 2.0
@@ -207,6 +213,30 @@ def jump(values: Sequence[float]) -> int | None:
     return next((at for at in jumps if min(values[at:]) > JUMP * max(values[:at])), None)
 
 
+def steps_up(values: Sequence[float]) -> int | None:
+    """Where a curve that was falling leaps above all that it had reached and stays there, without falling any more."""
+    for at in range(MIN_FALLEN, len(values) - MIN_STAYED + 1):
+        if values[at] <= (1 + MIN_STEP) * values[at - 1]:
+            continue
+        before, after, lowest = values[:at], values[at + SPIKE :], min(values[:at])
+        last = median(before[-LEAP_POINTS:])
+        leaps = min(values[at], *after) > max((1 + MIN_STEP) * lowest, (1 + ABOVE_LAST) * last) > 0
+        third = len(after) // 3
+        stays = median(after[-third:]) > (1 - STILL_FALL) * median(after[:third]) and max(after) < PLATEAU_SPREAD * min(
+            after
+        )
+        was_falling = lowest in before[-SPIKE:] and median(before[-SPIKE:]) < FALLEN * median(before[:SPIKE])
+        if leaps and was_falling and stays and median(after) - last > Z_RISE * bends(values):
+            return at
+    return None
+
+
+def bends(values: Sequence[float]) -> float:
+    """The standard deviation of a curve's noise, by how far points lie off the line between their neighbours."""
+    offsets = (values[at + 1] - 2 * values[at] + values[at - 1] for at in range(1, len(values) - 1))
+    return 1.4826 * median(map(abs, offsets)) / sqrt(6)
+
+
 def is_too_high(values: Sequence[float]) -> bool:
     half, lowest = len(values) // 2, min(values)
     if len(values) < MIN_HIGH:
@@ -226,8 +256,7 @@ def turn_of(values: Sequence[float]) -> int | None:
         return None
     last = values[-max(MIN_AFTER, after // 3) :]
     first = at if after >= MIN_VALIDATION else 0  # a steep fall before it is no noise
-    jumps = [abs(values[i + 1] - 2 * values[i] + values[i - 1]) for i in range(max(1, first), len(values) - 1)]
-    noise = max(1.4826 * median(jumps) / sqrt(6), 1e-4 * abs(smooth[at]))
+    noise = max(bends(values[max(0, first - 1) :]), 1e-4 * abs(smooth[at]))
     rise = median(last) - smooth[at]
     beyond = rise > Z_VALIDATION * noise * sqrt(1 / len(last) + 1 / 3)
     falls_again = rise < COMING_DOWN * (max(smooth[at:]) - smooth[at])
@@ -325,3 +354,32 @@ def comes_down_to_zero(values: Sequence[float]) -> bool:
     """Whether a curve ends at 0 and was near it in its last value above."""
     above = [value for value in values if value]
     return bool(above) and values[-1] == 0 and 0 < above[-1] < NEAR_ZERO * max(above[:SPIKE])
+
+
+def is_about(value: float, level: float, share: float) -> bool:
+    """Whether a value is a level, but for less than a share of it."""
+    return abs(value - level) < share * level
+
+
+def has_one_digit(values: Sequence[float]) -> bool:
+    """Whether the values are printed with one digit, which shows no small change."""
+    return all(float(f"{value:.1g}") == value for value in values)
+
+
+def guessed_classes(losses: Sequence[float], accuracies: Sequence[float]) -> int | None:
+    """The number of classes between which a model guesses all the time, whatever the noise; None if it does not.
+
+    The losses of each third are about the logarithm of the number, and the accuracies about one in as many.
+    """
+    if min(len(losses), len(accuracies)) < MIN_GUESSES:
+        return None
+    number = round(math.exp(min(max(median(losses), 0.0), MAX_LOG)))
+    thirds = (losses[len(losses) * at // 3 : len(losses) * (at + 1) // 3] for at in range(3))
+    is_near = number > 1 and all(is_about(median(part), math.log(number), NEAR_GUESS) for part in thirds)
+    share = math.fsum(accuracies) / len(accuracies)
+    if number == 2:  # whose loss falls little while a model learns
+        is_flat = not falls(losses, math.inf) and not falls([-value for value in accuracies], math.inf)
+        return number if is_near and is_flat and abs(share - 0.5) < NEAR_EVEN else None
+    last = accuracies[-(len(accuracies) // 3) :]
+    is_guess = 1 / OFF_GUESS < share * number < OFF_GUESS and math.fsum(last) / len(last) * number < OFF_GUESS
+    return number if is_near and is_guess else None

@@ -55,11 +55,14 @@ LOSS = re.compile(
     re.IGNORECASE,
 )
 # measures that are lower when the model is better, in programs that print no loss under this name
-ERROR_NAME = r"r?mse|mae|nll|xent|\w*cross[ _-]?entropy|perplexity|ppl|bp[bcd]"
-ERROR_WORDS = ("mse", "mae", "nll", "xent", "entropy", "perplex", "ppl", "bpb", "bpc", "bpd")
+ERROR_NAME = r"r?mse|mae|nll|(?:nt-?)?xent|info_?nce|b?ce|\w*cross[ _-]?entropy|perplexity|ppl|bp[bcd]|elbo"
+ERROR_WORDS = (
+    "mse", "mae", "nll", "xent", "nce", "bce", " ce", "-ce", "_ce", "entropy", "perplex", "ppl", "bpb", "bpc", "bpd", "elbo",
+)  # fmt: skip
 ERROR_MEASURE = re.compile(rf"(?<![a-z])(?:{ERROR_NAME})(?:_tra?i?n)?(?![a-z]){VALUE}", re.IGNORECASE)
 WORDS = re.compile(r"[A-Za-z_ -]*[A-Za-z]")  # in front of the value
-OF_TRAINING = re.compile(r"(?i)epoch|(?<![a-z])tra?i?n|^\W*\d+/\d+\]")  # a line that may report one of training
+# a line that may report one of training
+OF_TRAINING = re.compile(r"(?i)epoch|(?<![a-z])tra?i?n|^\W*\d+(?:/\d+\]| *\| )")
 HELD_OUT_WORD = r"(?:vali?|eval|valid(?:_\d)?|validation|dev|test)"
 GAP = r"(?:'s)?(?:[_ /.:{'\"-]+(?:[a-z0-9]{2,8}_)?)?(?:log)?"  # from there to the measure
 HELD_OUT_NAME = rf"(?<![a-z])(?:{HELD_OUT_WORD}{GAP}(?:loss|{ERROR_NAME})|loss[_ /]{HELD_OUT_WORD})"
@@ -79,9 +82,6 @@ PART_END = re.compile(r",(?!\d{3}\b)|[|;{}\t]|\s{2}")
 AMOUNT = re.compile(
     r"(?i)(?<![\w./-])(?P<value>\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.\d{1,9})?)[ \t]?(?P<unit>[kmgt]?i?b?)%?(?=[\s,;|()\]/}'\"]|$)"
 )
-RATE = r"(?<![a-z])(?:tok(?:en)?s?|samples?|imgs?|images|seqs?|frames) ?(?:/|_per_| per )s(?:ec(?:ond)?)?(?![a-z])"
-COUNT = r"(?P<value>\d[\d,]*(?:\.\d+)?)"
-SPEEDS = (re.compile(rf"(?i){RATE}['\"]?\s*[:=]?\s*{COUNT}"), re.compile(rf"(?i){COUNT} ?{RATE}"))
 MAX_NAME, MAX_BEFORE = 60, 30  # characters of a measure's name; of what tells before it what is measured
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 COUNTERS = re.compile(r"(?i)((?:gpu|cuda|device|rank)[ :#]{0,2}\d+)|[ :]?\d+")  # all but a device's number
@@ -151,9 +151,8 @@ RECORD = re.compile(  # a measure as a dictionary, behind its name: {'epoch': 0,
 )
 FOREIGN_WORDS = ("epoche", "verlust", "perda", "perte", "perdita", "epoca")  # those in ASCII
 RANK_NAME = re.compile(r"\brank[ _=:]{0,2}(?P<rank>\d{1,6})\b")
-SETTING = re.compile(
-    r"(?i)\W*(?!\w*loss)\w+ ?= ?(?!nan|[-+]?inf)[^=]+,"
-)  # a line of its own in an object that is printed over several lines
+# a line of its own in an object that is printed over several lines
+SETTING = re.compile(r"(?i)\W*(?!\w*loss)\w+ ?= ?(?!nan|[-+]?inf)[^=]+,")
 MIN_FLAGS = 5  # on a line of settings: a measure is seldom true or false
 TRANSFER = re.compile(r"(?i)(?!.*loss).*(?:\d ?[kMGT]?i?B/s\b|\d{7}(?:\.\d+)?it/s\b)")  # a bar of bytes: a download
 
@@ -376,12 +375,6 @@ def read_memory(text: str) -> Iterator[tuple[str, float]]:
                 named = words.strip(" :=([{'\"")[-MAX_NAME:]
                 unit = UNITS.get(match["unit"][:1].lower())
                 yield (f"{named} (bytes)" if unit else named), float(match["value"].replace(",", "")) * (unit or 1)
-
-
-def read_speed(text: str) -> float | None:
-    """The throughput that a line reports."""
-    match = next(filter(None, (pattern.search(text) for pattern in SPEEDS)), None)
-    return float(match["value"].replace(",", "")) if match else None
 
 
 def read_score(match: re.Match[str] | None) -> float | None:

@@ -1,5 +1,5 @@
 """
-What a line reports without a name before each value: rows of tables, and counters and values in forms of their own.
+What a line reports without a name before each value: rows of tables, speeds, and counters and values in forms of their own.
 """
 
 import math
@@ -32,7 +32,16 @@ COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost,
     r"|(?P<row>\d{1,9}) (?P<part>train|val|hella) (?P<number>\d+\.\d+(?:e[-+]?\d+)?|nan|inf)$"  # build-nanogpt
     r"|(?P<n>\d{1,9})[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)$"
 )
+# names of columns that end at the same place as their values
+FIRST_NAMES = re.compile(r"(?i)^(?P<step>\W*(?:step|iter|epoch)) (?=\w+_\w+ )")
+SCORE_COLUMN = re.compile(r"(?i)(?:val\w*|test|dev|eval)[_ /.-]acc(?:uracy)?")
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
+RATE = r"(?<![a-z])(?:tok(?:en)?s?|samples?|imgs?|images|seqs?|frames) ?(?:/|_per_| per )s(?:ec(?:ond)?)?(?![a-z])"
+COUNT = r"(?P<value>\d[\d,]*(?:\.\d+)?)"
+SPEEDS = (re.compile(rf"(?i){RATE}['\"]?\s*[:=]?\s*{COUNT}"), re.compile(rf"(?i){COUNT} ?{RATE}"))
+STEP_TIME = re.compile(
+    r"(?i)(?<![\w.])(?P<value>\d+\.\d+) ?s/(?:it|step)\b|(?<![a-z_])step(?:[_ ]time)?[=:] ?(?P<time>\d+\.\d+) ?s\b"
+)
 ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
 
 
@@ -41,6 +50,7 @@ def read_columns(text: str) -> tuple[str, ...]:
     lowered = text.lower()
     has_loss = "loss" in lowered or has_word(lowered, ERROR_WORDS)
     text = UNIT.sub("", text) if has_loss and "(" in text else text
+    text = FIRST_NAMES.sub(r"\g<step>  ", text) if has_loss else text
     names = split_cells(text) if has_loss and not has_word(text, ":={(*") else ()
     # in a run's own code, which some trainers print: return loss, accuracy
     is_header = len(names) > 1 and all(
@@ -50,7 +60,9 @@ def read_columns(text: str) -> tuple[str, ...]:
 
 
 def split_cells(text: str) -> tuple[str, ...]:
-    """The cells of a table's row, between bars, tabs, spaces or, where there are none of them, commas."""
+    """The cells of a table's row, between bars, tabs, spaces or, where there are none of them, commas; or semicolons."""
+    if ";" in text:  # with decimal commas
+        return tuple(cell.strip() for cell in text.replace(",", ".").split(";"))
     cells = tuple(filter(None, COLUMN_GAP.split(text.strip(TABLE_EDGES))))
     return tuple(map(str.strip, text.split(","))) if len(cells) == 1 and "," in text else cells
 
@@ -70,11 +82,14 @@ def read_row(text: str, columns: Sequence[str]) -> StepLoss | None:
     name = next((name for name, loss in training.items() if not math.isfinite(loss)), next(iter(training)))
     counters = sorted(filter(STEP_COLUMN.fullmatch, row), key=lambda name: name.lower().startswith("epoch"))
     counts = [parse_count(row[name].partition("/")[0]) for name in counters]
-    others = (row.get(name, "") for name in ("reward", "grad_norm"))
-    reward, norm = (float(cell) if NUMBER_CELL.fullmatch(cell) and "n" not in cell.lower() else None for cell in others)
+    names = ("reward", "grad_norm", next(filter(SCORE_COLUMN.fullmatch, row), ""))
+    others = (row.get(name, "") for name in names)
+    reward, norm, score = (
+        float(cell) if NUMBER_CELL.fullmatch(cell) and "n" not in cell.lower() else None for cell in others
+    )
     step = next((count for count in counts if count is not None), None)
     held_out = next((loss for other, loss in losses.items() if other not in training and math.isfinite(loss)), None)
-    return StepLoss(step, training[name], grad_norm=norm, name=name, held_out=held_out, reward=reward)
+    return StepLoss(step, training[name], grad_norm=norm, name=name, held_out=held_out, reward=reward, score=score)
 
 
 def read_counter(text: str) -> StepLoss | None:
@@ -112,3 +127,11 @@ def read_boosting(text: str) -> StepLoss | None:
     if trained is None or (held_out is not None and not math.isfinite(held_out) and math.isfinite(losses[trained])):
         return StepLoss(step, held_out, name="eval_loss")
     return StepLoss(step, losses[trained], held_out=held_out)
+
+
+def read_speed(text: str) -> float | None:
+    """The throughput that a line reports, or else its steps per second."""
+    match = next(filter(None, (pattern.search(text) for pattern in SPEEDS)), None)
+    if match is None and (time := STEP_TIME.search(text)) and (seconds := float(time["value"] or time["time"])):
+        return 1 / seconds
+    return float(match["value"].replace(",", "")) if match else None

@@ -7,13 +7,15 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby, pairwise
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Evidence, LogProgress, Record, shorten
-from paceline.explain.line_measures import OF_TRAINING
+from paceline.explain.line_measures import OF_TRAINING, parse_count
 from paceline.explain.lines import KILLED_LAUNCHER
 from paceline.explain.progress import DONE, LossPoint, ProgressLine, ProgressTracker, store
 from paceline.explain.run_bounds import RunBounds
+from paceline.explain.series import MetricSeries, SeriesTable
 
 FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a run with more errors
 SEVERAL_PROCESSES = re.compile(r"(?i)\brank(?:\b|_?\d)|torchrun|torch\.distributed|srun|mpirun|deepspeed|world[_ ]size")
@@ -30,11 +32,18 @@ UNNAMED, MIN_UNNAMED = "a value without a name", 5
 # a row of nothing but numbers behind a counter; columns that become NaN in the same row, as one alone may where it is not computed
 ROW, MIN_LOST = re.compile(r"\s*\d+(?:[\s,;|]+(?:[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan))+\s*"), 2
 CELL = re.compile(r"[^\s,;|]+")
+PAIR = re.compile(
+    r"(?i)(?:^\W*(?P<step>\d{1,9})\b.{0,60}?)?(?<![a-z])tr(?:ain)?[ :=]{1,3}(?P<train>\d+\.\d+)[ ,;|/]{1,4}"
+    r"(?:va(?:l(?:id)?)?|dev|test|held-?out)[ :=]{1,3}(?P<valid>\d+\.\d+)(?![\d.]*%)"
+)
 EARLY_STOP = re.compile(  # not that it may come
     r"(?i)(?:\bearly[ -]?stop|\bstop\w* early\b)(?!.*\b(?:counter|patience|enabled|monitor)\b)"
     r"|(?i:early ?stop\w* counter: (?P<count>[2-9]|\d\d+) (?:out of|/) (?P=count)\b)"
 )
-ACCURACY = re.compile(r"(?i)(?<![a-z])acc(?:uracy)?['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)(?P<percent>\s?%)?")
+ACCURACY = re.compile(
+    r"(?i)(?:(?<![a-z])(?:acc(?:uracy)?(?:@1)?|top-?1|[it]2[it]_r@?1)(?: of the [\w ]{1,60})?|准确率)['\"]?"
+    r"(?:\s*[:：=]\s*['\"]?|\s+(?=\d+\.\d))(?P<value>\d+(?:\.\d+)?)(?P<percent>\s?%)?"
+)
 RESUMED = re.compile(  # from a checkpoint of a step
     r"(?i)(?!.*\b(?:convert|export|merg|evaluat|test)).{0,60}?\b(?:load(?:ed|ing)|resum(?:ed|ing)|restor(?:ed|ing))\b.{0,120}?"
     r"\b(?:step|iter(?:ation)?|epoch|checkpoint|ckpt)[ _=:-]{0,2}(?P<step>\d{1,12})\b"
@@ -45,6 +54,15 @@ JOINED = re.compile(r"\bMEMBER: (?P<member>\d{1,6})/(?P<members>\d{1,6})\b")  # 
 # what tells apart the tasks of an array or the workers of a pool that write to one log
 MEMBER, MAX_MEMBERS = re.compile(r"\[?(?:task|worker|job|replica) ?[#=:]? ?\d{1,6}\]:? "), 1000
 NEAR_END, NEAR = 3, 20  # lines; characters before a count that tell what is counted
+# with the point: fewer may be the same by rounding; the last value is reported again at the end; values of a curve over epochs
+RANK_DIGITS, RANK_SPREAD, FEW_VALUES = 6, 3, 3
+# what lines report as exactly 0, not rounded to it, where the loss stands still
+EXACT_ZERO = re.compile(r"0(?:\.0|\.0{7,}|(?:\.0*)?e[-+]?0+)?")
+ZERO_REASONS = {
+    "the learning rate is 0": re.compile(r"(?i)(?<![a-z])(?:lr|learning.rate)\W{1,4}(?P<value>\d[\d.]*(?:e[-+]?\d+)?)"),
+    "the margins between chosen and rejected answers are 0": re.compile(r"rewards/margins\W{1,4}(?P<value>[\d.]+)"),
+}
+ZEROS = 3  # on the lines of a log, if no others are there
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 
 
@@ -211,6 +229,7 @@ class OpenRun:
         self.rows = NumberRows()
         self.accuracies: list[float] = []
         self.members: dict[str, int] = {}
+        self.pairs: list[tuple[LossPoint, ...]] = []  # of training and evaluation, without the name of a measure
         self.early_stop: LossPoint | None = None  # the last loss of training before it
 
     def add_measures(self, number: int, text: str) -> None:
@@ -221,6 +240,9 @@ class OpenRun:
         if match := ACCURACY.search(text):
             value = float(match["value"])
             store(self.accuracies, value / 100 if match["percent"] or value > 1 else value)
+        if match := PAIR.search(text):
+            step, values = parse_count(match["step"] or ""), (("loss", match["train"]), ("eval_loss", match["valid"]))
+            store(self.pairs, tuple(LossPoint(step, name, float(value)) for name, value in values))
         if EARLY_STOP.search(text):
             self.early_stop = self._last_trained()
 
@@ -251,10 +273,14 @@ class OpenRun:
         records = tuple(record for record in (*self.first, *self.last) if behind is None or record.line < behind)
         has_stopped = self.early_stop is not None and self.early_stop == self._last_trained()
         curves = self.progress
+        losses, held_out = curves.losses, tuple(curves.held_out)
+        # a pair is one of losses, not of scores, if that of training falls
+        if self.pairs and not (losses or held_out) and self.pairs[-1][0].value < self.pairs[0][0].value:
+            losses, held_out = zip(*self.pairs, strict=True)
         return Log(
             records=records, progress=progress, last_progress=tuple(curves.lines), last_lines=tail,
             last_steps=curves.steps_by_rank, ranks=frozenset(self.ranks),
-            losses=curves.losses, held_out=tuple(curves.held_out),
+            losses=losses, held_out=held_out,
             scores=tuple(curves.scores), gradients=tuple(curves.gradients), memory=curves.memory,
             rewards=tuple(curves.rewards), accuracies=tuple(self.accuracies), speeds=tuple(curves.speeds),
             first_line=self.first_line, is_restart=self.is_restart, is_later=self.is_later, by_command=self.by_command,
@@ -314,3 +340,53 @@ def idle_work(logs: Sequence[Log]) -> tuple[Evidence, ...]:
         ends = {line[0] for log in logs for line in log.last_lines[-NEAR_END:]}
         idle = {number: text for number, text in idle.items() if number in ends}
     return tuple(Evidence(number, shorten(text)) for number, text in idle.items())
+
+
+def line_series(points: Sequence[LossPoint], *, kind: str | None = None) -> list[MetricSeries]:
+    """The curves by name that lines of a log report, over steps, or else epochs, or else their number. kind: of all of them."""
+    table = SeriesTable("log", kinds=(lambda _: kind) if kind else None)
+    has_steps = all(point.step is not None for point in points)
+    by_name: dict[str, list[LossPoint]] = defaultdict(list)
+    for point in points:
+        by_name[point.name].append(point)
+    by_epoch = {name for name, curve in by_name.items() if has_epochs(curve)}
+    last = dict.fromkeys((name for name, curve in by_name.items() if is_of_ranks(curve)), math.nan)
+    points = list(dict.fromkeys(points)) if by_epoch >= set(by_name) else points
+    for number, (step, name, value, epoch) in enumerate(points):
+        if name in last:
+            if value == last[name]:
+                continue
+            last[name] = value
+        step = step if has_steps else epoch if name in by_epoch else number
+        table.add(name, number if step is None else step, value, math.nan)
+    return table.take_series()
+
+
+def has_epochs(curve: Sequence[LossPoint]) -> bool:
+    """Whether each point of a curve is of a later epoch than the one before, or the same one reported again."""
+    ascends = all(before == point or (before.epoch or 0) < (point.epoch or 0) for before, point in pairwise(curve))
+    is_often = 2 * len({*curve}) >= len(curve) or len({point.value for point in curve}) >= FEW_VALUES
+    return ascends and curve[0].epoch is not None and is_often
+
+
+def is_of_ranks(curve: Sequence[LossPoint]) -> bool:
+    """Whether several ranks report each value: all of two or more come about as often in a row, to many digits."""
+    times = [len(list(group)) for _, group in groupby(point.value for point in curve)]
+    as_often = len(times) > 1 and min(times) > 1 and max(times) <= RANK_SPREAD * min(times)
+    return as_often and all(len(f"{point.value!r}") > RANK_DIGITS for point in curve)
+
+
+def shares_of(scores: Sequence[LossPoint]) -> list[float]:
+    """Scores as shares, also of percentages."""
+    values = [point.value for point in scores]
+    return [value / 100 for value in values] if max(values, default=0.0) > 1 else values
+
+
+def zero_reason(logs: Sequence[Log]) -> str:
+    """What is exactly 0 on the last lines that report it, so that nothing is learned."""
+    texts = [text for log in logs for _, text in log.last_lines]
+    for reason, pattern in ZERO_REASONS.items():
+        values = [match["value"] for text in texts if (match := pattern.search(text))]
+        if len(values) >= ZEROS and all(map(EXACT_ZERO.fullmatch, values)):
+            return reason
+    return ""

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 from paceline.explain import line_measures
 from paceline.explain.explanation import LogProgress
 from paceline.explain.line_measures import HELD_OUT_WORDS, MEAN_LOSS, PART_LOSS, StepLoss, labelled_values, read_score
-from paceline.explain.line_rows import read_boosting, read_columns, read_counter, read_row
+from paceline.explain.line_rows import read_boosting, read_columns, read_counter, read_row, read_speed
 from paceline.explain.lines import MAX_RANKS, LogLine, has_word
 from paceline.noise import ABRUPT
 
@@ -162,7 +162,7 @@ class ProgressTracker:
                 self._finite_lines.append(text)
         is_sampled = len(self.speeds) < MAX_SPEEDS or not self._num_lines % SPEED_EVERY
         has_speed = is_sampled and progress is not None and progress.step is not None
-        speed = line_measures.read_speed(line.text) if has_speed and ("/s" in lowered or "per" in lowered) else None
+        speed = read_speed(line.text) if has_speed and has_word(lowered, ("/s", "per", "s/it", "step")) else None
         if speed is not None and line.rank == self._loss_rank:
             store(self.speeds, LossPoint(self._last_step, "throughput", speed))
         if has_word(lowered, line_measures.MEMORY_WORDS):
@@ -282,7 +282,10 @@ class ProgressTracker:
         if self._is_policy:
             return ()
         name = "eval_loss" if any(p.name not in (PART_LOSS, "eval_loss", "test_loss") for p in self._losses) else "loss"
-        return tuple(point._replace(name=name) if point.name == PART_LOSS else point for point in self._losses)
+        points = (point._replace(name=name) if point.name == PART_LOSS else point for point in self._losses)
+        # one that is to be maximized
+        is_gain = any("elbo" in point.name.lower() and point.value < 0 for point in self._losses[:1])
+        return tuple(point._replace(value=-point.value) if is_gain else point for point in points)
 
     def _point(self, step: int | None, name: str, value: float) -> LossPoint:
         return LossPoint(step, name, value, None if self._first_epoch == sys.maxsize else self._epoch)

@@ -56,8 +56,8 @@ PROGRESS_WORD = re.compile(
     rb"(?i)step|loss|iter|epoch|\bit\b|\dit \[|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved"
     rb"|learn:|accura|early|end train|task/s|\bep\b|\b(?:val|test)\w*\]?[ _/-]+(?:\d+ +)?(?:acc|au|f1|dice)"
     + FOREIGN_PROGRESS
-    + rb"|nll|xent|perplex|ppl|bp[bcd]|mem|rss|vram|^\d+ (?:train|val|hella) [\dni]|^\[\d+\]\s"
-    rb"|^(?:[\s|]|\xe2\x94[\x82\x83])*\d[\d./]*(?:[\s|,]|\xe2\x94[\x82\x83]|\x1b\[[\d;]*m)+-?(?:\d|nan)"
+    + rb"|nll|xent|info_?nce|perplex|ppl|bp[bcd]|mem|rss|vram|^\d+ (?:train|val|hella) [\dni]|^\[\d+\]\s"
+    rb"|\btr(?:ain)?[ :=]+\d|^(?:[\s|]|\xe2\x94[\x82\x83])*\d[\d./]*(?:[\s|,;]|\xe2\x94[\x82\x83]|\x1b\[[\d;]*m)+-?(?:\d|nan)"
 )
 USUAL_PROGRESS = (b"step", b"loss", b"poch")  # found sooner
 LOSSES = (b"oss", b"OSS", b" L=")
@@ -83,9 +83,8 @@ EXIT = re.compile(
     r"|^wandb: .*\(failed \d+\)|^g?make(?:\[\d+\])?: \*\*\* \[[^\]]+\] Error \d+$",
     re.IGNORECASE,
 )
-FORWARDED = re.compile(  # by a launcher to the other ranks
-    r"Sending process \d+ closing signal|ended after it: |Sending signal .* to process"
-)
+# by a launcher to the other ranks
+FORWARDED = re.compile(r"Sending process \d+ closing signal|ended after it: |Sending signal .* to process")
 AFTER_BAR = re.compile(  # the shell's message about a process, or an error, behind progress without a newline
     rf"[\d\]%)s](?P<word>(?:{SHELL_WORD}|Segmentation fault)(?: \(core dumped\))?|fish: Job \d+, .*|(?<=\d)\[ERROR\] .*)$"
 )
@@ -102,9 +101,8 @@ RANK_IN_TEXT = re.compile(
     r"|^\W*(?:[Gg]lobal[ _])?(?:[Rr]ank|RANK)[ _=:]?(?P<j>\d{1,6})(?::| ?\(local[ _]rank)|\bglobal_rank[=: ]+(?P<k>\d{1,6})\b"
     r"|\b(?:on|at|from|by) (?:global )?rank[ =:]?(?P<l>\d{1,6})\b|\.py:\d+\] \((?P<m>\d{1,6})/\d{1,6}\) "
 )
-FILE_RANK = re.compile(
-    r"\bRank of current process: (?P<rank>\d{1,6})\. World size: (?!1$)\d"
-)  # detectron2: a file for each
+# detectron2: a file for each
+FILE_RANK = re.compile(r"\bRank of current process: (?P<rank>\d{1,6})\. World size: (?!1$)\d")
 SNIPPET_RANK = re.compile(r"^\[Rank (?P<rank>\d{1,6}) Error Snippet\]:$")  # Ray Train's, above a traceback
 
 

@@ -33,9 +33,8 @@ MAX_COMPARED = 32  # events of one kind that an event of another log is compared
 STOPPED = re.compile(r"-15\b|SIGTERM|-6\b|SIGABRT")  # by the launcher, or by the abort of its communicator
 WATCHDOG = re.compile(r"[Ww]atchdog|ProcessGroupNCCL|taking the entire process down")  # NCCL's aborts the process
 REFUSED = re.compile(r"(?P<script>[\w.-]+\.py): error: ")
-INPUT = re.compile(
-    r"(?i)(?<![a-z])inputs?(?![a-z])"
-)  # in the path of a file that no program of the script has to write
+# in the path of a file that no program of the script has to write
+INPUT = re.compile(r"(?i)(?<![a-z])inputs?(?![a-z])")
 AGENT_REPORT = re.compile(r"E (?P<pid>\d+) torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(")
 AGENT_END = re.compile(r"ChildFailedError|SignalException")
 WILL_RESTART = re.compile(r"\d+/\d+ attempts left; +will restart worker group")

@@ -22,9 +22,8 @@ IGNORED_INTERRUPT = "KeyboardInterrupt: ignored by Python"  # counts only in a s
 CUT_OFF = "a traceback without its last line"
 HOOK_FAILED = "Error in sys.excepthook: the exception that ended the program is missing"
 
-REPORTED_RANK = re.compile(
-    r"\(most recent call last\): \(RANK (?P<rank>\d{1,6})\)"
-)  # by DCP, of whichever rank prints it
+# by DCP, of whichever rank prints it
+REPORTED_RANK = re.compile(r"\(most recent call last\): \(RANK (?P<rank>\d{1,6})\)")
 HEADER = re.compile(r"Traceback \(most recent call last\)|^Original Traceback|Exception in thread (?!\")")
 MESSAGE_BEFORE = re.compile(r"\w: \S.*\w")
 FRAME = re.compile(

@@ -23,14 +23,7 @@ from torch import Tensor
 import paceline
 from paceline.errors import PacelineError, nearest
 from paceline.file_systems import free_space
-from paceline.model.manifest import (
-    UnreadableCheckpoint,
-    check_shapes,
-    num_rows,
-    read_manifest,
-    step_folders,
-    step_of,
-)
+from paceline.model.manifest import UnreadableCheckpoint, check_shapes, num_rows, read_manifest, step_folders, step_of
 from paceline.model.publish import (
     NoSpace,
     PendingSave,

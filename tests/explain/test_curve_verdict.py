@@ -299,9 +299,10 @@ OF_LINES = [  # the form of a line, its losses, what they show
     (SAVED, [12.2471, 12.2451, 12.2431, 12.2415, 12.2395], "unknown"),
     (SAVED, [0.0001] * 5, "healthy"),
     (SAVED, [1.71, 1.702, 1.698, 1.697, 1.697], "healthy"),
-    (ACCURATE, NEAR_LN_2[:11], "unknown"),
-    (ACCURATE, NEAR_LN_2, "loss-stands-still"),
-    (ACCURATE, [0.75, 0.72, *NEAR_LN_2], "healthy"),
+    (EPOCH, NEAR_LN_2[:11], "unknown"),
+    (EPOCH, NEAR_LN_2, "loss-stands-still"),
+    (EPOCH, [0.75, 0.72, *NEAR_LN_2], "healthy"),
+    (ACCURATE, NEAR_LN_2[:11], "loss-stands-still"),  # beside an accuracy of a half
     # few points, far from one to the next
     (SKIPPED, [1.4113, 1.7492, 2.1625], "validation-turns-up"),
     (SKIPPED, [1.4113, 1.7492, 1.6], "healthy"),
@@ -1397,3 +1398,106 @@ def test_steps_that_begin_again_in_each_epoch_are_counted_although_a_log_lacks_t
 def test_a_total_of_losses_is_one_in_the_header_of_a_table(fall, cause):
     rows = "".join(f"{n},{385 * fall**n + n % 3 / 9},{0.9 + n % 2 / 9},766.4\n" for n in range(120))
     assert explain([("step,loss_total,L_tri,L_region\n" + rows).encode()]).cause == cause
+
+
+def swing(n):
+    """Noise between -1 and 1 without a trend."""
+    return ((n * 37) % 23 - 11) / 11
+
+
+GUESS = "Epoch {n} | loss {loss:.4f} | acc {acc:.4f}\n"
+TABLE, CONTRASTIVE = (
+    "{n}  {loss:.4f}  {loss:.4f}  {acc:.4f}\n",
+    '{{"step": {n}0, "clip_loss": {loss}, "i2t_r1": {acc}}}\n',
+)
+CHINESE = "第{n}轮/共40轮  训练损失: {loss:.4f}  验证准确率: {acc:.2%}\n"
+VAL_GUESS = "epoch {n} loss {trained:.3f} val_loss {loss:.3f} val_acc {acc:.3f}\n"
+
+
+@with_rows(
+    "line, classes, fall, gain, cause",
+    [
+        *((GUESS, classes, 0, 0, "loss-stands-still") for classes in (2, 4, 10, 100)),
+        *((line, 10, 0, 0, "loss-stands-still") for line in (TABLE, CHINESE, VAL_GUESS)),
+        (CONTRASTIVE, 128, 0, 0, "loss-stands-still"),
+        (GUESS, 10, 0.0005, 0, "loss-stands-still"),  # it falls by 2 % in 40 epochs
+        # it learns, slowly or at last
+        *((GUESS, classes, 0.01, 0.01, "healthy") for classes in (2, 4, 10, 100)),
+        (GUESS, 2, 0.002, 0.002, "healthy"),
+        (TABLE, 10, 0.01, 0.01, "healthy"),
+        (CONTRASTIVE, 128, 0.01, 0.01, "healthy"),
+        (VAL_GUESS, 10, 0.01, 0.01, "healthy"),
+    ],
+)
+def test_losses_and_accuracies_of_a_guess_between_classes_are_no_healthy_log_whatever_their_noise(
+    line, classes, fall, gain, cause
+):
+    rows = [
+        (n, math.log(classes) * (1 + 0.012 * swing(n) - fall * n), (1 + 0.1 * swing(3 * n)) / classes + gain * n)
+        for n in range(1, 41)
+    ]
+    header = "epoch  train_loss  val_loss  val_acc\n" if line == TABLE else ""
+    log = header + "".join(line.format(n=n, loss=loss, acc=acc, trained=3 / n) for n, loss, acc in rows)
+    assert explain([log.encode()]).cause == cause
+
+
+def test_the_first_steps_of_a_warm_up_may_guess():
+    line = "{part} {n}: loss {loss:.4f}, acc {acc:.3f}\n"
+    lines = [line.format(part="{part}", n=n, loss=2.3 + 0.02 * swing(n), acc=0.1 + 0.01 * swing(n)) for n in range(12)]
+    assert explain(["".join(lines).replace("{part}", "step").encode()]).cause == "healthy"
+    assert explain(["".join(lines).replace("{part}", "Epoch").encode()]).cause == "loss-stands-still"
+
+
+@with_rows("loss, accuracy, cause", [
+    (0.0105, 0.997, "healthy"),
+    (0.003, 1.0, "healthy"),
+    (0.0205, 0.997, "loss-stands-still"),  # it says the same of each sample
+    (0.35, 0.89, "loss-stands-still"),
+    (0.6931, 0.5, "loss-stands-still"),
+])  # fmt: skip
+def test_a_model_that_has_converged_needs_no_better_loss(loss, accuracy, cause):
+    line = "Epoch {n} train-ce={train:.4f} val-ce={loss:.4f} val-acc={accuracy:.3f}\n"
+    lines = [line.format(n=n, train=loss * (1 + 0.02 * swing(n)), loss=loss, accuracy=accuracy) for n in range(30)]
+    assert explain(["".join(lines).encode()]).cause == cause
+
+
+FELL = [5.5 + 6.5 * 0.9**n for n in range(20)]
+PAIR = "{n:02} | train {loss:.3f} | valid {other:.3f} | wer {other:.0%}\n"
+SEMICOLONS = "{n};{loss:.3f};{other:.3f};nan\n"
+
+
+@with_rows("line, losses, others, cause", [
+    # a spike stays, comes down, or another part begins with a higher loss and falls again
+    (LINES[0], [*FELL, 9.4, *(7.9 + 0.05 * swing(n) for n in range(20))], None, "loss-diverged"),
+    (LINES[0], [*FELL, 9.4, *(6.9 * 0.99**n for n in range(20))], None, "healthy"),
+    # from below zero upwards, and up to it, as of a critic
+    (LINES[0], [-2 + 0.4 * n for n in range(40)], None, "loss-diverged"),
+    (LINES[0], [-2 - 0.1 * n for n in range(40)], None, "healthy"),
+    (LINES[0], [-8 + 0.19 * n for n in range(40)], None, "healthy"),
+    ("step {step} elbo {loss:.1f}\n", [-210 * 1.1**n for n in range(40)], None, "loss-diverged"),
+    ("step {step} elbo {loss:.1f}\n", [-90 - 120 * 0.9**n for n in range(40)], None, "healthy"),
+    ("step {step} elbo {loss:.1f}\n", [90 + 120 * 0.9**n for n in range(40)], None, "healthy"),
+    # few values that rise from each to the next, and a sum over all batches so far
+    ("epoch {step} loss {loss}\n", [9.0, 10.5, 12.0, 13.5, 15.0, 16.5], None, "loss-diverged"),
+    ("step {step} loss {loss}\n", [2.3, 4.5, 6.7, 8.8, 10.9, 13.0], None, "healthy"),
+    # pairs that are losses, or scores
+    (PAIR, [1.4 * 0.9**n for n in range(30)], [0.9 + 0.04 * abs(n - 8) for n in range(30)], "validation-turns-up"),
+    (PAIR, [1.4 * 0.9**n for n in range(30)], [1.5 * 0.95**n for n in range(30)], "healthy"),
+    (PAIR, [1 - 0.9**n for n in range(30)], [0.9 - 0.04 * abs(n - 8) for n in range(30)], "healthy"),
+    (SEMICOLONS, [1.4 * 0.9**n for n in range(30)], [0.9 + 0.04 * abs(n - 8) for n in range(30)], "validation-turns-up"),
+    (SEMICOLONS, [1.4 * 0.9**n for n in range(30)], [1.5 * 0.95**n for n in range(30)], "healthy"),
+    # seconds of a step
+    *((line, [3 * 0.95**n for n in range(40)], [0.3 * 1.08**n for n in range(40)], "throughput-decays")
+      for line in ("step {step} loss {loss:.3f} | {other:.2f} s/it\n", "it={step} loss={loss:.3f} step={other:.3f}s\n")),
+    ("step {step} loss {loss:.3f} | {other:.2f} s/it\n", [3 * 0.95**n for n in range(40)], [2.9, *[0.3] * 39], "healthy"),
+    # an evaluation that leaves its level by orders of magnitude
+    ("Epoch {step}: Training Loss {loss}\nEpoch {step}: Validation Loss {other}\n", [1.5, 1.4, 1.4, 1.4, 1.3, 1.3],
+     [1.7, 1.8, 1.7, 1e5, 4e6, 8e7], "validation-turns-up"),
+    ("Epoch {step}: Training Loss {loss}\nEpoch {step}: Validation Loss {other}\n", [1.5, 1.4, 1.4, 1.4, 1.3, 1.3],
+     [1.7, 1.8, 1.7, 1e5, 4e6, 1.6], "healthy"),
+])  # fmt: skip
+def test_what_lines_in_forms_of_their_own_show(line, losses, others, cause):
+    values = enumerate(zip(losses, others or losses, strict=True), 1)
+    log = "".join(line.format(step=step, n=step, loss=loss, other=other) for step, (loss, other) in values)
+    log = "epoch;train_rmse;val_rmse;r2\n" + log.replace(".", ",") if line == SEMICOLONS else log
+    assert explain([log.encode()]).cause == cause

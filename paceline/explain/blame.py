@@ -40,9 +40,8 @@ OWN_RANK = re.compile(r"\bGLOBAL_RANK: (?P<rank>\d{1,6}), MEMBER: \d")
 STOPPED_BY_LAUNCHER = re.compile(r"-15\b|-9\b|SIGTERM|SIGKILL")
 NUMBER = re.compile(r"\d+")
 OWN_ERROR = re.compile(r"\W*(?:CRITICAL|ERROR|FATAL)\b")  # as a logger of the program marks it
-WAITS_FOR_RANK = re.compile(  # as a rank says of itself
-    r"(?i)\bwait\w* (?:for|on) (?:rank \d|(?:all |the )*other ranks\b|all (?:the )?ranks\b)"
-)
+# as a rank says of itself
+WAITS_FOR_RANK = re.compile(r"(?i)\bwait\w* (?:for|on) (?:rank \d|(?:all |the )*other ranks\b|all (?:the )?ranks\b)")
 # which all ranks have to do together
 LEFT = re.compile(  # no setting, and no loss scale, which all ranks have alike
     r"(?i)^(?!.*(?:=|patience|monitor|overflow|loss.?scale)).*"

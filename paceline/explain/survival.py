@@ -94,6 +94,7 @@ LOGGING = re.compile(
 )
 LOADS_NODE = re.compile(r"\bnodes\.py\", line \d+, in load_custom_node$")  # ComfyUI
 PLUGIN = re.compile(rf"{LOADS_NODE.pattern}|\bcustom_nodes[/\\]")
+NODE_NEEDED = re.compile(r"Node '[^'\n]+' not found|node \S+ does not exist|missing_node_type")  # by a prompt
 LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
 # right behind an exception: what the program does in place of what failed
 CAUGHT = re.compile(r"(?i)^.{0,40}?\b(?:(?:re)?trying (?:again )?with|falling back to)\b")
@@ -307,7 +308,8 @@ def is_of_plugin(record: Record, log: Log) -> bool:
     first, num_lines = record.frames[0] if record.frames else "", log.last_line - record.line
     limit = 0 if IN_THREAD.search(first) else MAX_ADVICE if LOADS_NODE.search(first) else WENT_ON
     frames = record.frames if IN_THREAD.search(first) else record.frames[:1]
-    return num_lines >= limit and any(map(PLUGIN.search, frames))
+    needs_node = LOADS_NODE.search(first) and any(NODE_NEEDED.search(other.text) for other in log.records)
+    return num_lines >= limit and any(map(PLUGIN.search, frames)) and not needs_node
 
 
 def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:

@@ -392,6 +392,8 @@ def test_a_custom_node_that_comfyui_leaves_out_is_no_failure_but_a_prompt_that_f
     assert verdict(COMFY_NODE + loaded + COMFY_END).cause == "healthy"
     assert verdict(COMFY_NODE.partition("\n\n")[0]).cause == "import-error"  # nothing shows that ComfyUI went on
     assert verdict(COMFY_NODE + loaded + COMFY_END + "got prompt\n" + COMFY_PROMPT).cause == "shape-mismatch"
+    needed = "invalid prompt: Cannot execute because node ApplyInstantID does not exist.\n"
+    assert verdict(COMFY_NODE + loaded + COMFY_END + "got prompt\n" + needed).cause == "import-error"
     works = "got prompt\nRequested to load SDXL\n" + loaded + "Prompt executed in 5.27 seconds\n"
     assert verdict(COMFY_END + COMFY_PROMPT + works).cause == "healthy"
     assert verdict(COMFY_END + works + COMFY_PROMPT).cause == "shape-mismatch"

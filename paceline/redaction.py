@@ -35,9 +35,8 @@ KNOWN_KEY = re.compile(
     r"|(?:AKIA|ASIA)[0-9A-Z]{16}(?![A-Za-z0-9])|eyJ[\w-]{10,}(?:\.[\w-]*){0,4})"
 )
 COOKIE = re.compile(r"(?i)((?<![\w-])(?:set-)?cookie\\*['\"]?[ \t]*[:=][ \t]*\\*['\"]?)[^\n'\"=]{0,200}=[^\n'\"]*")
-RANDOM_WORD = re.compile(  # AWS's secret keys, lines of a private key; not hashes, which have no capitals
-    r"(?<![\w.+/=@-])[A-Za-z0-9+/]{40,}={0,2}(?![\w.+/=@-])"
-)
+# AWS's secret keys, lines of a private key; not hashes, which have no capitals
+RANDOM_WORD = re.compile(r"(?<![\w.+/=@-])[A-Za-z0-9+/]{40,}={0,2}(?![\w.+/=@-])")
 HEX_KEY = re.compile(r"(?=.*\d)(?=.*[a-fA-F])[0-9a-fA-F]{32,}")
 STEM = re.compile(
     r"(?i)token|key|secret|passw|passphrase|pass|pwd|credential|cookie|auth|jwt|bearer|sig|login|notify|webhook|密码|密钥|口令|令牌"

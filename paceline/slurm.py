@@ -25,8 +25,7 @@ from paceline.units import format_duration, format_list, format_number_of
 
 FRESH_S, FIRST_S = 5.0, 1.0
 ANSWER_S = 20.0  # slurmctld may be busy; the commands themselves retry for about as long
-# no step, or the one that salloc's shell runs in (slurm.h: SLURM_INTERACTIVE_STEP)
-SHELL_STEPS = ("", "4294967290")
+SHELL_STEPS = ("", "4294967290")  # no step, or the one that salloc's shell runs in (slurm.h: SLURM_INTERACTIVE_STEP)
 NODE_WORD = re.compile(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*|(?:\[[^\]]*\][^,\[]*)+")
 FIELD = re.compile(r"(?:^|\s)([A-Z][\w/:&]*)=(.*?)(?=\s+[A-Z][\w/:&]*=|\s*$)", re.DOTALL)
 GPUS = re.compile(r"\bgpu(?::(?P<kind>[A-Za-z][^:(,\s]*))?:(?P<count>\d+)")

@@ -34,9 +34,8 @@ from paceline.units import format_duration, format_percent
 
 # an escape sequence, whole or cut
 SEQUENCE = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?"
-STEERING = re.compile(  # with the characters that move the cursor or turn the direction of text
-    SEQUENCE + r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-)
+# with the characters that move the cursor or turn the direction of text
+STEERING = re.compile(SEQUENCE + r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 COLOUR = re.compile(r"\x1b\[[\d;:]*m")
 
 ELLIPSIS = "…"

@@ -165,8 +165,7 @@ def _read_text(file: SourceFile, part_bytes: int, notes: ReadNotes) -> Parts:
             contents = (tail + block).split(mark) if mark else [tail + block]
             for number, content in enumerate(contents, start=1):
                 is_ended = number < len(contents)
-                # the last bytes of a block may begin a mark
-                half = 0 if is_ended or not block else len(MARK)
+                half = 0 if is_ended or not block else len(MARK)  # the last bytes of a block may begin a mark
                 split = max(0, len(content) - half)
                 parts = list(cut_at_line_ends(content[:split], part_bytes))
                 if not is_ended:

@@ -39,9 +39,7 @@ SPLIT_PATTERN = (
     r"|[^\r\n\p{L}\p{N}]?+\p{L}+"  # a word, with the one space or sign before it
     r"|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*"  # signs, with the line end after them
-    r"|\s*[\r\n]"
-    r"|\s+(?!\S)"
-    r"|\s+"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 # a word of a hundred thousand letters (a gene, a file of zeros) takes the trainer a minute; cut, it teaches the same
 LONG_RUN = re.compile(r"(\S{1000})|(\s{1000})\s+")

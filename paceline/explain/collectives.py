@@ -65,11 +65,8 @@ RANK = re.compile(r"(\d+)$")
 BROKEN_DUMP = (OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, MemoryError, pickle.PickleError)
 BUILD_LOCK = b"torch/utils/file_baton.py"  # in the stack of a rank that waits until an extension is built
 NEXT_BATCH = b"_try_get_data"  # of a rank that waits for a worker of its data loader
-HANG_LINES = (  # of hangs/<attempt>/<rank>.txt: the heartbeat, the process, and the first frame of faulthandler or py-spy
-    re.compile(r"mark: (?!none)"),
-    re.compile(r"State:"),
-    re.compile(r'File "|\S.* \([^()]+:\d+\)$'),
-)
+# of hangs/<attempt>/<rank>.txt: the heartbeat, the process, and the first frame of faulthandler or py-spy
+HANG_LINES = (re.compile(r"mark: (?!none)"), re.compile(r"State:"), re.compile(r'File "|\S.* \([^()]+:\d+\)$'))
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ OWN_IF_CALLED = re.compile(  # by the user's file, as it is more often its own t
 BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ("system-tool-missing", 0.9, r"FileNotFoundError: \[Errno 2\] .*: '(?P<tool>[^']+)'", r"\bin _execute_child\b"),
     # torch looks for the end of the archive in front of the file's start where the file is cut
-    ("checkpoint-corrupt", 0.9, "OSError", r"torch/serialization\.py\", line \d+, in __init__\b"),
+    ("checkpoint-corrupt", 0.9, r"OSError(?!: \[Errno (?:36|63)\])", r"torch/serialization\.py\", line \d+, in __init__\b"),
     # the parent that had to send it is gone
     ("killed-from-outside", 0.6, r"\S*UnpicklingError: pickle data was truncated", r"multiprocessing[/\\]spawn\.py.* in _main\b"),
     # the worker that holds the tensor of a batch is gone, and its socket with it
@@ -127,6 +127,7 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
     ("user-code-exception", 0.41, r"FileNotFoundError: .*\.cache'$", r"\bin load_dataset_cache_file\b"),
     # a print, whose reader is gone
     ("user-code-exception", 0.6, r"BrokenPipeError: .*\n.*(?:\bprint\(|\bsys\.std(?:out|err)\.(?:write|flush)\()", ""),
+    ("user-code-exception", 0.6, "BrokenPipeError", r"\btqdm[/\\](?:std|utils|_tqdm)\.py\", line \d+, in \w+\Z"),  # a bar's
     (  # the user's own call of a module, whose forward raised nothing itself
         "user-code-exception", 0.76, rf"TypeError: (?:(?!(?:{CLASSES})\.)\w+\.)?forward\(\) got an unexpected keyword argument",
         r"^(?:(?!(?:site|dist)-packages).)*\n(?:.*torch[/\\]nn[/\\](?:modules[/\\]module|parallel[/\\]\w+)\.py\", line .*\n?)+\Z",

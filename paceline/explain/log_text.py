@@ -45,9 +45,8 @@ CELL_STARTS = ("iopub.execute_input", "start_time", "timestamp")
 PIP_INSTALL = re.compile(r"\bpip3? install\b")
 PRINTED_ERROR = re.compile(r"(?m)^(?:\x1b\[[\d;?]*\w)*(?:ERROR: |usage: |\S+: error: ).*")  # pip's and argparse's
 SHELL_CELL = (
-    re.compile(  # commands alone that start no program of the user's: they say nothing about an error before them
-        r"\s*(?:#.*\n\s*)*(?:!(?!.*(?:python|torchrun|accelerate|deepspeed|\.sh\b)).*(?:\n\s*|$))+"
-    )
+    # commands alone that start no program of the user's: they say nothing about an error before them
+    re.compile(r"\s*(?:#.*\n\s*)*(?:!(?!.*(?:python|torchrun|accelerate|deepspeed|\.sh\b)).*(?:\n\s*|$))+")
 )
 VIEWER = re.compile(  # left with Ctrl-C
     r"(?m)^\s*!\s*(?:(?:tail|less|watch|\w*top|nvidia-smi)\b|(?!.*(?:python|torchrun|\.sh\b)).* (?:logs?|stream-\w+)(?: |$))"

@@ -95,8 +95,7 @@ BANNER_TRACEBACK = re.compile(r"^\s*traceback : ")
 BANNER_EXIT = re.compile(r"^\s*exitcode\s+: ")
 RANK_IN_TEXT = re.compile(
     r"\[(?:Rank|rank|RANK|global rank) (?P<a>\d+)\]|\[PG[^\]]*\bRank (?P<b>\d+)\]|\blocal_rank: (?P<c>\d+)"
-    r"|\[Rank (?P<d>\d+)\b|\b[Tt]ask (?P<e>\d+): |task_id=(?P<f>\d+)"
-    r"|\btrainer process with rank=\[(?P<n>\d+)\]"
+    r"|\[Rank (?P<d>\d+)\b|\b[Tt]ask (?P<e>\d+): |task_id=(?P<f>\d+)|\btrainer process with rank=\[(?P<n>\d+)\]"
     r"|\bprocess rank (?P<g>\d+) with PID|[Pp]rocess (?P<h>\d{1,4}) terminated with|^rank (?P<i>\d+) (?:failed|ended after it): "
     r"|^\W*(?:[Gg]lobal[ _])?(?:[Rr]ank|RANK)[ _=:]?(?P<j>\d{1,6})(?::| ?\(local[ _]rank)|\bglobal_rank[=: ]+(?P<k>\d{1,6})\b"
     r"|\b(?:on|at|from|by) (?:global )?rank[ =:]?(?P<l>\d{1,6})\b|\.py:\d+\] \((?P<m>\d{1,6})/\d{1,6}\) "

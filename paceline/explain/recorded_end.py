@@ -41,8 +41,7 @@ KILL_CONFIDENCE = 0.8
 LAST_LINE = "last line: "
 FIRST_WORDS = re.compile(r"[A-Za-z]+(?: [A-Za-z]+){1,2}")  # of a text: later ones are often values of the program
 HANGUP = "terminal-hangup"
-# what workers and their launcher write when the supervisor is gone
-AFTERMATH = {PREEMPTED, PEER_DIED, HANGUP}
+AFTERMATH = {PREEMPTED, PEER_DIED, HANGUP}  # what workers and their launcher write when the supervisor is gone
 OUTSIDE_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE", "SIGXCPU"}
 CURVE_CAUSES = (NAN, DIVERGED, STANDS_STILL)
 LINES_BEHIND = 40  # a failure

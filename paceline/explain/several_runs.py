@@ -30,8 +30,7 @@ MISSING_FILES = {"checkpoint-missing-or-perm", "dataset-missing"}
 FEW_LINES = 3  # like the log's first ones, behind an exception: what its program had in a buffer
 MAX_TOLD = 3  # causes of other runs in one sentence
 JOB_NAME = re.compile(  # with the number of a job: slurm-100.out, train-100.err, train.o100, 100.out, 100_0_log.out
-    r"(?:slurm-(?P<slurm>\d+)"
-    r"|(?!.*(?i:20\d\d[-_]?[01]\d|nccl|rank|worker|proc|task|pid|host|node|gpu|part|step|epoch))"
+    r"(?:slurm-(?P<slurm>\d+)|(?!.*(?i:20\d\d[-_]?[01]\d|nccl|rank|worker|proc|task|pid|host|node|gpu|part|step|epoch))"
     r"(?:.*[-_.][oe]?)?(?P<job>[1-9]\d*))(?:[-_.]\d{1,4})?(?:_log)?(?:\.(?:out|err|log|txt|gz|bz2|xz))*"
 )
 MIN_JOB = 100  # smaller numbers may be those of ranks, but for Slurm's own names

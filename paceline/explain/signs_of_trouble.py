@@ -36,13 +36,13 @@ MIN_ITEMS, ITEMS_SHARE = 10, 0.8  # errors that come with so many of the lines o
 NOT_DONE = r"(?!.*(?:\b(?:not|never|no)\b|n't\b|\b0 (?:files|results)))"
 PREPARED = r"(?!.*\b(?:load|captur|compil|prepar|initiali|tokeni|warm))"  # before the work
 LOGGER = (  # what it writes before a message
-    r"(?:[\w./-]+\.py:\d+\W+)?(?:[\w.]+ - )?(?:\W?(?:INFO|SUCCESS)\b[\]:>\s-]*(?:\w[\w.]*: ?)?)?(?:\[\w+\] )?\W{0,3}"
+    r"(?:[\w./-]+\.py:\d+\W+)?(?:[\w.]+ - |\[[\w.]+\] ?)?(?:\W?(?:INFO|SUCCESS)\b[\]:>\s-]*(?:\w[\w.]*: ?)?)?(?:\[\w+\] )?\W{0,3}"
 )
 ENDED_WELL = r"(?:completed?|finished|done)"
 WORK_DONE = (  # evaluation complete. experiment 3 finished, job finished with exit code 0, export done in 3 s
     rf"{PREPARED}(?:all )?\w+(?:ing|tions?|runs) {ENDED_WELL}\b(?:\W*$|[!.])"
     r"|(?:[a-z]+ ){0,3}(?:suite|pipeline|experiment|benchmark|simulation|workflow)s?(?: (?!\d+/|\w+ly )\S+)?"
-    rf" {ENDED_WELL}\W*$"
+    rf" {ENDED_WELL}\W*$|(?:[a-z]+ ){{1,3}}converged (?:after|in) \d+ \w+\W*$"
     rf"|{PREPARED}(?:upload|export|job)s? (?:is )?{ENDED_WELL}(?:[:!.]? (?:https?:|with exit code 0\b).*|\W*)$"
     rf"|{PREPARED}.*\b{ENDED_WELL} in \d[\d.,]* ?(?:s|sec\w*|min\w*|h|hours?)\b\W*$"
     rf"|{PREPARED}(?-i:[A-Z ]{{8,}} COMPLETED?)\W*$|.*(?:완료|完成|完了)\W*$"
@@ -50,14 +50,14 @@ WORK_DONE = (  # evaluation complete. experiment 3 finished, job finished with e
 OUTPUT_SAVED = (  # saved to out.json, exported the model to out/, 3 files were written to out/
     r"(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far)|.{1,9}(?:config|arg|setting|code)\w*\b)"
     r"|(?:exported|uploaded)\b.* (?:to|into|as) \S|saving the dataset \(\d+/\d+ shards\): 100%"
-    r"|.*\b(?:files?|results?|outputs?|predictions?) (?:was |were )?(?:saved|written to)\b"
+    r"|.*\b(?:files?|results?|outputs?|predictions?|models?) (?:was |were )?(?:saved|written to)\b"
 )
 OUTPUT_PRINTED = (  # as Python or JSON, by pytest, by llama-bench
     r".*?['\"]eval_\w+['\"]: ?-?\d|\{\"(?:summary|results?|metrics)\": ?[\[{][\"\d{]"
     r"|=+ \d+ passed\b[^=]{0,40}=+$|build: [0-9a-f]{7,10} \(\d+\)$"
 )
 SERVES = (  # a server that waits, or has answered
-    r".*(?:press ctrl\+c to quit|use control-c to stop this server|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
+    r".*(?:to see the gui go to|press ctrl\+c to quit|use control-c to stop|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
 )
 RESULT = re.compile(rf"(?i){NOT_DONE}{LOGGER}(?:{WORK_DONE}|{OUTPUT_SAVED}|{OUTPUT_PRINTED}|{SERVES})")
 SCORE = re.compile(  # of an evaluation, not a limit or a weight among settings
@@ -90,7 +90,7 @@ STACK_FRAME = re.compile(  # of C++ in several forms, of Java
 NONE_FAILED = (  # 0 errors, errors: 0, failed requests: 0
     rf"{survival.EXIT_ZERO}|\b(?:0 (?:\w+ )?|(?:no|without) )(?:errors?|exceptions?|fail\w*|invalid)"
     r"|(?:errors?|(?<!check )fail\w*|invalid|killed)\W{1,3}0\b"
-    r"|\b(?:errors?|failed) (?:encountered|(?!rank|gpu|device|node|host|worker)\w+e?s): 0\b"
+    r"|\b(?:errors?|failed) (?:encountered|(?!rank|gpu|device|node|host|worker)\w+e?s): +0\b"
     r"|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bpassed$|^\W*[ℹ✅✓✔🏆🎉]"
 )
 MEASURED_ERROR = (  # test error 0.25, MeanSquaredError, (relative error): 1.5
@@ -283,7 +283,7 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
         for passed in [passed_shapes(log)]
         for above in [announcing(log)]
         for record in log.records
-        if record.line not in above
+        if record.line not in above and record.line > max(log.executed_prompts, default=0)
         if record.line > log.last_line - WENT_ON or not (passed is None or shape_of(record.text) in passed)
         if is_trouble(record.text) and not (left_program_running(record, log) or failed_at_import(record))
         if not is_caught(record, log)

@@ -31,8 +31,7 @@ FRAME = re.compile(
     r"|^(?P<ipython>(?:[~/.]|[A-Za-z]:)\S*\.py[xc]? in (?:<cell line: \d+>|\S+)\(.*\))"
     r"|^(?:File )?(?P<notebook>(?P<file>Cell In\s?\[\d+\]|(?<=File )\S[^:]*)"
     r"(?:, line |:)(?P<line>\d+)(?:, in (?P<name>[\w.<>]+)\(.*)?)$"
-    r"|^(?P<rich>(?:[~/.]|[A-Za-z]:)?[\w./\\~-]+\.py:\d+ in \S+)$"
-    r"|^(?P<cell><ipython-input-\S+> in )"
+    r"|^(?P<rich>(?:[~/.]|[A-Za-z]:)?[\w./\\~-]+\.py:\d+ in \S+)$|^(?P<cell><ipython-input-\S+> in )"
 )
 NOTEBOOK_SOURCE = re.compile(r"^(?:-+> ?| +)\d+(?: |$)")  # a line of a cell or a file below its frame
 EXCEPTION = re.compile(

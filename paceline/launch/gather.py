@@ -25,8 +25,7 @@ from paceline.rundir import NO_SPACE, RunDir, write_atomic
 GROWS = re.compile(r"events\.jsonl|metrics\.jsonl|health/[^/]+\.jsonl|logs/\d+/[^/]+\.(?:log|stacks)")
 REPLACED = re.compile(
     r"plan\.json|progress/\d+|comm/(?:\d+\.json|num_operations)|probe/\d+\.json|samples/[^/]+|trouble/[^/]+/[^/]+"
-    r"|logs/\d+/(?:[^/]+\.error\.json|comm_lib_trace_rank_\d+)"
-    r"|checkpoints/\.step_\d+\.[\w-]+\.tmp/[^/]+"
+    r"|logs/\d+/(?:[^/]+\.error\.json|comm_lib_trace_rank_\d+)|checkpoints/\.step_\d+\.[\w-]+\.tmp/[^/]+"
 )
 # what the supervisor sends into the copy of another host before each attempt, and all that it may send
 RUN_FILES = ("config.toml", "plan.json", "dataset.json", "skipped.json", "tokenizer/tokenizer.json")

@@ -176,8 +176,7 @@ def measured_here(cache: Path, *, link_name: str | None = None, machine: Machine
             speeds=load_speeds(cache, device_name=gpu.name, threads=threads_of(machine, setup.world_size), processes=1),
             hosts=machine.hosts,
         )
-        # corrected by a run of one setup, the others would compare badly
-        return step_time(timed).uncorrected_s
+        return step_time(timed).uncorrected_s  # corrected by a run of one setup, the others would compare badly
 
     return Measured(load_calibration(cache), load_too_large(cache), step_seconds)
 
@@ -284,8 +283,7 @@ def format_exact(exact: Mapping[str, Any]) -> str:
     phases = ", ".join(f"{name} {format_bytes(size)}" for name, size in exact["phases"].items())
     return (
         f"exact   {format_bytes(exact['traced_bytes'])} in two traced steps, the plan's arithmetic is"
-        f" {100 * exact['difference']:+.2f} % off{compiled}\n"
-        f"        {phases}\n"
+        f" {100 * exact['difference']:+.2f} % off{compiled}\n        {phases}\n"
         f"        PyTorch's allocator: {format_bytes(exact['allocated_bytes'])} allocated,"
         f" {format_bytes(exact['reserved_bytes'])} reserved with expandable segments"
     )

@@ -317,8 +317,7 @@ def covers(failure: Mapping[str, Any], device_name: str, setup: MemorySetup, car
         device_name == failure["device_name"]
         and all(values[name] == failed[name] for name in SAME)
         and all(values[name] >= failed[name] for name in ("device_batch_size", "logits_budget_bytes"))
-        # fewer ranks hold larger shards
-        and values["world_size"] <= failed["world_size"]
+        and values["world_size"] <= failed["world_size"]  # fewer ranks hold larger shards
         and RUNGS.index(values["activation_checkpointing"]) <= RUNGS.index(failed["activation_checkpointing"])
         and not (card_bytes and failure["card_bytes"] and card_bytes > failure["card_bytes"])
     )

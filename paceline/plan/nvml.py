@@ -26,13 +26,8 @@ MISMATCH = "NVMLError_LibRmVersionMismatch"
 NOT_SUPPORTED = "NVMLError_NotSupported"
 NVIDIA_SMI_S = 20.0  # the first call after a boot loads the driver
 GPU_SENSOR, CORRECTED, UNCORRECTED, SINCE_BOOT = 0, 0, 1, 0  # nvml.h
-SLOWED = {  # nvmlClocksEventReason*
-    0x04: "power",
-    0x08: "hardware",
-    0x20: "thermal",
-    0x40: "thermal",
-    0x80: "power_brake",
-}
+# nvmlClocksEventReason*
+SLOWED = {0x04: "power", 0x08: "hardware", 0x20: "thermal", 0x40: "thermal", 0x80: "power_brake"}
 
 
 class LostCards(PlanError):

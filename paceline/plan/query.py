@@ -43,16 +43,12 @@ from paceline.plan.speeds import Speeds, keep_speeds
 from paceline.terminal import progress_line, table_lines
 from paceline.units import format_bytes, format_count, format_duration, format_percent
 
-SWEPT = {  # values of --sweep KEY alone; device_batch_size takes the divisors of a device's rows
-    "depth": (4, 8, 12, 16, 20, 24, 28, 32),
-    "sequence_len": (512, 1024, 2048, 4096, 8192),
-}
+# values of --sweep KEY alone; device_batch_size takes the divisors of a device's rows
+SWEPT = {"depth": (4, 8, 12, 16, 20, 24, 28, 32), "sequence_len": (512, 1024, 2048, 4096, 8192)}
 DEFAULTS_OF_A_PLAN = {"depth": 12}  # for a machine that is not here; train's default is too small to show anything
 FOLLOWED_ROWS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))
-NOT_BESIDE = {  # options of which the first would leave the others unused
-    "compare": ("sweep", "gpu", "time", "budget", "exact"),
-    "sweep": ("time", "budget", "exact"),
-}
+# options of which the first would leave the others unused
+NOT_BESIDE = {"compare": ("sweep", "gpu", "time", "budget", "exact"), "sweep": ("time", "budget", "exact")}
 COLUMNS = ("rows", "batch", "memory", "of card", "fits", "checkpointing", "step", "tok/s", "mfu", "run", "kWh")
 VERDICTS = {"fits": "yes", "does not fit": "no", "undecidable": "perhaps", None: "n/a"}
 NO_ROWS = "--follow-rows needs --sweep device_batch_size"

@@ -164,8 +164,7 @@ class Loop:
     progress: HeartbeatWriter
     stop: StopRequest
     low_products: LowProducts | None = None
-    # set by the worker; train/probe.py takes single steps and needs none
-    evaluate: Callable[[], float] = lambda: 0.0
+    evaluate: Callable[[], float] = lambda: 0.0  # set by the worker; train/probe.py takes single steps and needs none
     save: Callable[[int, float | None], None] = lambda step, bpb: None
     sample: Callable[[int], None] = lambda step: None
     record_memory: Callable[[int], None] = lambda step: None

@@ -137,9 +137,7 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|^\w[\w. -]{2,40} {3,}not (?:built correctly|found|available)\b"  # a row of a table of the environment
     r"|failed call to cuInit|Ignore above cudart dlerror"  # TensorFlow and XLA go on with the CPU
     r"|xla_bridge\b.*Unable to initialize backend"  # JAX asks for each in turn
-    # torch takes another plan, ComfyUI goes on without the node, PyOpenGL and aiohttp's server too
-    r"|Plan failed with a cudnnException|Cannot import .+ module for custom nodes: |\(IMPORT FAILED\): "
-    r"|No OpenGL_accelerate module loaded|\bError handling request from "
+    r"|Plan failed with a cudnnException|No OpenGL_accelerate module loaded"  # torch takes another plan, PyOpenGL goes on
     # torch's profiler; W&B, which asks which cloud it runs in
     r"|External init callback must run in same thread|^ERROR: dialing: google: "
     r"|NCCL WARN NET/OFI (?:Failed to initialize \w+ protocol|aws-ofi-nccl initialization failed|Initializing plugin)"  # others do

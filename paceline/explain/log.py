@@ -20,7 +20,6 @@ from paceline.explain.series import MetricSeries, SeriesTable
 FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a run with more errors
 SEVERAL_PROCESSES = re.compile(r"(?i)\brank(?:\b|_?\d)|torchrun|torch\.distributed|srun|mpirun|deepspeed|world[_ ]size")
 PROMPT = re.compile(r"(?:\(Pdb\+*\)|\bipdb>) *$")  # of a debugger, which waits for input
-PROMPT_END, ABOVE_END = re.compile(r"\bPrompt executed in \d"), 6  # lines between that and what failed in it
 MIN_SERVED = 3  # in a log's last lines
 SERVED = re.compile(  # a request that was answered, vLLM's report of such, what Jupyter does for its user
     r'HTTP/\d(?:\.\d)?" 20\d\b|\bAvg generation throughput: (?!0\.0\b)\d'
@@ -134,16 +133,7 @@ class Log:
     @property
     def is_serving(self) -> bool:
         """Whether it ends with requests that a server has answered."""
-        num_served = sum(SERVED.search(text) is not None for _, text in self.last_lines)
-        return num_served >= MIN_SERVED or bool(self.executed_prompts)
-
-    @cached_property
-    def executed_prompts(self) -> list[int]:
-        """The last lines at which ComfyUI reports that it executed a prompt, where no exception is right above."""
-        lines = [line for line, text in self.last_lines if PROMPT_END.search(text)]
-        errors = (item for item in self.records if item.kind == "exception")
-        lengths = {item.line: 3 * len(item.frames) + item.text.count("\n") + ABOVE_END for item in errors}
-        return [line for line in lines if not any(0 < line - start <= length for start, length in lengths.items())]
+        return sum(SERVED.search(text) is not None for _, text in self.last_lines) >= MIN_SERVED
 
     @property
     def lacks_members(self) -> bool:

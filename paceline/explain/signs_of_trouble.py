@@ -57,7 +57,7 @@ OUTPUT_PRINTED = (  # as Python or JSON, by pytest, by llama-bench
     r"|=+ \d+ passed\b[^=]{0,40}=+$|build: [0-9a-f]{7,10} \(\d+\)$"
 )
 SERVES = (  # a server that waits, or has answered
-    r".*(?:to see the gui go to|press ctrl\+c to quit|use control-c to stop|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
+    r".*(?:press ctrl\+c to quit|use control-c to stop|\brunning on https?://|\bhttp/\d(?:\.\d)?\" 20\d\b)"
 )
 RESULT = re.compile(rf"(?i){NOT_DONE}{LOGGER}(?:{WORK_DONE}|{OUTPUT_SAVED}|{OUTPUT_PRINTED}|{SERVES})")
 SCORE = re.compile(  # of an evaluation, not a limit or a weight among settings
@@ -283,7 +283,7 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
         for passed in [passed_shapes(log)]
         for above in [announcing(log)]
         for record in log.records
-        if record.line not in above and record.line > max(log.executed_prompts, default=0)
+        if record.line not in above
         if record.line > log.last_line - WENT_ON or not (passed is None or shape_of(record.text) in passed)
         if is_trouble(record.text) and not (left_program_running(record, log) or failed_at_import(record))
         if not is_caught(record, log)

@@ -14,7 +14,6 @@ Whether the program survived an error: the one place with the rules by which an 
     warned of          a logger wrote it below a warning, and it led to no other error                   line_above
     a side error       that warning says that something failed beside the training                       is_side_error
     beside the program it ended no more than a thread, a tracker or a logging call                       left_program_running
-    of ComfyUI         it leaves out a custom node, or executed a later prompt   is_of_plugin, Log.executed_prompts
 
 What no process survives (CONTEXT_LOST) is never caught, and never a side error.
 """
@@ -90,14 +89,10 @@ TRACKER = re.compile(  # or a server of notebooks, or what looks for a build of 
     r"|trackio|clearml|swanlab)/|iopath/common/event_logger)"
 )
 TRACKER_COMMAND = re.compile(r"packages/wandb/cli/")  # which is the program itself, where nothing was trained
-# where logging prints what a wrong call raised, a server what a request did
+# where logging prints what a wrong call raised, and a server what a request did
 LOGGING = re.compile(
     r"\blogging[/\\]__init__\.py\", line \d+, in emit$|\bsocketserver\.py\", line \d+, in _?(?:handle|process)_request_\w+$"
-    r"|\basyncio[/\\]events\.py\", line \d+, in _run$"  # a callback of an event loop, which goes on
 )
-LOADS_NODE = re.compile(r"\bnodes\.py\", line \d+, in load_custom_node$")  # ComfyUI
-PLUGIN = re.compile(rf"{LOADS_NODE.pattern}|\bcustom_nodes[/\\]")
-NODE_NEEDED = re.compile(r"Node '[^'\n]+' not found|node \S+ does not exist|missing_node_type")  # by a prompt
 LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
 # right behind an exception: what the program does in place of what failed
 CAUGHT = re.compile(r"(?i)^.{0,40}?\b(?:(?:re)?trying (?:again )?with|falling back to)\b")
@@ -117,7 +112,7 @@ WORK_FAILED = re.compile(  # not of a side task
     r"|^wandb: |\bnot (?:skipp|continu|ignor)"
 )
 ITEM, LAST_ITEMS = re.compile(r"(?<!\d)\d{1,9}(?!\d)"), 40  # its number; of which most must fail
-CHAIN_LINES, MAX_CHAIN = 6, 8  # from an exception to the one that it led to, beside the lines of its frames
+CHAIN_LINES = 6  # from an exception to the one that it led to, beside the lines of its frames
 CHILD_STEPS = 20  # that a program takes from what its queue still holds
 TRIAL, FAILED_TRIAL = re.compile(r"\bTrial \d+ (?:finished|pruned)\b"), re.compile(r"\bTrial \d+ failed with\b")
 STOPS_ENGINE = re.compile(  # vLLM's server, by a signal
@@ -149,8 +144,7 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True  # the program has not ended
     if was_retried(record.text, (other.text for other in log.records_between(record.line + 1, last_line))):
         return True
-    is_retried = RETRIES.search(record.text) and last_line - record.line > MAX_QUOTED
-    if is_retried or any(line > record.line for line in log.executed_prompts):
+    if RETRIES.search(record.text) and last_line - record.line > MAX_QUOTED:
         return True  # what fails in the end says so
     is_fatal = FATAL.search(record.text) or log.lost_launcher(record)
     if is_fatal and last_line - record.line <= BUFFERED_LINES:
@@ -311,18 +305,6 @@ def left_program_running(record: Record, log: Log) -> bool:
     return bool(is_logged) or (is_later and is_thread)
 
 
-def is_of_plugin(record: Record, log: Log) -> bool:
-    """Whether ComfyUI left out a custom node for an exception, a thread of one ended, or one caught it, or what it led to."""
-    for _ in range(MAX_CHAIN if record.frames else 0):
-        behind = log.records_between(record.line + 1, record.line + CHAIN_LINES + 3 * len(record.frames))
-        record = next((other for other in behind if other.frames), record)
-    first, num_lines = record.frames[0] if record.frames else "", log.last_line - record.line
-    limit = 0 if IN_THREAD.search(first) else MAX_ADVICE if LOADS_NODE.search(first) else WENT_ON
-    frames = record.frames if IN_THREAD.search(first) else record.frames[:1]
-    needs_node = LOADS_NODE.search(first) and any(NODE_NEEDED.search(other.text) for other in log.records)
-    return num_lines >= limit and any(map(PLUGIN.search, frames)) and not needs_node
-
-
 def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:
     """Whether another exception ended the program, before this thread, or after this failed import that was logged."""
     is_import = PACKAGE_IMPORT.search(record.frames[0]) is not None
@@ -337,10 +319,10 @@ def outlived(record: Record, log: Log, *, is_thread: bool) -> bool:
 def is_caught(record: Record, log: Log) -> bool:
     """Whether the program says behind an exception what it tries instead, and takes steps behind it.
 
-    Likewise the end of a trial of Optuna, of an engine that its server has stopped, and of a custom node of ComfyUI.
+    Likewise the end of a trial of Optuna, and of an engine that its server has stopped.
     """
     is_known = is_of_trial(record, log) or is_of_shutdown(record, log) or was_logged(record, log)
-    if is_known or is_of_plugin(record, log) or log.outlived_like(record):
+    if is_known or log.outlived_like(record):
         return True
     if not record.frames or CONTEXT_LOST.search(record.text):
         return False

@@ -377,9 +377,11 @@ def guessed_classes(losses: Sequence[float], accuracies: Sequence[float]) -> int
     thirds = (losses[len(losses) * at // 3 : len(losses) * (at + 1) // 3] for at in range(3))
     is_near = number > 1 and all(is_about(median(part), math.log(number), NEAR_GUESS) for part in thirds)
     share = math.fsum(accuracies) / len(accuracies)
-    if number == 2:  # whose loss falls little while a model learns
-        is_flat = not falls(losses, math.inf) and not falls([-value for value in accuracies], math.inf)
-        return number if is_near and is_flat and abs(share - 0.5) < NEAR_EVEN else None
+    if not is_near or falls(losses, math.inf):
+        return None
+    if number == 2:
+        is_flat = not falls([-value for value in accuracies], math.inf)
+        return number if is_flat and abs(share - 0.5) < NEAR_EVEN else None
     last = accuracies[-(len(accuracies) // 3) :]
     is_guess = 1 / OFF_GUESS < share * number < OFF_GUESS and math.fsum(last) / len(last) * number < OFF_GUESS
-    return number if is_near and is_guess else None
+    return number if is_guess else None

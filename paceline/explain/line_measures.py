@@ -41,9 +41,9 @@ STEP = re.compile(
 )
 SECTION = re.compile(r"['\"]: \{")  # in a dictionary
 LOSS_FIELD = re.compile(r"(?i)loss['\"]: ['\"]?(?:[-\d]|nan|inf)")
-# 2.5, '2.5', nan.0, tensor(nan, np.float64(nan)
+# 2.5, '2.5', nan.0, tensor(nan, np.float64(nan), and in a tuple of Python 2: 'loss: ', nan
 VALUE = (
-    r"['\"]?\s*(?:[:=|]|is\b(?: (?:not finite|non-finite|NaN)[:,]?)?)?\s*(?:[\w.]{1,20}\()?['\"]?"
+    r"['\"]?\s*(?:[:=|]|is\b(?: (?:not finite|non-finite|NaN)[:,]?)?)?\s*(?:', )?(?:[\w.]{1,20}\()?['\"]?"
     r"(?P<value>(?:(?<![a-z])[-+])?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b(?![\d.]*%)"  # a share is no measure
 )
 LOSS = re.compile(
@@ -55,9 +55,9 @@ LOSS = re.compile(
     re.IGNORECASE,
 )
 # measures that are lower when the model is better, in programs that print no loss under this name
-ERROR_NAME = r"r?mse|mae|nll|(?:nt-?)?xent|info_?nce|b?ce|\w*cross[ _-]?entropy|perplexity|ppl|bp[bcd]|elbo"
+ERROR_NAME = r"r?mse|mae|nll|(?:nt-?)?xent|info_?nce|b?ce|\w*cross[ _-]?entropy|perplexity|ppl|bp[bcd]"
 ERROR_WORDS = (
-    "mse", "mae", "nll", "xent", "nce", "bce", " ce", "-ce", "_ce", "entropy", "perplex", "ppl", "bpb", "bpc", "bpd", "elbo",
+    "mse", "mae", "nll", "xent", "nce", "bce", " ce", "-ce", "_ce", "entropy", "perplex", "ppl", "bpb", "bpc", "bpd",
 )  # fmt: skip
 ERROR_MEASURE = re.compile(rf"(?<![a-z])(?:{ERROR_NAME})(?:_tra?i?n)?(?![a-z]){VALUE}", re.IGNORECASE)
 WORDS = re.compile(r"[A-Za-z_ -]*[A-Za-z]")  # in front of the value

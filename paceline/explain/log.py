@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 
-from paceline.explain.catalogue import load_catalogue
-from paceline.explain.explanation import Evidence, LogProgress, Record, shorten
-from paceline.explain.line_measures import OF_TRAINING, parse_count
+from paceline.explain.explanation import LogProgress, Record
+from paceline.explain.line_measures import parse_count
 from paceline.explain.lines import KILLED_LAUNCHER
 from paceline.explain.progress import DONE, LossPoint, ProgressLine, ProgressTracker, store
 from paceline.explain.run_bounds import RunBounds
@@ -34,8 +33,9 @@ ROW, MIN_LOST = re.compile(r"\s*\d+(?:[\s,;|]+(?:[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)
 CELL = re.compile(r"[^\s,;|]+")
 PAIR = re.compile(
     r"(?i)(?:^\W*(?P<step>\d{1,9})\b.{0,60}?)?(?<![a-z])tr(?:ain)?[ :=]{1,3}(?P<train>\d+\.\d+)[ ,;|/]{1,4}"
-    r"(?:va(?:l(?:id)?)?|dev|test|held-?out)[ :=]{1,3}(?P<valid>\d+\.\d+)(?![\d.]*%)"
+    r"(?:va(?:l(?:id)?)?|dev|test|held-?out)[ :=]{1,3}(?P<valid>\d+\.\d+)(?![\d.]* ?(?:%|s\b|ms|sec|min))"
 )
+NO_LOSS = re.compile(r"(?i)(?<![a-z])(?:acc|f1|auc|iou|dice|score|time|sec|lr|rate|mem|size|reward|return)")
 EARLY_STOP = re.compile(  # not that it may come
     r"(?i)(?:\bearly[ -]?stop|\bstop\w* early\b)(?!.*\b(?:counter|patience|enabled|monitor)\b)"
     r"|(?i:early ?stop\w* counter: (?P<count>[2-9]|\d\d+) (?:out of|/) (?P=count)\b)"
@@ -48,12 +48,14 @@ RESUMED = re.compile(  # from a checkpoint of a step
     r"(?i)(?!.*\b(?:convert|export|merg|evaluat|test)).{0,60}?\b(?:load(?:ed|ing)|resum(?:ed|ing)|restor(?:ed|ing))\b.{0,120}?"
     r"\b(?:step|iter(?:ation)?|epoch|checkpoint|ckpt)[ _=:-]{0,2}(?P<step>\d{1,12})\b"
 )
-SAMPLE_STEPS = 3  # between two samples of the same text
+# of a curriculum, behind whose harder tasks or longer texts the loss begins higher; losses of a stage, and the fall that shows
+# that it learns
+STAGE = re.compile(r"(?i)\b(?:stage|phase|task|res(?:olution)?)[ _=:]{1,3}(?P<stage>\d{1,3})\b")
+MIN_STAGE, STAGE_START, STAGE_FALL, STAGE_END = 10, 3, 0.8, 3
 SAVED = re.compile(r"(?i)^(?!.*\b(?:not|never|no|0|fail\w*|error)\b).*\b(?:saved|wrote|written)\b")
 JOINED = re.compile(r"\bMEMBER: (?P<member>\d{1,6})/(?P<members>\d{1,6})\b")  # of Lightning's ranks, as they join
 # what tells apart the tasks of an array or the workers of a pool that write to one log
 MEMBER, MAX_MEMBERS = re.compile(r"\[?(?:task|worker|job|replica) ?[#=:]? ?\d{1,6}\]:? "), 1000
-NEAR_END, NEAR = 3, 20  # lines; characters before a count that tell what is counted
 # with the point: fewer may be the same by rounding; the last value is reported again at the end; values of a curve over epochs
 RANK_DIGITS, RANK_SPREAD, FEW_VALUES = 6, 3, 3
 # what lines report as exactly 0, not rounded to it, where the loss stands still
@@ -64,30 +66,6 @@ ZERO_REASONS = {
 }
 ZEROS = 3  # on the lines of a log, if no others are there
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
-
-
-# counts of what a program works on, in a clause of their own or behind a verb of work: not of what it leaves out
-ITEMS = (
-    r"(?:samples|examples|images|sequences|files|batches|steps|doc(?:ument)?s|rows|records|items|clients|folds|prompts"
-    r"|predictions)(?!\w)"
-)
-WORK = (
-    r"(?:train|process|evaluat|load|read|embed|encod|tokeniz|scor|generat|pars|extract|convert|sav|wr[io]t|us|run|ran"
-    r"|found|seen|done)\w*"
-)
-COUNT = re.compile(
-    rf"(?i)(?:(?:^|[^\w\s]|\b(?:{WORK}|on|with|in|has|the|and|ended))\s*(?<![\w.,/=-])(?P<count>\d{{1,12}}) (?:\w+ )?{ITEMS}"
-    rf"(?= *(?:$|[^\w\s:=]|and\b|{WORK}))"
-    rf"|(?:^|[^\w\s]\s*|\s\s|\d\s|\b(?:epoch|end|done) )(?:(?:num|n|total)[ _])?(?:(?:train\w*|val\w*|eval\w*|test)[ _])?{ITEMS}"
-    rf"(?: {WORK})?['\"]?(?:\s?[:=]\s*| )(?P<behind>\d{{1,12}}))(?![\d.]*[\w%/])"
-)
-ALL_LOST = re.compile(
-    rf"(?i)(?<![\d.])(?P<number>\d+) ?(?:of|/) ?(?P=number) (?:\w+ )?{ITEMS}.*\b(?:dropp|skipp|fail|remov|filter)ed\b"
-)
-HELD_OUT = re.compile(r"(?i)(?<![a-z])(?:val|dev|test|eval)")
-# of transformers
-EMPTY_EVALUATION = re.compile(r"(?!.*_loss)'(?:eval|test|predict)_samples_per_second': '?0(?:\.0*)?'?[,}]")
-IDLE_TRAINING = re.compile(r"'train_runtime': '?0(?:\.\d+)?'?, .*'train_loss': '?0(?:\.0*)?'?[,}]")  # within a second
 
 
 @dataclass(frozen=True)
@@ -141,7 +119,7 @@ class Log:
         members = [match for _, line in self.last_lines if (match := JOINED.search(line))]
         return bool(members) and not any(match["member"] == match["members"] for match in members)
 
-    @property
+    @cached_property
     def has_one_process(self) -> bool:
         """Whether no line tells of several processes."""
         texts = [*(record.text for record in self.records), *(text for _, text in self.last_lines)]
@@ -173,14 +151,6 @@ class Log:
         is_killed = KILLED_LAUNCHER.search(record.text) is not None
         ends = (text for number, text in self.last_lines if number > record.line and " " in text)
         return is_killed and not any(map(DONE.search, ends))
-
-    def outlived_like(self, record: Record) -> bool:
-        """Whether a run printed a text again that it had outlived, and then further steps and its end: a program ends once."""
-        twins = (other for other in self.records if other.line < record.line and other.text == record.text)
-        was_outlived = any(len(self.steps_after(twin, before=record.line)) >= SAMPLE_STEPS for twin in twins)
-        done = self.progress.done_line or 0
-        has_failed = any(other.line > record.line and other.kind in ("exit", "banner") for other in self.records)
-        return was_outlived and bool(self.steps_after(record, before=done)) and not has_failed
 
 
 class NumberRows:
@@ -231,6 +201,16 @@ class OpenRun:
         self.members: dict[str, int] = {}
         self.pairs: list[tuple[LossPoint, ...]] = []  # of training and evaluation, without the name of a measure
         self.early_stop: LossPoint | None = None  # the last loss of training before it
+        self.stage: int | None = None
+        self.stage_step: int | None = None  # where the last of several stages began
+
+    def add_progress(self, text: str) -> None:
+        """Notes the text of a line of progress, which the tracker has read."""
+        self.bounds.add_progress(text)
+        if match := STAGE.search(text):
+            before, self.stage = self.stage, int(match["stage"])
+            if before is not None and self.stage > before:
+                self.stage_step = self.progress.step_of(None)
 
     def add_measures(self, number: int, text: str) -> None:
         """Notes what a line that the tracker has read tells beside its progress."""
@@ -240,7 +220,7 @@ class OpenRun:
         if match := ACCURACY.search(text):
             value = float(match["value"])
             store(self.accuracies, value / 100 if match["percent"] or value > 1 else value)
-        if match := PAIR.search(text):
+        if (match := PAIR.search(text)) and not NO_LOSS.search(text, 0, match.start("train")):
             step, values = parse_count(match["step"] or ""), (("loss", match["train"]), ("eval_loss", match["valid"]))
             store(self.pairs, tuple(LossPoint(step, name, float(value)) for name, value in values))
         if EARLY_STOP.search(text):
@@ -273,7 +253,7 @@ class OpenRun:
         records = tuple(record for record in (*self.first, *self.last) if behind is None or record.line < behind)
         has_stopped = self.early_stop is not None and self.early_stop == self._last_trained()
         curves = self.progress
-        losses, held_out = curves.losses, tuple(curves.held_out)
+        losses, held_out = losses_of_stage(curves.losses, self.stage_step), tuple(curves.held_out)
         # a pair is one of losses, not of scores, if that of training falls
         if self.pairs and not (losses or held_out) and self.pairs[-1][0].value < self.pairs[0][0].value:
             losses, held_out = zip(*self.pairs, strict=True)
@@ -288,6 +268,18 @@ class OpenRun:
             is_file=self.first_line in self.bounds.files.values(),
             members=self.members,
         )  # fmt: skip
+
+
+def losses_of_stage(losses: tuple[LossPoint, ...], first_step: int | None) -> tuple[LossPoint, ...]:
+    """The losses from the step on where the last stage of a curriculum began, if they fall in it; else all of them.
+
+    A stage that begins far above the first loss of all has diverged where it began.
+    """
+    values = [point for point in losses if first_step is not None and first_step <= (point.step or 0)]
+    if len(values) < MIN_STAGE or values[0].value > STAGE_START * losses[0].value:
+        return losses
+    highest = max(point.value for point in values[-STAGE_END:])
+    return tuple(values) if highest < STAGE_FALL * values[0].value else losses
 
 
 def find_unnamed_nan(lines: Sequence[tuple[int, str]]) -> int | None:
@@ -306,40 +298,6 @@ def step_of(rank: int | None, record: Record, logs: Sequence[Log], progress: Log
         return step
     steps = (log.progress.last_step if log.ranks == {rank} else log.last_steps.get(rank) for log in logs)
     return max((own for own in steps if own is not None), default=step)
-
-
-def idle_trainings(log: Log) -> list[Evidence]:
-    """The lines at the end in which transformers reports a training that took no step."""
-    return [Evidence(number, shorten(text)) for number, text in log.last_lines if IDLE_TRAINING.search(text)]
-
-
-def idle_work(logs: Sequence[Log]) -> tuple[Evidence, ...]:
-    """The last lines of logs that count nothing that was worked on, if no other count there and no measure shows any work."""
-    lines = [(number, load_catalogue().in_english(text)) for log in logs for number, text in log.last_lines]
-    if empty := [(number, text) for number, text in lines if EMPTY_EVALUATION.search(text)]:
-        return tuple(Evidence(number, shorten(text)) for number, text in empty)
-    points = (point for log in logs for point in (*log.losses, *log.held_out, *log.scores, *log.rewards))
-    if any(point.value and math.isfinite(point.value) for point in points):
-        return ()
-    has_steps = any(log.progress.last_step for log in logs) or any(OF_TRAINING.search(text) for _, text in lines)
-    counts = [
-        (
-            number,
-            text,
-            int(match["count"] or match["behind"]),
-            HELD_OUT.search(text, max(0, match.start() - NEAR), match.end()),
-        )
-        for number, text in lines
-        for match in COUNT.finditer(text)
-    ]
-    idle = {number: text for number, text, count, is_held_out in counts if not (count or (has_steps and is_held_out))}
-    if any(count and not is_held_out for _, _, count, is_held_out in counts):
-        return ()
-    idle |= {number: text for number, text in lines if ALL_LOST.search(text)}
-    if any(log.progress.last_step for log in logs):  # such as those of a bar over what then all failed
-        ends = {line[0] for log in logs for line in log.last_lines[-NEAR_END:]}
-        idle = {number: text for number, text in idle.items() if number in ends}
-    return tuple(Evidence(number, shorten(text)) for number, text in idle.items())
 
 
 def line_series(points: Sequence[LossPoint], *, kind: str | None = None) -> list[MetricSeries]:

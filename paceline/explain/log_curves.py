@@ -152,7 +152,8 @@ def converged(losses: Curves, evaluations: Curves, points: Mapping[str, Sequence
         wrong = 1 - noise.median(list(accuracies) or [0.0])
         ends = [noise.median(values[-noise.SPIKE :]) for item in curves if (values := item.finite)]
         guess = -wrong * math.log(wrong) - (1 - wrong) * math.log(1 - wrong) if 0 < wrong < 1 else SMALL
-        if wrong <= 1 - PERFECT and ends and 0 < min(ends) <= max(ends) < min(guess, SMALL):
+        moves = curves is evaluations or all(len({*item.finite}) > 1 for item in curves)
+        if wrong <= 1 - PERFECT and moves and ends and 0 < min(ends) <= max(ends) < min(guess, SMALL):
             names |= {item.name for item in curves} if curves is losses else {"eval_loss"}
             names |= {"score"} if accuracies is shares else set()
     return names

@@ -77,8 +77,10 @@ NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt)(?:\w+\.)*(?:[A-Z
 # behind a bar that did not get to its end: of a process that could not clean up
 CUT_BAR = re.compile(r"(?<!\d)\d{1,2}%\|(?!.*\d%\|).*resource_tracker: There appear to be \d+ leaked")
 NOT_SAVED = re.compile(
-    r"(?i)\b(?:could ?n[o']t|can(?:no|')t|unable to|failed? to|error|not) (?:be )?(?:sav|writ|wrote|stor|serializ)\w*"
+    r"(?i)\b(?:could ?n[o']t|can(?:no|')t|unable to|failed? to|error) (?:be )?(?:sav|writ|wrote|stor|serializ)\w*"
     r"|\bsav(?:e|ing)\b.{0,40}\bfail|\bfail\w* .{0,20}\bsav|No space left on device"
+    # not because an earlier one is better
+    r"|^(?!.*\b(?:improv\w*|best|better|worse|disabled|only|since|because)\b).*\bnot (?:saved|written|stored)\b"
 )
 CHECKPOINT = re.compile(
     r"(?i)checkpoint|ckpt|\b(?:model|weights|snapshot)\b|\.(?:pth?|npz|bin|safetensors|h5|keras)\b|^\W*save failed|\bsaving\W{2,}"

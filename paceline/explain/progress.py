@@ -282,10 +282,7 @@ class ProgressTracker:
         if self._is_policy:
             return ()
         name = "eval_loss" if any(p.name not in (PART_LOSS, "eval_loss", "test_loss") for p in self._losses) else "loss"
-        points = (point._replace(name=name) if point.name == PART_LOSS else point for point in self._losses)
-        # one that is to be maximized
-        is_gain = any("elbo" in point.name.lower() and point.value < 0 for point in self._losses[:1])
-        return tuple(point._replace(value=-point.value) if is_gain else point for point in points)
+        return tuple(point._replace(name=name) if point.name == PART_LOSS else point for point in self._losses)
 
     def _point(self, step: int | None, name: str, value: float) -> LossPoint:
         return LossPoint(step, name, value, None if self._first_epoch == sys.maxsize else self._epoch)

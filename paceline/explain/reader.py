@@ -279,7 +279,7 @@ class LogParser:
                 self._begin_run(first_line)
         self._run.add_measures(number, line.text)
         if self._run.progress.add(number, line, bar) and not self._tracebacks.is_open:  # an open error may be the end
-            bounds.add_progress(line.text)
+            self._run.add_progress(line.text)
 
     def _parse(self, number: int, raw: bytes) -> None:
         self._read_waiting()

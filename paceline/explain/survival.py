@@ -7,7 +7,6 @@ Whether the program survived an error: the one place with the rules by which an 
     handled            a line above it says what the program does instead                                is_handled
     about one item     lines of its shape come often, far apart, and others follow                       is_of_item
     caught             a line right behind it says what is tried instead, and steps follow               is_caught
-    a sample           the same text was printed and survived before, and steps and the end follow       Log.outlived_like
     of a trial         Optuna went on with other trials                                                  is_of_trial
     of a shutdown      a server had stopped its engine itself                                            is_of_shutdown
     lacks a view       a missing program would only have shown the machine                               lacks_a_view
@@ -57,6 +56,9 @@ RETRIES = re.compile(r"(?i)\bretry(?:ing)? \(?(?:attempt )?\d+ ?(?:/|of) ?\d|^g?
 TRY_OF = re.compile(
     r"(?P<what>.{8,200}?) (?i:failed) \((?P<at>\d{1,3}) ?(?:/|of) ?(?!(?P=at)\b)\d{1,3}\)"
 )  # not the last one
+DONE_AT_LAST = re.compile(
+    r"(?i)(?![\w.]|.*\b(?:not|never|fail\w*|error)\b).*\b(?:ok|done|succe\w+|complete\w*|uploaded|saved)\b"
+)
 HANDLED = re.compile(r"(?i)\bfail\w*, (?:re)?(?:trying|installing|falling back)\b")
 CANCELLED = r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED"
 CANCELLED_STEP = re.compile(rf"{CANCELLED}|srun: (?:Force Terminated|forcing job termination)")
@@ -175,9 +177,11 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
 
 
 def was_retried(text: str, behind: Iterable[str]) -> bool:
-    """Whether a line reports a try that is not the last one, and one of the lines behind it how the next one went."""
+    """Whether a line reports a try that is not the last one, and one of the lines behind it that a later one succeeded."""
     match = TRY_OF.match(text)
-    return match is not None and any(other.startswith(match["what"]) for other in behind)
+    return match is not None and any(
+        other.startswith(match["what"]) and DONE_AT_LAST.match(other, match.end("what")) for other in behind
+    )
 
 
 def lacks_a_view(record: Record, log: Log) -> bool:
@@ -321,8 +325,7 @@ def is_caught(record: Record, log: Log) -> bool:
 
     Likewise the end of a trial of Optuna, and of an engine that its server has stopped.
     """
-    is_known = is_of_trial(record, log) or is_of_shutdown(record, log) or was_logged(record, log)
-    if is_known or log.outlived_like(record):
+    if is_of_trial(record, log) or is_of_shutdown(record, log):
         return True
     if not record.frames or CONTEXT_LOST.search(record.text):
         return False
@@ -330,18 +333,6 @@ def is_caught(record: Record, log: Log) -> bool:
     notices = [*record.text.split("\n")[1:], *(other.text for other in following[:1])]
     goes_on = len(log.steps_after(record)) >= STEPS_AFTER and log.has_one_process
     return goes_on and any(map(CAUGHT.match, notices))
-
-
-def was_logged(record: Record, log: Log) -> bool:
-    """Whether a logger wrote an exception below its own line, and the same program progress with a later time, so in no buffer."""
-    if CONTEXT_LOST.search(record.text) or not log.has_one_process:
-        return False
-    above = log.records_between(record.line - 2, record.line - 1)[-1:]
-    last = record.line + 3 * len(record.frames) + WENT_ON
-    progress = {line for line, _, _ in log.last_progress}
-    behind = [other for other in log.records_between(record.line + 1, last) if other.line in progress]
-    times = [math.nan if other.time is None else other.time for other in (*above, *behind)]
-    return len(behind) >= 2 and bool(above) and all(time >= times[0] for time in times)
 
 
 def is_of_trial(record: Record, log: Log) -> bool:

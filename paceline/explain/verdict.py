@@ -30,8 +30,9 @@ from paceline.explain.explanation import (
     make_evidence,
     shorten,
 )
+from paceline.explain.idle import idle_trainings, idle_work
 from paceline.explain.line_measures import MEAN_LOSS
-from paceline.explain.log import UNNAMED, Log, idle_trainings, idle_work, step_of
+from paceline.explain.log import UNNAMED, Log, step_of
 from paceline.explain.matches import (
     MIN_STEPS,
     WAITING,

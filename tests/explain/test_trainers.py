@@ -161,6 +161,12 @@ def test_a_loss_that_is_not_finite_is_read_in_any_spelling(value):
     assert (progress.nan_line, progress.nan_step, progress.nan_measure) == (2, 5, "loss")
 
 
+def test_losses_in_a_tuple_as_python_2_prints_it_are_read():
+    row = "('Epoch ', {}, ' Training Accuracy: ', 0.5, ' Training Loss: ', {}, ' Validation Loss: ', {})\n"
+    assert explained("".join(row.format(n, "nan", "nan") for n in range(9))).cause == "loss-nan"
+    assert explained("".join(row.format(n, 2 - n / 9, 2 - n / 10) for n in range(9))).cause == "healthy"
+
+
 def test_a_loss_that_is_nan_in_evaluations_alone_has_a_fix_for_the_evaluation():
     lines = "".join(f"Epoch {n}/9  train_loss: {{}}  val_loss: nan\n" for n in range(1, 9))
     explanation = explained(lines.replace("{}", "0.2"))

@@ -245,7 +245,7 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     lowered = text.lower()
     if MODULE_ROW.match(text):
         return None
-    if text[:1] == "{" and "batch_size" in lowered and SECTION.search(text) and not LOSS_FIELD.search(text):
+    if "{'" in text and "batch_size" in lowered and SECTION.search(text) and not LOSS_FIELD.search(text):
         return None  # settings
     step = STEP.search(text)
     loss_match = find_measure(LOSS, text, lowered.index("loss")) if "loss" in lowered else None

@@ -60,6 +60,7 @@ OTHER = re.compile(
     r"|\[\d+ similar log lines\] "  # Monarch
     r"|(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh)\[\d{1,7}\]: "  # journald
     r"|ERROR \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./-]{1,200}\.py:\d+\] ?"  # vLLM
+    r"|(?:INFO|DEBUG):(?!jax)[\w.]{1,60}:(?=[^\W\d])"  # of logging
     r"|[EFC] \S{1,200}\.py:\d+\] \[[\d/_]{1,20}\] "  # torch.compile: graph 0, its second compilation
     r"|E {2,40}(?=\S)| {2,8}\| (?=Traceback|  File|\w+(?:Error|Exception))"  # pytest, and exception groups
 )
@@ -144,6 +145,7 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|^Exception happened during processing of request from "  # a server's, which goes on
     r"|\bUCX +(?:DEBUG|DIAG|INFO|TRACE)\b"
     r"|has failed to shutdown the rendezvous"  # another node has shut it down before; a lost one shows in its own log
+    r"|^(?:\S+ - +)?(?:Unable to find text: |Could not find answer: )'"  # of SQuAD's scripts, for each text that was normalized
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
 # what is printed before any work: by tools and in warnings, and settings, whose values are not measured

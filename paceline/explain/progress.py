@@ -24,7 +24,7 @@ MAX_TITLE, MAX_MEASURES = 40, 32  # characters of the line above an evaluation; 
 MIN_FINITE, LABELLED_LINES, MAX_LABELS = 2, 200, 500
 SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are lost
 EPOCH = re.compile(
-    r"(?i)(?:^|[|\]] {0,3}| [-:] |^\{(?=.*\"(?:train_)?loss\": ).*, (?=\"epoch\": \d+[,}]))\W*"
+    r"(?i)(?:^|[|\]] {0,3}| [-:] |\}, |^\{(?=.*\"(?:train_)?loss\": ).*, (?=\"epoch\": \d+[,}]))\W*"
     r"(?:(?:(?:train|begin|start)\w*(?: the model for)?|end of)\W+)?(?:epoch(?: n\w{1,5})?|ep\b)\W{,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
 )
 EPOCH_OF = re.compile(r"(?i)\bepochs?\W{,4}(?P<epoch>\d{1,6})\s*(?:/|of)\s*(?P<of>\d{1,6})\b")  # Epoch [6/10]
@@ -43,7 +43,7 @@ DONE = re.compile(
     r"|^(?:done|fertig|terminé|готово)\.?$"
     r"|\"run_stop\".{0,300}\"status\": \"success\"|terminated of its own accord .*with exit-code 0"
     r"|(?:treinamento|entrenamiento) (?:conclu|complet|finaliz|termin)[a-zí]+|training (?:ist )?(?:abgeschlossen|beendet)"
-    r"|entra[iî]nement termin[eé]|обучение (?:завершено|закончено)"
+    r"|entra[iî]nement termin[eé]|обучение (?:завершено|закончено)|заверш[её]н\w* успешно|успешно (?:заверш[её]н|обучен)\w*"
     r"|训练(?:已)?(?:完成|结束)|学習(?:が)?(?:完了|終了)|학습 ?(?:완료|종료)",
     re.IGNORECASE,
 )
@@ -51,8 +51,8 @@ YAML_SETTING, SECTIONS = re.compile(r" +[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+: "), 3  # 
 SOME_FAILED = re.compile(r"(?i)\b[1-9]\d* (?:\w+ )?(?:failed|failures?)\b|\bfailed: [1-9]")  # 0 OK, 1 failed
 DONE_WORDS = (  # one is in every text that matches; the pattern alone takes a fourth of the time of a line
     "finish", "done", "complet", "runtime", "final", "reached", "passed", "training time", "own accord", "run_stop", "conclu",
-    "bandwidth", "end train", "termin", "abgeschl", "beendet", "завершен", "закончен", "完", "结束", "終了", "완료", "종료",
-    "end of training", "fertig", "готово",
+    "bandwidth", "end train", "termin", "abgeschl", "beendet", "заверш", "закончен", "успешно", "完", "结束", "終了",
+    "완료", "종료", "end of training", "fertig", "готово",
 )  # fmt: skip
 # losses of a policy; rewards of preference pairs, whose loss is one as of any classifier
 POLICY_LOSS = re.compile(r"(?!.*loss.*loss).*\b(?:td|bellman|actor|policy|pg)\d?[ _-]loss\W{1,3}\d")  # alone on a line

@@ -367,12 +367,15 @@ def line_above(record: Record, log: Log) -> str:
 
 def others_waited(record: Record, log: Log) -> bool:
     """Whether an exception ended a child or a rank, for which its parent or another rank then waited in vain, and ended too."""
+    is_of_child = bool(record.frames) and IN_CHILD.search(record.frames[0]) is not None
+    is_of_rank = record.rank is not None and ended_program(record) and not LOST_PEER.search(record.text)
+    if not (is_of_child or is_of_rank):
+        return False
     ended = [other for other in log.records if other.line > record.line and ended_program(other)]
-    if record.frames and IN_CHILD.search(record.frames[0]):
+    if is_of_child:
         waited = (other for other in ended if NOTHING_CAME.match(other.text) and any(map(IN_WAIT.search, other.frames)))
         return any(len(log.steps_after(record, before=other.line)) < CHILD_STEPS for other in waited)
     lost = (other for other in ended if other.rank not in (None, record.rank) and LOST_PEER.search(other.text))
     lines = {line for line, _, _ in log.last_progress if line > record.line}
     went_on = any(other.rank == record.rank and other.line in lines for other in log.records)
-    is_rank = record.rank is not None and ended_program(record) and not went_on and not LOST_PEER.search(record.text)
-    return is_rank and any(len(log.steps_after(other)) < STEPS_AFTER for other in lost)
+    return not went_on and any(len(log.steps_after(other)) < STEPS_AFTER for other in lost)

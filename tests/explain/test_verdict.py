@@ -2384,3 +2384,36 @@ def test_what_a_log_says_of_all_that_follows_counts_whatever_the_steps_behind_it
 def test_what_the_last_line_says(line, cause):
     log = "" if line.startswith("embedded") else "".join(EPOCHS)
     assert verdict(f"{log}{line}\n").cause == cause
+
+
+def test_a_warning_of_torch_that_it_computes_on_the_cpu_is_not_the_cause_of_another_exception():
+    warning = (
+        "torch/cuda/__init__.py:141: UserWarning: CUDA initialization: The NVIDIA driver on your system is too old (found "
+        "version 11040).\n  return torch._C._cuda_getDeviceCount() > 0\ncpu\n"
+    )
+
+    def cause(error):
+        return verdict(warning + raised(None, error).replace("in main", "in <module>")).cause
+
+    assert cause("torch._C._LinAlgError: torch.linalg.solve: the input matrix is singular.") == "user-code-exception"
+    assert cause("RuntimeError: No CUDA GPUs are available") != "user-code-exception"
+    assert cause("AssertionError: GPU required") == "cuda-driver-too-old"
+
+
+def test_lines_of_pythons_logging_are_read_without_their_prefix():
+    line = "INFO:root:{} {} - Average Loss: {:.4f}\n"
+    rising = [0.9 + 0.04 * abs(n - 8) for n in range(30)]
+    log = "".join(
+        line.format("Epoch", n, 1.4 * 0.9**n) + line.format("Evaluation Epoch", n, rising[n]) for n in range(30)
+    )
+    assert verdict(log).cause == "validation-turns-up"
+    again = "".join(line.format("Epoch", n, loss / (n + 1)) for loss in (2, 90) for n in range(30))
+    assert verdict(again).cause == "healthy"  # another training begins
+
+
+def test_settings_that_wandb_logs_are_no_losses():
+    line = (
+        "2023-12-26 01:41:{:02},980 INFO    MainThread:84937 [wandb_run.py:_config_callback():1342] config_cb opt {}\n"
+    )
+    settings = "{'weights': 'yolov7.pt', 'hyp': {'lr0': 0.01, 'loss_ota': 1}, 'epochs': 300, 'batch_size': 16}"
+    assert verdict("".join(line.format(n, settings) for n in range(40))).cause == "healthy"

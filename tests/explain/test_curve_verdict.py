@@ -1529,3 +1529,14 @@ def test_what_lines_in_forms_of_their_own_show(line, losses, others, cause):
     log = "".join(line.format(step=step, n=step, loss=loss, other=other) for step, (loss, other) in values)
     log = "epoch;train_rmse;val_rmse;r2\n" + log.replace(".", ",") if line == SEMICOLONS else log
     assert explain([log.encode()]).cause == cause
+
+
+def test_lines_of_pythons_logging_are_read_without_their_prefix():
+    line = "INFO:root:{} {} - Average Loss: {:.4f}\n"
+    rising = [0.9 + 0.04 * abs(n - 8) for n in range(30)]
+    log = "".join(
+        line.format("Epoch", n, 1.4 * 0.9**n) + line.format("Evaluation Epoch", n, rising[n]) for n in range(30)
+    )
+    assert explain([log.encode()]).cause == "validation-turns-up"
+    again = "".join(line.format("Epoch", n, loss / (n + 1)) for loss in (2, 90) for n in range(30))
+    assert explain([again.encode()]).cause == "healthy"  # another training begins

@@ -2397,18 +2397,6 @@ def test_a_warning_of_torch_that_it_computes_on_the_cpu_is_not_the_cause_of_anot
 
     assert cause("torch._C._LinAlgError: torch.linalg.solve: the input matrix is singular.") == "user-code-exception"
     assert cause("RuntimeError: No CUDA GPUs are available") != "user-code-exception"
-    assert cause("AssertionError: GPU required") == "cuda-driver-too-old"
-
-
-def test_lines_of_pythons_logging_are_read_without_their_prefix():
-    line = "INFO:root:{} {} - Average Loss: {:.4f}\n"
-    rising = [0.9 + 0.04 * abs(n - 8) for n in range(30)]
-    log = "".join(
-        line.format("Epoch", n, 1.4 * 0.9**n) + line.format("Evaluation Epoch", n, rising[n]) for n in range(30)
-    )
-    assert verdict(log).cause == "validation-turns-up"
-    again = "".join(line.format("Epoch", n, loss / (n + 1)) for loss in (2, 90) for n in range(30))
-    assert verdict(again).cause == "healthy"  # another training begins
 
 
 def test_settings_that_wandb_logs_are_no_losses():

@@ -106,7 +106,8 @@ OF_POLICY = re.compile(r"(?i)(?:policy|actor|critic|value|pg)[_ /]$")
 # before the loss that others are a part of
 TOTAL_LOSS = re.compile(r"(?i)(?:^|[\s,;|({\['\"])(?:(?:tot|total|train|training)[_ /])?$")
 EVALUATION = re.compile(  # how a line of one begins
-    r"(?i)^\W*(?:[\w./-]{1,60}\| )?(?:test(?:ing)?|val(?:id(?:at(?:e|ion|ing))?)?|eval(?:uat(?:e|ion|ing))?)\b ?"
+    r"(?i)^\W*(?:[\w./-]{1,60}\| |[a-z]{4,8}:[\w.]{1,40}:)?"
+    r"(?:test(?:ing)?|val(?:id(?:at(?:e|ion|ing))?)?|eval(?:uat(?:e|ion|ing))?)\b ?"
     r"(?:[:\[\]]|\([^)]{1,12}\):|- |set\b|results?\b|error\b|step\b|(?:in |at )?epoch)"
     r"|(?!.*train).{0,40}[(\[](?:test|val|valid|validation|eval)[)\]]"
 )

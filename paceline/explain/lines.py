@@ -60,7 +60,6 @@ OTHER = re.compile(
     r"|\[\d+ similar log lines\] "  # Monarch
     r"|(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh)\[\d{1,7}\]: "  # journald
     r"|ERROR \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./-]{1,200}\.py:\d+\] ?"  # vLLM
-    r"|(?:INFO|DEBUG):(?!jax)[\w.]{1,60}:(?=[^\W\d])"  # of logging
     r"|[EFC] \S{1,200}\.py:\d+\] \[[\d/_]{1,20}\] "  # torch.compile: graph 0, its second compilation
     r"|E {2,40}(?=\S)| {2,8}\| (?=Traceback|  File|\w+(?:Error|Exception))"  # pytest, and exception groups
 )
@@ -148,11 +147,10 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|^(?:\S+ - +)?(?:Unable to find text: |Could not find answer: )'"  # of SQuAD's scripts, for each text that was normalized
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
-# what is printed before any work: by tools and in warnings, and settings, whose values are not measured
+# what is printed before any work: by tools, and settings, whose values are not measured
 OF_TOOLS = re.compile(r"(?:wandb: (?!Synced|Run summary|\s|.*[▁▂▃▄▅▆▇█])|nohup: |stty: |\s*warnings\.warn\().*")
 SETTING = re.compile(r"(?!wandb: |.*\d\.[1-9]\d\d)\W*[A-Za-z_][\w.]*['\"]?(?::$|: | ?= ?(?=\S)).*|[^A-Za-z0-9]*")
 SWITCH = re.compile(r"[:=] ?(?:(?i:true|false|none|null)\b|'')")
-PYTHON_WARNING = re.compile(r"(?m)^\S*:\d+: \w*Warning: .*(?:\n.*){,8}?\n  \S.*$")  # to its line of code
 
 Fields = Mapping[str, Any]
 
@@ -211,10 +209,9 @@ def split_prefix(text: str) -> LogLine:
 
 
 def only_begins(texts: Sequence[str]) -> bool:
-    """Whether lines are no more than warnings, what tools print at the start, and settings."""
-    others = PYTHON_WARNING.sub("", "\n".join(texts)).split("\n")
-    is_start = len(others) < len(texts) or any(OF_TOOLS.match(text) or SWITCH.search(text) for text in others)
-    return is_start and all(OF_TOOLS.match(text) or SETTING.fullmatch(text) for text in others)
+    """Whether lines are no more than what tools print at the start, and settings."""
+    is_start = any(OF_TOOLS.match(text) or SWITCH.search(text) for text in texts)
+    return is_start and all(OF_TOOLS.match(text) or SETTING.fullmatch(text) for text in texts)
 
 
 def seconds_of(match: re.Match[str]) -> float:

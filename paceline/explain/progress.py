@@ -24,7 +24,7 @@ MAX_TITLE, MAX_MEASURES = 40, 32  # characters of the line above an evaluation; 
 MIN_FINITE, LABELLED_LINES, MAX_LABELS = 2, 200, 500
 SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are lost
 EPOCH = re.compile(
-    r"(?i)(?:^|[|\]] {0,3}| [-:] |\}, |^\{(?=.*\"(?:train_)?loss\": ).*, (?=\"epoch\": \d+[,}]))\W*"
+    r"(?i)(?:^(?:[a-z]{4,8}:[\w.]{1,40}:)?|[|\]] {0,3}| [-:] |\}, |^\{(?=.*\"(?:train_)?loss\": ).*, (?=\"epoch\": \d+[,}]))\W*"
     r"(?:(?:(?:train|begin|start)\w*(?: the model for)?|end of)\W+)?(?:epoch(?: n\w{1,5})?|ep\b)\W{,4}(?P<epoch>\d{1,6})\b(?!\.\d)"
 )
 EPOCH_OF = re.compile(r"(?i)\bepochs?\W{,4}(?P<epoch>\d{1,6})\s*(?:/|of)\s*(?P<of>\d{1,6})\b")  # Epoch [6/10]

@@ -240,13 +240,10 @@ def test_nothing_but_what_is_printed_before_any_work_is_not_healthy():
     tools = "nohup: ignoring input\n" + "".join(
         f"wandb: Run data is saved locally in wandb/run-{n}\n" for n in range(9)
     )
-    warnings = "".join(
-        f"/env/a.py:{n}: UserWarning: add is old:\n\tadd(x)\nUse y\n  grad = grad.add(x)\n" for n in range(4)
-    )
     settings = (
         "Args(\n" + "".join(f"  option_{letter}={n},\n" for n, letter in enumerate("abcdefgh")) + "  seed=None\n)\n"
     )
-    for text in (tools, warnings, settings):
+    for text in (tools, settings):
         assert verdict(text).cause == "unknown", text
     for output in ("wandb:     loss 0.31\n", "answers of 290 questions compared\n", "  mean_error=0.3127,\n"):
         assert verdict(settings.replace("  seed", output + "  seed")).cause == "healthy", output

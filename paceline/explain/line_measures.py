@@ -79,6 +79,7 @@ GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{
 MEMORY_WORD = re.compile(r"(?i)(?<![a-z])(?:mem(?:ory)?|v?ram|rss|allocated|reserved)(?![a-z])")
 MEMORY_WORDS = ("mem", "ram", "rss", "allocated", "reserved")  # one is in every text that matches, and found sooner
 PART_END = re.compile(r",(?!\d{3}\b)|[|;{}\t]|\s{2}")
+THOUSANDS, PERPLEXITY = re.compile(r"(?:,\d{3})+(?![\d.,])"), re.compile(r"(?i)perplex|ppl")  # 9,120
 AMOUNT = re.compile(
     r"(?i)(?<![\w./-])(?P<value>\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.\d{1,9})?)[ \t]?(?P<unit>[kmgt]?i?b?)%?(?=[\s,;|()\]/}'\"]|$)"
 )
@@ -385,6 +386,8 @@ def read_score(match: re.Match[str] | None) -> float | None:
 
 
 def read_value(match: re.Match[str] | None) -> float | None:
+    if match and (thousands := THOUSANDS.match(match.string, match.end())) and PERPLEXITY.search(match[0]):
+        return float(match["value"] + thousands[0].replace(",", ""))
     return float(match["value"]) if match else None
 
 

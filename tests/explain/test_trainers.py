@@ -161,6 +161,12 @@ def test_a_loss_that_is_not_finite_is_read_in_any_spelling(value):
     assert (progress.nan_line, progress.nan_step, progress.nan_measure) == (2, 5, "loss")
 
 
+def test_a_perplexity_may_have_commas_between_its_thousands():
+    step = "[step={}/400]\n    train/CrossEntropyLoss={:.3f}\n    train/Perplexity={:,.4g}\n"
+    losses = [9.1 * 0.97**n for n in range(60)]
+    assert explained("".join(step.format(n, loss, math.exp(loss)) for n, loss in enumerate(losses))).cause == "healthy"
+
+
 def test_losses_in_a_tuple_as_python_2_prints_it_are_read():
     row = "('Epoch ', {}, ' Training Accuracy: ', 0.5, ' Training Loss: ', {}, ' Validation Loss: ', {})\n"
     assert explained("".join(row.format(n, "nan", "nan") for n in range(9))).cause == "loss-nan"

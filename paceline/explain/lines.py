@@ -144,7 +144,6 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|^Exception happened during processing of request from "  # a server's, which goes on
     r"|\bUCX +(?:DEBUG|DIAG|INFO|TRACE)\b"
     r"|has failed to shutdown the rendezvous"  # another node has shut it down before; a lost one shows in its own log
-    r"|^(?:Exception: )+.*\(in '\S+\.stan' at line \d+\)"  # of Stan's sampler, which rejects a proposal
     r"|^(?:\S+ - +)?(?:Unable to find text: |Could not find answer: )'"  # of SQuAD's scripts, for each text that was normalized
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )

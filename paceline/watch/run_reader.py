@@ -346,6 +346,7 @@ class RunReader:
         if attempt is None:
             return None
         size = sum(log.bytes for log in self.logs if log.attempt == attempt)
+        key = (attempt, size, len(explained), file_stamp(self.run.config_toml))
 
         def compute() -> dict[str, Any] | None:
             if size <= MAX_EXPLAINED_BYTES:
@@ -357,7 +358,7 @@ class RunReader:
             verdicts = [e for e in self.events if e.get("event") == "verdict" and e.get("attempt") == attempt]
             return dict(verdicts[-1]) if verdicts else None
 
-        explanation: dict[str, Any] | None = self._cached("explanation", (attempt, size, len(explained)), compute)
+        explanation: dict[str, Any] | None = self._cached("explanation", key, compute)
         return {**explanation, "fix": None} if explanation and state == "recovering" else explanation
 
     def _evaluations(self) -> list[Any]:

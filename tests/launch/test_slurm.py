@@ -828,9 +828,8 @@ def test_a_job_that_ended_before_its_run_began_leaves_a_run_that_says_why(tmp_pa
     run = RunDir(tmp_path)
     run.submitted_toml.write_text("")
     assert run_status(run).state == "queued"
-    with pytest.raises(PacelineError, match="has no logs: nothing was started") as error:
-        explain_run(run)
-    assert error.value.fix == f"paceline watch {run.path}"
+    summary = f"{run.name} waits, Slurm has not started it yet: its queue is not known here"
+    assert explain_run(run) == Explanation("healthy", summary=summary)
     (tmp_path / "slurm-1.log").write_text(
         "slurm   job 1, 1 node: n1\nRuntimeError: CUDA out of memory. Tried to allocate 2 GiB\n"
     )

@@ -131,7 +131,11 @@ class RunReader:
             joules = [joules for host in self.hosts.values() for joules in host.energy_j()]
             now, tokens_per_step = time.time() if self.running else None, self.plan.get("total_batch_size")
             written = last_writes(self.run, self.events)
-            spent = goodput(self.events, lines, tokens_per_step=tokens_per_step, now=now, written=written)
+            if tokens_per_step is None and len(self.attempts) > 1:
+                self._script.read(self._logs(), self.attempts, self.events)
+            spent = goodput(
+                self.events, lines, tokens_per_step=tokens_per_step, now=now, written=written, spans=self._script.spans
+            )
             return replace(spent, energy_j=sum(joules) if joules else None)
 
         is_short = len(self.metrics.recent) < RECENT_LINES

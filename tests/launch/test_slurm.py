@@ -467,6 +467,8 @@ def test_a_job_whose_hosts_cannot_be_reached_keeps_its_folder_and_log_and_anothe
     with pytest.raises(PacelineError, match="did not answer"):
         run_training(job, plan, CheckResult((), ()), dataset, Services(), started=0.0, is_new=True)
     assert (log.is_file(), run.submitted_toml.is_file(), run.path.exists()) == (is_submitted,) * 3
+    launches = [event for event in read_json_lines(run.events) if event["event"] == "launch"]
+    assert [event["device_batch_size"] for event in launches] == [plan.device_batch_size] * is_submitted
 
 
 @pytest.mark.parametrize("is_submitted", [True, False])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import CACHE_SPACE
+from paceline.errors import PacelineError
 from paceline.explain.collectives import hang_evidence, hang_fix
 from paceline.explain.curve_verdict import DIVERGED, STANDS_STILL
 from paceline.explain.explanation import (
@@ -30,7 +31,8 @@ from paceline.explain.log_text import count_lines
 from paceline.explain.matches import PEER_DIED
 from paceline.explain.verdict import NAN, explain_health
 from paceline.file_systems import free_space
-from paceline.rundir import RunDir, is_locked, is_script_run, read_text, resume_command
+from paceline.rundir import RunDir, is_locked, is_queued, is_script_run, job_facts, read_text, resume_command
+from paceline.slurm import JobReader, format_job, parse_job_id
 from paceline.units import unix_time
 
 DISK_FULL, STOPPED, SUPERVISOR_LOST = "disk-full", "keyboard-interrupt", "supervisor-lost"
@@ -53,6 +55,19 @@ FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any 
 DAMAGE_FIX = (
     "check the disk (smartctl -a DEVICE, dmesg), and the copy if the run was copied: files do not change by themselves"
 )
+
+
+def explain_unstarted(run: RunDir) -> Explanation:
+    """Where a run without an attempt waits. Raises PacelineError where nothing is going to start it."""
+    if is_locked(run):
+        return Explanation(HEALTHY, summary=f"{run.name} has no attempt yet: its command is preparing it")
+    if not is_queued(run):
+        raise PacelineError(f"{run.name} has no logs: nothing was started", fix=resume_command(run))
+    job = JobReader().read(parse_job_id(job_facts(run).get("job_id")))
+    if job and job.is_over:
+        raise PacelineError(f"{run.name} has not started: {format_job(job)}", fix=f"paceline watch {run.quoted}")
+    place = format_job(job) or "its queue is not known here"
+    return Explanation(HEALTHY, summary=f"{run.name} waits, Slurm has not started it yet: {place}")
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from paceline.explain.recorded_end import (
     apply_recorded_end,
     earlier_failures,
     events_of,
+    explain_unstarted,
     find_last,
     note_good_end,
     note_recoveries,
@@ -70,16 +71,16 @@ from paceline.explain.several_runs import choose_runs, explain_chosen, newest_jo
 from paceline.rundir import (
     RunDir,
     check_readable,
+    is_preparing,
     is_queued,
     is_script_run,
-    job_facts,
     json_records,
     open_file,
     read_config,
     read_json_lines,
     resume_command,
 )
-from paceline.slurm import JobReader, format_job, parse_job_id, unstarted_job
+from paceline.slurm import unstarted_job
 from paceline.typed_fields import damaged_files, typed_content, well_typed
 from paceline.units import format_number_of, parse_time, unix_time
 
@@ -118,11 +119,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         if (job or attempt is None) and (ended := explain_job(run, all_events, job, has_attempt=attempt is not None)):
             return ended
     if attempt is None:
-        fix = f"paceline watch {run.quoted}" if is_queued(run) else resume_command(run)
-        job_id = parse_job_id(job_facts(run).get("job_id")) if is_queued(run) else None
-        waits = format_job(JobReader().read(job_id))
-        why = f"has not started: {waits}" if waits else "has no logs: nothing was started"
-        raise PacelineError(f"{run.name} {why}", fix=fix)
+        return explain_unstarted(run)
     events = events_of([event for event in all_events if event is not job], attempt)
     starts = {event.get("attempt"): event.get("time") for event in all_events if event.get("event") == "attempt"}
     start = find_last(events, "attempt")
@@ -262,7 +259,8 @@ def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Exp
 def find_runs(name: str, *, runs_dir: str) -> list[RunDir]:
     """The run that a folder or a name means, or all runs in a folder; none for a log."""
     for run in (RunDir(Path(name)), RunDir(Path(runs_dir) / name)):
-        if (run.config_toml.is_file() and (run.events.is_file() or run.plan_json.is_file())) or is_queued(run):
+        has_begun = run.config_toml.is_file() and (run.events.is_file() or run.plan_json.is_file())
+        if has_begun or is_queued(run) or is_preparing(run):
             return [run]
     folders = (RunDir(path.parent) for path in Path(name).rglob("events.jsonl"))
     return [run for run in folders if run.config_toml.is_file()]

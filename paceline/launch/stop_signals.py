@@ -12,7 +12,8 @@ from types import FrameType
 from paceline.rundir import RunDir
 from paceline.terminal import stop_signals
 
-ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` repeat the signal that the terminal has already sent
+# wrappers such as `uv run` repeat the signal that the terminal has already sent; they lead the process group of the terminal's job
+ONE_CTRL_C_S = 0.3
 STOP_REQUEST = "\nstop"  # behind the holder in the lock: `paceline stop` sends the signal of a Ctrl-C
 STOP_NOW = f"{STOP_REQUEST} now"  # `paceline stop --now`
 
@@ -58,8 +59,9 @@ class StopSignals:
         now = time.monotonic()
         if self.first is None:
             self.first, self.first_time = signal.Signals(signum).name, now
-        elif signum == signal.SIGINT and now - self.first_time > ONE_CTRL_C_S:
-            self.kill = True  # a second SIGTERM is only a batch system that repeats itself
+        elif signum == signal.SIGINT:  # a second SIGTERM is only a batch system that repeats itself
+            has_no_wrapper = self.by_person and os.getpgrp() == os.getpid()
+            self.kill = self.kill or has_no_wrapper or now - self.first_time > ONE_CTRL_C_S
 
 
 @contextmanager

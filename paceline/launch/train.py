@@ -310,7 +310,8 @@ def run_training(
         others = [member.entry.destination for member in members if not member.is_here and member.entry.way == "ssh"]
         if job.options.detach and detach(job.run, job.lock, destinations=others):
             return 0
-        append_event(job.run, "launch", prepared_s=round(prepared_s, 3), config=asdict(job.config))
+        chosen = {"device_batch_size": plan.device_batch_size}  # which the config may leave out
+        append_event(job.run, "launch", prepared_s=round(prepared_s, 3), config=asdict(job.config), **chosen)
         if job.cluster:
             try:
                 job.cluster.connect(job.run, text=dataset.path)

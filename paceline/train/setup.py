@@ -358,6 +358,8 @@ def drop_metrics_after(run: RunDir, step: int) -> int:
     """Removes the lines of steps that will be redone, so that metrics.jsonl never holds a step twice; returns how many."""
     records = list(read_json_lines(run.metrics))
     remaining = [record for record in records if record["step"] <= step]
-    if run.metrics.exists():
-        write_atomic(run.metrics, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in remaining))
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in remaining)
+    # without a change, whoever follows the file need not read all of it a second time
+    if run.metrics.exists() and run.metrics.stat().st_size != len(text.encode()):
+        write_atomic(run.metrics, text)
     return len(records) - len(remaining)

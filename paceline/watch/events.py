@@ -289,7 +289,7 @@ def setting_changes(events: Iterable[JsonRecord]) -> Iterator[tuple[int, int, Se
         kind, config = event.get("event"), event.get("config")
         if kind == "launch" and isinstance(config, dict):
             now = {key: format_setting(value) for key, value in config.items() if key not in UNCOMPARED_KEYS}
-        elif kind == "plan_changed":
+        if kind in ("launch", "plan_changed"):
             now = now | {name: format_setting(event[name]) for name in MICRO_BATCH if name in event}
         elif kind == "attempt":
             now = now | {"ranks": str(event.get("world_size"))}

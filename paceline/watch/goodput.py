@@ -3,9 +3,10 @@ Where a run's time went: steps whose work is in the weights, and everything else
 
 Every second from the first command to the last event is of one kind. A script's attempt whose supervisor was killed has no last
 event: it ends when a rank last wrote to its log. Everything that an attempt did after the checkpoint from which the next resumed
-is lost, and in a script the silence of a hang. What only a broken attempt makes necessary is recovery: explanation, wait, start-up.
-Steps take the step_ms of metrics.jsonl. Other time between two of its lines is an evaluation where the second line has one, a
-checkpoint where one began between them, and belongs to the steps otherwise.
+is lost, and in a script the silence of a hang and, by the steps in its logs, those that a later attempt repeats. What only a
+broken attempt makes necessary is recovery: explanation, wait, start-up. Steps take the step_ms of metrics.jsonl. Other time
+between two of its lines is an evaluation where the second line has one, a checkpoint where one began between them, and belongs
+to the steps otherwise.
 """
 
 import math
@@ -76,10 +77,12 @@ def goodput(
     tokens_per_step: int | None,
     now: float | None = None,
     written: Mapping[int, float] | None = None,
+    spans: Mapping[int, tuple[int, int]] | None = None,
 ) -> Goodput:
-    """Sorts a run's time into kinds. tokens_per_step None: a script's run, whose attempts count as steps all along.
+    """Sorts a run's time into kinds. tokens_per_step None: a script's run, whose attempts count as steps but for repeated ones.
 
     now: the time, in seconds since 1970, of a run that a process holds; None where none does. written: see last_writes.
+    spans: the first and the last step of a script's attempts, where their logs show them.
     """
     attempts, launches = read_attempts(events, metrics, written=written if written and tokens_per_step is None else {})
     if now is not None and tokens_per_step is None and attempts and attempts[-1].state is None:
@@ -100,7 +103,8 @@ def goodput(
             if before is not None:
                 seconds["idle"] += max(0.0, launched - prepared_s - before.end)
         hung_s = max(0.0, attempt.end - max(attempt.start, attempt.hung_at))
-        spent = {"steps": attempt.end - attempt.start - hung_s, "lost": hung_s}
+        repeated_s = repeated_share(attempts, index, spans or {}) * (attempt.end - attempt.start - hung_s)
+        spent = {"steps": attempt.end - attempt.start - hung_s - repeated_s, "lost": hung_s + repeated_s}
         if tokens_per_step is not None:
             last_step = last_counted_step(attempts, index, running=now is not None)
             logged = int(attempt.lines["step"][-1]) if len(attempt.lines) else attempt.resumed
@@ -150,6 +154,16 @@ def read_attempts(
             last_lines = attempt.lines["time"][-1:].tolist()
             attempt.end = max(attempt.end, min(written.get(attempt.number or 0, 0.0), until), *last_lines)
     return attempts, launches
+
+
+def repeated_share(attempts: Sequence[Attempt], index: int, spans: Mapping[int, tuple[int, int]]) -> float:
+    """The share of the steps of a script's attempt that later ones repeat; 0 where that is not known. spans: see goodput."""
+    numbers = [attempt.number or 0 for attempt in attempts[index:]]
+    if numbers[0] not in spans or attempts[index].state == "finished":
+        return 0.0
+    first, last = spans[numbers[0]]
+    restart = min((spans[number][0] for number in numbers[1:] if number in spans), default=last + 1)
+    return min(1.0, max(0, last + 1 - restart) / (last + 1 - first))
 
 
 def last_counted_step(attempts: Sequence[Attempt], index: int, *, running: bool) -> float:

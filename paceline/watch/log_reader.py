@@ -172,11 +172,18 @@ class LogCurves:
         self._written: float | None = None  # when the last line that was read was written
         self.counts_steps = False  # whether a line has named its step
         self._has_training = False  # whether a line shows a loss of training
+        self._goes_back = False  # whether a line has an earlier step than the one before, as in each epoch
 
     @property
     def counts_lines(self) -> bool:
         """Whether the curves count lines, because no line has named its step."""
         return self.step is not None and not self.counts_steps
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The first and the last step; None where the log shows none, or the steps go back."""
+        is_known = self.step is not None and self.first_step is not None and not self._goes_back
+        return (self.first_step or 0, self.step or 0) if is_known else None
 
     @property
     def notes(self) -> list[str]:
@@ -246,7 +253,7 @@ class LogCurves:
             if line.step is not None:
                 if self.step is not None and line.step < self.step:
                     self._extend(points)  # the training restarted from an earlier step
-                    points, self.first_step = {}, None
+                    points, self.first_step, self._goes_back = {}, None, True
                 self.step, self.counts_steps = line.step, True
                 self.first_step = line.step if self.first_step is None else self.first_step
             elif not self.counts_steps and "loss" in line.values:
@@ -325,6 +332,7 @@ class ScriptCurves:
         self._logs: dict[str, LogCurves] = {}
         self._files: dict[Path, MetricFileCurves] = {}
         self._finder = MetricFinder(run)
+        self.spans: dict[int, tuple[int, int]] = {}  # by attempt, its first and last step, of the last read
 
     def read(
         self, logs: Sequence[LogView], attempts: Sequence[JsonRecord], events: Sequence[JsonRecord]
@@ -341,8 +349,9 @@ class ScriptCurves:
         best = rank_logs.get(rank)
         fields: dict[str, Any] = {"silence_s": None}
         fields |= best.fields(since=next(reversed(starts.values()), None)) if best else {}
-        of_rank = [self._read_log(log, starts, ends) for log in logs if log.rank == rank]
-        shown = [curves for curves in of_rank if curves.step is not None]
+        of_rank = {log.attempt: self._read_log(log, starts, ends) for log in logs if log.rank == rank}
+        shown = [curves for curves in of_rank.values() if curves.step is not None]
+        self.spans = {number: span for number, curves in of_rank.items() if (span := curves.span)}
         by_line, earlier = bool(shown) and shown[-1].counts_lines, shown[-1].fields() if shown else {}
         # until the next attempt shows a step
         fields |= {name: earlier.get(name) for name in PLACE if fields.get(name) is None}

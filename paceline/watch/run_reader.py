@@ -131,7 +131,11 @@ class RunReader:
             joules = [joules for host in self.hosts.values() for joules in host.energy_j()]
             now, tokens_per_step = time.time() if self.running else None, self.plan.get("total_batch_size")
             written = last_writes(self.run, self.events)
-            spent = goodput(self.events, lines, tokens_per_step=tokens_per_step, now=now, written=written)
+            if tokens_per_step is None and len(self.attempts) > 1:
+                self._script.read(self._logs(), self.attempts, self.events)
+            spent = goodput(
+                self.events, lines, tokens_per_step=tokens_per_step, now=now, written=written, spans=self._script.spans
+            )
             return replace(spent, energy_j=sum(joules) if joules else None)
 
         is_short = len(self.metrics.recent) < RECENT_LINES
@@ -346,6 +350,7 @@ class RunReader:
         if attempt is None:
             return None
         size = sum(log.bytes for log in self.logs if log.attempt == attempt)
+        key = (attempt, size, len(explained), file_stamp(self.run.config_toml))
 
         def compute() -> dict[str, Any] | None:
             if size <= MAX_EXPLAINED_BYTES:
@@ -357,7 +362,7 @@ class RunReader:
             verdicts = [e for e in self.events if e.get("event") == "verdict" and e.get("attempt") == attempt]
             return dict(verdicts[-1]) if verdicts else None
 
-        explanation: dict[str, Any] | None = self._cached("explanation", (attempt, size, len(explained)), compute)
+        explanation: dict[str, Any] | None = self._cached("explanation", key, compute)
         return {**explanation, "fix": None} if explanation and state == "recovering" else explanation
 
     def _evaluations(self) -> list[Any]:

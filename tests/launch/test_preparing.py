@@ -56,6 +56,9 @@ def test_text_that_is_prepared_is_a_state_with_progress_and_an_end_of_the_comman
     (status,) = RunList(run.path.parent).read()
     assert (status.tags, status.note) == (["wide", "first"], "a new text")
     assert 0 < snapshot.preparing["share"] <= 1
+    explained = subprocess.run([*CLI, "explain", str(run.path)], capture_output=True, text=True, timeout=DEADLINE_S)
+    line = "healthy: books has no attempt yet: its command is preparing it\n"
+    assert (explained.returncode, explained.stdout) == (0, line), explained
     assert "tokenize, " in summarize(snapshot, now=time.time()).text
     assert "preparing" in format_once(snapshot, now=time.time(), width=80)
     assert run_panels(snapshot, now=time.time())["head"]["progress"]["percent"] > 0

@@ -467,6 +467,8 @@ def test_a_job_whose_hosts_cannot_be_reached_keeps_its_folder_and_log_and_anothe
     with pytest.raises(PacelineError, match="did not answer"):
         run_training(job, plan, CheckResult((), ()), dataset, Services(), started=0.0, is_new=True)
     assert (log.is_file(), run.submitted_toml.is_file(), run.path.exists()) == (is_submitted,) * 3
+    launches = [event for event in read_json_lines(run.events) if event["event"] == "launch"]
+    assert [event["device_batch_size"] for event in launches] == [plan.device_batch_size] * is_submitted
 
 
 @pytest.mark.parametrize("is_submitted", [True, False])
@@ -828,9 +830,8 @@ def test_a_job_that_ended_before_its_run_began_leaves_a_run_that_says_why(tmp_pa
     run = RunDir(tmp_path)
     run.submitted_toml.write_text("")
     assert run_status(run).state == "queued"
-    with pytest.raises(PacelineError, match="has no logs: nothing was started") as error:
-        explain_run(run)
-    assert error.value.fix == f"paceline watch {run.path}"
+    summary = f"{run.name} waits, Slurm has not started it yet: its queue is not known here"
+    assert explain_run(run) == Explanation("healthy", summary=summary)
     (tmp_path / "slurm-1.log").write_text(
         "slurm   job 1, 1 node: n1\nRuntimeError: CUDA out of memory. Tried to allocate 2 GiB\n"
     )

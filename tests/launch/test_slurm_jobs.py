@@ -158,7 +158,10 @@ def test_a_run_that_waits_is_watched_and_cancelled(cluster):
     listed = json.loads(cluster.paceline("runs", "--json").stdout)
     assert next(status["state"] for status in listed if status["name"] == "waiting") == "queued"
     explained = cluster.paceline("explain", "waiting")
-    assert f"error: waiting has not started: job {number} PENDING (" in explained.stderr, explained
+    assert f"healthy: waiting waits, Slurm has not started it yet: job {number} PENDING (" in explained.stdout, (
+        explained
+    )
+    assert explained.returncode == 0
     stopped = cluster.paceline("stop", "waiting")
     assert (
         stopped.stdout == f"cancelled: job {number}, before {waiting.path.relative_to(cluster.hosts.folder)} began\n"

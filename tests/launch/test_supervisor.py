@@ -300,9 +300,10 @@ def test_a_second_ctrl_c_cuts_off_the_ranks_that_had_not_ended():
     assert AttemptRecord.cut_off(record) is None
 
 
-def test_one_ctrl_c_that_arrives_twice_is_one(monkeypatch):
+def test_one_ctrl_c_that_a_wrapper_repeats_is_one(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("paceline.launch.supervisor.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("paceline.launch.stop_signals.os.getpgrp", lambda: os.getpid() + 1)  # the wrapper's
     signals = StopSignals()
     signals.add(signal.SIGINT, None)
     now[0] += 0.9 * ONE_CTRL_C_S
@@ -311,6 +312,19 @@ def test_one_ctrl_c_that_arrives_twice_is_one(monkeypatch):
     now[0] += 0.2 * ONE_CTRL_C_S
     signals.add(signal.SIGINT, None)
     assert signals.kill
+
+
+def test_a_second_ctrl_c_counts_at_once_where_no_wrapper_can_repeat_the_first(monkeypatch):
+    monkeypatch.setattr("paceline.launch.stop_signals.os.getpgrp", os.getpid)
+    signals = StopSignals()
+    signals.add(signal.SIGINT, None)
+    assert not signals.kill
+    signals.add(signal.SIGINT, None)
+    assert signals.kill
+    signals = StopSignals()  # a batch system may send both
+    signals.add(signal.SIGTERM, None)
+    signals.add(signal.SIGINT, None)
+    assert not signals.kill
 
 
 @pytest.mark.soak

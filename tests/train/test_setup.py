@@ -10,8 +10,9 @@ from paceline.errors import PacelineError
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import imagined_machine
 from paceline.plan.planner import Plan, make_plan
+from paceline.rundir import RunDir, append_json_line, read_json_lines
 from paceline.train import evaluate, setup
-from paceline.train.setup import choose_attention, choose_kernels
+from paceline.train.setup import choose_attention, choose_kernels, drop_metrics_after
 
 CARD = torch.device("meta")
 SMALL = ModelConfig(1, 16, 1, 1, 16, sequence_len=8, vocab_size=64)
@@ -21,6 +22,22 @@ H100 = imagined_machine(find_gpu("H100"), gpus=1, hosts=1)
 
 def planned(**keys) -> Plan:
     return make_plan(Config(depth=12, num_steps=5, **keys), H100, vocab_size=32_768, num_rows=1000)
+
+
+def test_metrics_are_rewritten_only_where_a_resume_drops_some_of_them(tmp_path):
+    run = RunDir(tmp_path)
+    assert drop_metrics_after(run, 0) == 0 and not run.metrics.exists()
+    for step in (1, 2, 3):
+        append_json_line(run.metrics, {"step": step, "loss": 0.1 + step / 3, "phase": "ü"})
+    file = run.metrics.stat()
+    assert drop_metrics_after(run, 3) == 0
+    assert run.metrics.stat() == file
+    with run.metrics.open("a") as metrics:
+        metrics.write('{"step": 4, "lo')  # cut by a crash
+    assert drop_metrics_after(run, 3) == 0
+    assert run.metrics.stat().st_size == file.st_size
+    assert drop_metrics_after(run, 1) == 2
+    assert [record["step"] for record in read_json_lines(run.metrics)] == [1]
 
 
 class Trials:

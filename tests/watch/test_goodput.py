@@ -174,6 +174,32 @@ def test_the_silence_of_a_hang_in_a_script_is_lost():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "lost"),
+    [
+        (range(1, 11), range(7, 20), 40.0),  # steps 7 to 10 were done again
+        (range(1, 11), range(1, 20), 100.0),
+        (range(1, 11), range(11, 20), 0.0),
+        (range(10, 110, 10), range(110, 200, 10), 0.0),
+        ([1, 2, 3, 1, 2, 3], [1, 2, 3], 0.0),  # steps that each epoch counts anew show nothing
+        ([], [1], 0.0),
+    ],
+)
+def test_steps_that_a_script_does_again_are_lost(tmp_path, first, second, lost):
+    run = RunDir(tmp_path)
+    events = [
+        event(0, "script", command=["x.py"]), event(10, "attempt", attempt=1),
+        event(110, "attempt_ended", attempt=1, state="failed"), event(111, "attempt", attempt=2),
+        event(200, "attempt_ended", attempt=2, state="finished"),
+    ]  # fmt: skip
+    run.events.write_text("".join(json.dumps(record) + "\n" for record in events))
+    for attempt, steps in ((1, first), (2, second)):
+        run.logs(attempt).mkdir(parents=True)
+        run.rank_log(attempt, 0).write_text("".join(f"step {step}: loss 2.5\n" for step in steps))
+    seconds = RunReader(run).goodput().seconds
+    assert (round(seconds["lost"]), round(seconds["steps"])) == (lost, 189 - lost)
+
+
 def test_the_time_of_a_script_that_was_interrupted_at_its_start_is_named_as_that_of_a_script():
     ended = event(1, "attempt_ended", state="interrupted")
     events = [event(0, "script", command=["x.py"]), event(1, "attempt", attempt=1), ended]
@@ -205,7 +231,7 @@ def test_an_attempt_of_a_script_whose_command_was_killed_ends_with_its_last_outp
         os.utime(run.events, (START, parse_time(events[-1]["time"])))
         run.logs(count).mkdir(parents=True)
         for rank, seconds in enumerate((40, 50)):  # after the attempt began
-            run.rank_log(count, rank).write_text("step 1\n")
+            run.rank_log(count, rank).write_text(f"step {count}\n")
             os.utime(run.rank_log(count, rank), (START, parse_time(events[-1]["time"]) + seconds))
         result = RunReader(run).goodput()
         assert (result.seconds["steps"], result.seconds["start_up"]) == (50 * count, 10 * count)

@@ -64,6 +64,7 @@ def test_a_lost_host_is_shown_as_lost_until_it_is_back(folder):
     for host in BOTH:
         sample(folder, host)
     lose(folder, "bob")
+    assert [(host.name, host.lost) for host in folder.look().hosts] == [("ada", False), ("bob", True)]
     begin(folder, {"ada": [0, 1]}, attempt=2)
     snapshot = folder.look()
     assert [(host.name, host.ranks, host.lost) for host in snapshot.hosts] == [

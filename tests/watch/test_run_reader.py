@@ -39,6 +39,9 @@ def test_a_failed_run_is_explained_from_its_logs(folder):
     assert snapshot.explanation["evidence"][0]["line"] == 1
     folder.event("note", text="wandb: all of it has arrived")
     assert folder.look().explanation is snapshot.explanation  # nothing that it goes by is new
+    assert "--device-batch-size 4" not in snapshot.explanation["fix"]
+    folder.run.config_toml.write_text("device_batch_size = 8\n")  # it was away, and has come back
+    assert "--device-batch-size 4" in folder.look().explanation["fix"]
 
 
 def test_only_new_lines_are_read_and_a_half_line_waits_until_it_is_whole(folder):

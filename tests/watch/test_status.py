@@ -797,6 +797,17 @@ def test_ranks_and_micro_batches_that_a_resume_changed_have_all_their_values(tmp
     assert (setup["ranks"], setup["device_batch_size"], setup["grad_accum_steps"]) == (ranks, rows, 1)
 
 
+def test_the_micro_batches_that_the_plans_of_two_commands_chose_are_both_shown(tmp_path):
+    run = write_run(tmp_path, "a")
+    run.events.unlink()
+    for number, rows in enumerate((8, 4), start=1):
+        append_event(run, "launch", config={"name": "a", "device_batch_size": None}, device_batch_size=rows)
+        append_event(run, "attempt", attempt=number, world_size=2)
+    append_event(run, "resumed", step=30)
+    assert read_about(run)["setup"]["device_batch_size"] == "8, 4 from step 30"
+    assert "from step 30 on: device_batch_size 4 in place of 8" in format_run(open_reader(run.path).update())
+
+
 def test_a_micro_batch_that_was_made_smaller_after_an_error_has_both_values(tmp_path):
     run = write_run(tmp_path, "a", device_batch_size=8)
     run.plan_json.write_text(json.dumps({"device_batch_size": 4, "grad_accum_steps": 2}))

@@ -143,7 +143,8 @@ NO_RESULT = re.compile(r"(?i)\b(?:core|dump|config\w*|log|settings)\b")  # what 
 # lines of a log without progress: of ordinary output to its end, and below which an end that only announces work counts
 MIN_LINES, MIN_OUTPUT = 8, 50
 TRAINING_BEGINS = re.compile(
-    r"(?i)\b(?:(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training|training (?:start|begin)\w+)(?:\W{1,3}(?:for )?\d+ epochs)?\W*$"
+    r"(?i)\b(?:(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training|training (?:start|begin)\w+)(?:\W{1,3}(?:for )?\d+ epochs"
+    r"|\.{3} \([^)]{1,120}\))?\W*$"
 )
 ANNOUNCES = re.compile(
     r"(?i)(?<!exiting)(?:\.\.\.|…)\W*$|^\W*\{'\w+': (?!-?\d+\.\d)|\bNamespace\(|\bepoch\W*[01]\b(?!.*\d\.\d)"

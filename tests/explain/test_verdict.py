@@ -264,6 +264,9 @@ def test_the_rank_whose_loss_is_nan_first_is_reported():
 def test_a_log_that_ends_where_training_begins_is_no_healthy_log():
     output = "".join(f"saved shard {n}\n" for n in range(9))
     assert verdict(output + "train:375 INFO Starting training...\n" + output[:30]).cause == "unknown"
+    assert (
+        verdict(output + "[rank0][train.py:327] Starting training... (SFT, transformers: 4.48.3)\n").cause == "unknown"
+    )
     assert verdict(output + "starting training of the tokenizer\n" + output[:30]).cause == "healthy"
     assert verdict(output + "train:375 INFO Starting training...\n" + output[:70]).cause == "healthy"
 

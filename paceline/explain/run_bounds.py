@@ -153,7 +153,7 @@ class RunBounds:
         goes_back = last_step is None or (step is not None and 2 * step < last_step)
         if last_step is None and self.is_launched and KILLED_LAUNCHER.search(self.end.text):
             return False  # a next run would be launched too: what its ranks printed stands behind the shell's report
-        if last_step is None and "*** STEP " in self.end.text:  # srun passes on what its tasks had in their buffers
+        if last_step is None and CANCELLED_JOB.search(self.end.text):  # Slurm lets a program go on for 30 s by default
             goes_back = number - self.end.line > BUFFERED_LINES
         if self.epoch is not None and (match := EPOCH.search(text)) and int(match["epoch"]) > self.epoch:
             goes_back = number - self.end.line > BUFFERED_LINES  # nearer it is the next epoch, still in a buffer

@@ -477,6 +477,11 @@ def test_what_tasks_had_in_their_buffers_when_srun_ended_them_is_no_other_run():
     assert verdict(STEPS * 2 + error + ended + STEPS + "Training complete!\n").cause == "healthy"
 
 
+def test_a_job_that_slurm_has_cancelled_prints_on_until_it_is_killed():
+    epochs = [f"2025-06-13 11:30:{n:02} - INFO - Epoch [1/70] loss_all: {3 - n / 30:.4f}\n" for n in range(40)]
+    assert verdict("".join((*epochs[:36], CANCELLED.format(53471), *epochs[36:]))).cause == "slurm-cancelled"
+
+
 def test_a_few_lines_like_the_first_behind_an_error_were_in_a_buffer():
     done = "Saved successfully\n"
     assert verdict(START + uncaught(BUG) + START + done).cause == "user-code-exception"

@@ -72,6 +72,12 @@ BY_FRAME = (  # the cause, its weight, the message, one of the innermost frames
         "user-code-exception", 0.6, r"json\.decoder\.JSONDecodeError: ",
         r"^(?:(?!(?:site|dist)-packages|[/\\]json[/\\]).)*\n(?:.*[/\\]json[/\\]\w+\.py\", line .*\n?)+\Z",
     ),
+    # what nanoGPT and nanochat execute to read the command line: its checks have no message
+    (
+        "config-error", 0.9, r"(?P<message>AssertionError(?:: Type mismatch: .*)?)$",
+        r"^File \"(?:.*[/\\])?\w*(?:train|sample|eval|bench|sft|mid|rl|loss)\w*\.py\", line \d+, in <module>\n"
+        r"File \"<string>\", line [2-4]\d\b",
+    ),
     # in a child, which imports the script again
     (
         "missing-main-guard", 0.9, r"RuntimeError: context has already been set",

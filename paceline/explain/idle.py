@@ -55,13 +55,11 @@ def idle_work(logs: Sequence[Log]) -> tuple[Evidence, ...]:
     if empty := [(number, text) for number, text in lines if EMPTY_EVALUATION.search(text)]:
         return tuple(Evidence(number, shorten(text)) for number, text in empty)
     points = (point for log in logs for point in (*log.losses, *log.held_out, *log.scores, *log.rewards))
-    if any(point.value and math.isfinite(point.value) for point in points):
+    others = (text for _, text in lines if not (HELD_OUT.search(text) or ALL_LOST.search(text)))
+    has_worked = any(log.is_serving for log in logs) or any(map(OTHER_ITEMS.search, others))
+    if has_worked or any(point.value and math.isfinite(point.value) for point in points):
         return ()
     has_steps = any(log.progress.last_step for log in logs) or any(OF_TRAINING.search(text) for _, text in lines)
-    if any(log.is_serving for log in logs) or any(
-        OTHER_ITEMS.search(text) for _, text in lines if not (HELD_OUT.search(text) or ALL_LOST.search(text))
-    ):
-        return ()
     idle = {
         number: text
         for number, text in lines

@@ -86,10 +86,8 @@ CHECKPOINT = re.compile(
     r"(?i)checkpoint|ckpt|\b(?:model|weights|snapshot)\b|\.(?:pth?|npz|bin|safetensors|h5|keras)\b|^\W*save failed|\bsaving\W{2,}"
 )
 # a warning of torch, which then computes on the CPU; what an error says that may come from it
-CPU_INSTEAD, OF_GPU = (
-    re.compile(r"Warning: CUDA initialization: "),
-    re.compile(r"(?i)cuda|gpu|nvidia|device|nccl|driver"),
-)
+CPU_INSTEAD = re.compile(r"Warning: CUDA initialization: ")
+OF_GPU = re.compile(r"(?i)cuda|gpu|nvidia|device|nccl|driver")
 NOT_OWN = {"version-mismatch", "config-error"}
 
 
@@ -120,12 +118,8 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     warned = {  # the lines behind a warning that a package could not be imported
         record.line + 1 for record in log.records if NO_IMPORT.search(record.text) and WARNING_LINE.search(record.text)
     }
-    failed_on_cpu = any(
-        record.kind == "exception"
-        and ended_program(record)
-        and not OF_GPU.search(" ".join((record.text, *record.frames)))
-        for record in log.records
-    )
+    ends = [record for record in log.records if record.kind == "exception" and ended_program(record)]
+    failed_on_cpu = any(not OF_GPU.search(" ".join((record.text, *record.frames))) for record in ends)
     harmless_ids, announcements = {id(record) for record in harmless}, {record.line - 1 for record in harmless}
     for record in log.records:
         matches = matches_of(record, log)

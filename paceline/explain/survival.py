@@ -53,9 +53,8 @@ TYPED_KEYS = re.compile(r"(?:\^C)+")  # as a terminal shows them
 WENT_ON, BEFORE_DONE, MAX_QUOTED = 40, 8, 16  # lines behind an error, before the end, that quote an error above them
 MIN_REPEATS, MAX_ADVICE = 5, 8  # lines about an item that was left out; lines behind the advice of bitsandbytes
 RETRIES = re.compile(r"(?i)\bretry(?:ing)? \(?(?:attempt )?\d+ ?(?:/|of) ?\d|^g?make(?:\[\d+\])?: \*\*\* ")
-TRY_OF = re.compile(
-    r"(?P<what>.{8,200}?) (?i:failed) \((?P<at>\d{1,3}) ?(?:/|of) ?(?!(?P=at)\b)\d{1,3}\)"
-)  # not the last one
+# the report of a try that is not the last one
+TRY_OF = re.compile(r"(?P<what>.{8,200}?) (?i:failed) \((?P<at>\d{1,3}) ?(?:/|of) ?(?!(?P=at)\b)\d{1,3}\)")
 DONE_AT_LAST = re.compile(
     r"(?i)(?![\w.]|.*\b(?:not|never|fail\w*|error)\b).*\b(?:ok|done|succe\w+|complete\w*|uploaded|saved)\b"
 )

@@ -469,3 +469,13 @@ def test_cuda_that_does_not_start_in_a_loader_s_worker_was_forked():
     )
     assert verdict(traceback(error, *worker)).cause == "cuda-forked"
     assert verdict(traceback(error, (f"{PACKAGE}/torch/cuda/__init__.py", "_lazy_init"))).cause != "cuda-forked"
+
+
+def test_the_first_stage_that_refused_its_arguments_is_why_the_next_one_finds_no_checkpoint():
+    frames = '  File "scripts/base_train.py", line 70, in <module>\n    exec(source)\n  File "<string>", line 29, in <module>\n'
+    refused = f"Traceback (most recent call last):\n{frames}AssertionError\n"
+    missing = traceback(
+        "FileNotFoundError: [Errno 2] No such file or directory: '/c/base_checkpoints'", ("load.py", "find")
+    )
+    assert (verdict(refused + missing).cause, verdict(refused + missing).line) == ("config-error", 1)
+    assert verdict(refused.replace("base_train", "tool")).cause == "user-code-exception"

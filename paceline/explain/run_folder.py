@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError, TrainingFailed, UsageError
+from paceline.explain import several_runs
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.collectives import RAS_NAME, companion_logs, flight_recorder_logs
 from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
@@ -67,7 +68,6 @@ from paceline.explain.series import (
     training_series,
     written_metrics,
 )
-from paceline.explain.several_runs import choose_runs, explain_chosen, newest_job, newest_run, ranks_of, reach_verdict
 from paceline.rundir import (
     RunDir,
     check_readable,
@@ -140,7 +140,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         *flight_recorder_logs(run, attempt, events),
         *slurm_logs(run, events),
     ]
-    explanation = reach_verdict(logs, values=values)
+    explanation = several_runs.reach_verdict(logs, values=values)
     if not any(explanation.rank in hosts[host] for host in far_hosts):  # its kernel log cannot be read from here
         explanation = correct_kill(explanation, events, values)
     explanation = apply_reported_error(explanation, error_files)
@@ -186,7 +186,7 @@ def explain_job(
 ) -> Explanation | None:
     """Explains the end of a Slurm job before the run began or was continued; None where only its attempts show a failure."""
     logs = slurm_logs(run, events, has_attempt=False)
-    explanation = reach_verdict(logs, values=run_values(run)) if logs else None
+    explanation = several_runs.reach_verdict(logs, values=run_values(run)) if logs else None
     if explanation is None or (has_attempt and not explanation.shows_failure):
         return None
     point = "it continued the run" if has_attempt else "its run began"
@@ -253,7 +253,12 @@ def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Exp
         runs_dir = shlex.quote(str(newest.path.parent))
         fix = f"paceline explain {newest.quoted} explains the newest; `paceline runs {runs_dir}` lists them"
         raise UsageError(text, fix=fix)
-    return explain_files(find_files([Path(name) for name in names]))
+    files = find_files([Path(name) for name in names])
+    explanation = explain_files(files)
+    if len(files) == 1 and explanation.cause in (HEALTHY, UNKNOWN) and (other := several_runs.other_stream(files[0])):
+        explanation = explain_files([*files, other])
+        return replace(explanation, notes=(f"{other}, which lies beside it, is read too", *explanation.notes))
+    return explanation
 
 
 def find_runs(name: str, *, runs_dir: str) -> list[RunDir]:
@@ -270,13 +275,13 @@ def explain(source: Iterable[bytes] | Path) -> Explanation:
     """Explains the chunks of one log, a file, or a folder of files."""
     if isinstance(source, Path):
         return explain_files(find_files([source]))
-    runs = choose_runs([read_log(source)])
-    return judge_progress(explain_chosen(runs, {}), runs.logs)
+    runs = several_runs.choose_runs([read_log(source)])
+    return judge_progress(several_runs.explain_chosen(runs, {}), runs.logs)
 
 
 def explain_files(files: Sequence[Path]) -> Explanation:
     """Explains logs with what lies beside them, files with metrics, or both; what a log shows stays the cause."""
-    job_files, other_jobs = newest_job(files)
+    job_files, other_jobs = several_runs.newest_job(files)
     if other_jobs:
         explanation = explain_files(job_files)
         return replace(explanation, notes=(*explanation.notes, other_jobs))
@@ -284,13 +289,13 @@ def explain_files(files: Sequence[Path]) -> Explanation:
     texts = [path for path in files if path not in metrics and not RAS_NAME.search(path.name)]
     metrics = metrics or set(filter(has_json_metrics, texts))  # which may be logs as well
     logs = read_files(texts)
-    newest, note = newest_run(texts, logs)
+    newest, note = several_runs.newest_run(texts, logs)
     if len(newest) < len(texts):
         explanation = explain_files([path for path in files if path not in texts or path in newest])
         return replace(explanation, notes=(*explanation.notes, note))
-    runs = choose_runs([*logs, *companion_logs(files)])
+    runs = several_runs.choose_runs([*logs, *companion_logs(files)])
     runs = replace(runs, notes=(*runs.notes, note)) if note else runs
-    explanation = explain_chosen(runs, {})
+    explanation = several_runs.explain_chosen(runs, {})
     if not metrics:
         return judge_progress(explanation, runs.logs)
     curves, notes = read_series(metrics)
@@ -319,7 +324,7 @@ def read_files(files: Sequence[Path]) -> list[Log]:
     """
     logs = []
     shapes, errors = Shapes(), []
-    for path, rank in zip(files, ranks_of(files), strict=True):
+    for path, rank in zip(files, several_runs.ranks_of(files), strict=True):
         if ERROR_NAMES.search(path.name):
             logs += error_log(path, rank=rank)
         else:

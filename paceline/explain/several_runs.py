@@ -44,6 +44,8 @@ APART_S, FINISHED_APART_S = 3600.0, 600.0  # no rank works on for so long withou
 ONE_RUN_APART_S = 60.0  # the logs of one run's hosts end together, nearly always
 INTERRUPTED = "keyboard-interrupt"
 ENDS_FROM_OUTSIDE = {"host-oom-killed", "killed-from-outside", "preempted-sigterm", INTERRUPTED, "terminal-hangup"}
+OTHER_STREAM = {"out": "err", "err": "out", "o": "e", "e": "o"}
+STREAM_END = re.compile(r"(?:out|err)(?=(?:\.(?:log|txt))?$)|(?<=\.)[oe](?=\d+$)")  # train.out, stderr.log, train.o103
 STREAM = re.compile(r"(?:std)?(?:out|err)|\.[oe](?=\d)")  # in the name of a file, of which one run has two
 ONE_RUN = "these files are read as the logs of one run; where they are of several, explain each alone"
 
@@ -126,6 +128,12 @@ def newest_job(files: Sequence[Path]) -> tuple[list[Path], str]:
     return [path for path in files if jobs.get(path, newest) == newest], name_others(
         "jobs", f"{newest}, the newest", logs
     )
+
+
+def other_stream(log: Path) -> Path | None:
+    """The file beside a log that holds the other one of stdout and stderr; None if there is none, or nothing in it."""
+    other = log.with_name(STREAM_END.sub(lambda end: OTHER_STREAM[end[0]], log.name))
+    return other if other != log and other.is_file() and other.stat().st_size else None
 
 
 def ranks_of(files: Sequence[Path]) -> list[int | None]:

@@ -231,6 +231,20 @@ def test_two_runs_are_not_read_as_the_ranks_of_one(names, run, log, capsys, monk
     assert "fix: paceline explain runs/newer explains the newest; `paceline runs runs` lists them" in error
 
 
+@pytest.mark.parametrize(
+    "out, err", [("train.out", "train.err"), ("stdout.log", "stderr.log"), ("train.o103", "train.e103")]
+)
+def test_the_errors_that_a_job_writes_beside_its_output_are_read_too(tmp_path, capsys, monkeypatch, out, err):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / out).write_text("".join(f"step {step}/900 loss {9 / step:.3f}\n" for step in range(1, 40)))
+    assert explained(capsys, out).startswith("healthy: ")
+    (tmp_path / err).write_text(OOM)
+    explanation = json.loads(explained(capsys, out, "--json"))
+    assert explanation["cause"] == "cuda-oom"
+    assert explanation["notes"][0] == f"{err}, which lies beside it, is read too"
+    assert json.loads(explained(capsys, err, "--json"))["notes"] == []  # it shows the failure by itself
+
+
 def test_the_logs_of_several_jobs_are_several_runs_and_the_newest_is_explained(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cancelled = "slurmstepd: error: *** JOB 99 ON node-3 CANCELLED AT 2026-08-21T02:33:05 DUE TO TIME LIMIT ***\n"

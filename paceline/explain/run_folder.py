@@ -96,8 +96,9 @@ LOG_NAMES = re.compile(
 )
 SCRIPT_NAMES = re.compile(r"\.(?:py|sh|bash|slurm|sbatch|pbs)$")
 NO_LOG = re.compile(
-    r"/(?:vocab|merges|added_tokens|requirements|special_tokens)\.txt$|wandb/(?:[^/]*run[^/]*/logs/)?debug[\w-]*\.log$"
+    r"/(?:vocab|merges|added_tokens|requirements|special_tokens)\.txt$|(?:^|/)debug-(?:internal|core|cli)[\w.-]*\.log$|wandb/debug\.log$"
 )
+WHAT_TO_PASS = "paceline explain LOG, a run's name, or - for standard input"
 ERROR_NAMES = re.compile(r"(?:^|[._-])error\.json$")
 
 
@@ -239,7 +240,7 @@ def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) 
 def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Explanation:
     """Explains files and folders, a run's folder or name, or - for standard input."""
     if not names:
-        raise UsageError("nothing to explain", fix="paceline explain LOG, a run's name, or - for standard input")
+        raise UsageError("nothing to explain", fix=WHAT_TO_PASS)
     if list(names) == ["-"]:
         return explain(chunks_from(stdin))
     if "-" in names:
@@ -303,7 +304,9 @@ def explain_files(files: Sequence[Path]) -> Explanation:
     if not findings and metrics <= set(texts):
         return judge_progress(explanation, runs.logs)
     if not (explanation.shows_failure or explanation.progress.steps):
-        return explain_curves(curves, notes, names=", ".join(sorted(path.name for path in metrics)[:3]))
+        alone = explain_curves(curves, notes, names=", ".join(sorted(path.name for path in metrics)[:3]))
+        if alone.cause != UNKNOWN or explanation.cause == UNKNOWN:
+            return alone
     return replace(add_findings(explanation, findings), notes=(*explanation.notes, *notes))
 
 
@@ -348,11 +351,10 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.is_file())[:MAX_FILES]
-            logs = [file for file in inside if LOG_NAMES.search(file.as_posix()) or ERROR_NAMES.search(file.name)]
-            if metrics := [file for file in inside if is_metric_file(file, in_folder=True)]:
-                logs = [file for file in logs if not (file in metrics or is_no_log(file))]
-                logs += metrics
-            logs = logs or [file for file in inside if is_text(file)]
+            named = [file for file in inside if LOG_NAMES.search(file.as_posix()) or ERROR_NAMES.search(file.name)]
+            metrics = [file for file in inside if is_metric_file(file, in_folder=True)]
+            logs = [file for file in named if not (file in metrics or is_no_log(file))] + metrics
+            logs = logs or named or [file for file in inside if is_text(file)]
             if not logs:
                 raise PacelineError(f"no log in {path}", fix="pass the files: paceline explain FILE ...")
             files += logs
@@ -362,15 +364,14 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
         elif path.exists():
             files.append(path)
         else:
-            raise PacelineError(
-                f"no such file: {path}", fix="paceline explain LOG, a run's name, or - for standard input"
-            )
+            raise PacelineError(f"no such file: {path}", fix=WHAT_TO_PASS)
     return list(dict.fromkeys(files))
 
 
 def is_no_log(path: Path) -> bool:
-    """Whether a text file beside metrics is no log: a tokenizer's, a list of packages, what wandb says about itself."""
-    return NO_LOG.search(path.as_posix()) is not None
+    """Whether a text file is no log: a tokenizer's, a list of packages, what wandb says about itself."""
+    is_of_wandb = path.name == "debug.log" and path.with_name("debug-internal.log").is_file()
+    return is_of_wandb or NO_LOG.search(path.as_posix()) is not None
 
 
 def is_script(path: Path) -> bool:

@@ -245,6 +245,28 @@ def test_the_errors_that_a_job_writes_beside_its_output_are_read_too(tmp_path, c
     assert json.loads(explained(capsys, err, "--json"))["notes"] == []  # it shows the failure by itself
 
 
+def test_what_wandb_says_of_itself_is_no_log_of_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = (
+        "2023-02-21 18:10:53,980 ERROR StreamThr :7864 [internal.py:wandb_internal():152] Internal process shutdown\n"
+        * 20
+    )
+    files = {
+        "logs/debug.log": own,
+        "logs/debug-internal.log": own,
+        "files/requirements.txt": "exceptiongroup==1.2.2\n" * 9,
+    }
+    output = "".join(f"step {step}/40 loss {9 / step:.3f}\n" for step in range(1, 40))
+    for name, text in (files | {"files/output.log": output}).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert explained(capsys, ".").startswith("healthy: ")
+    (tmp_path / "files/output.log").write_text(output + OOM)
+    assert explained(capsys, ".").startswith("cuda-oom: ")
+    (tmp_path / "files/output.log").unlink()
+    assert json.loads(explained(capsys, ".", "--json"))["cause"] == "unknown"  # nothing else is there
+
+
 def test_the_logs_of_several_jobs_are_several_runs_and_the_newest_is_explained(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cancelled = "slurmstepd: error: *** JOB 99 ON node-3 CANCELLED AT 2026-08-21T02:33:05 DUE TO TIME LIMIT ***\n"

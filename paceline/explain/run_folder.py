@@ -96,7 +96,8 @@ LOG_NAMES = re.compile(
 )
 SCRIPT_NAMES = re.compile(r"\.(?:py|sh|bash|slurm|sbatch|pbs)$")
 NO_LOG = re.compile(
-    r"/(?:vocab|merges|added_tokens|requirements|special_tokens)\.txt$|(?:^|/)debug-(?:internal|core|cli)[\w.-]*\.log$|wandb/debug\.log$"
+    r"/(?:vocab|merges|added_tokens|requirements|special_tokens)\.txt$|\.(?:ya?ml|toml|ini|cfg|md)$"
+    r"|(?:^|/)debug-(?:internal|core|cli)[\w.-]*\.log$|wandb/debug\.log$"
 )
 WHAT_TO_PASS = "paceline explain LOG, a run's name, or - for standard input"
 ERROR_NAMES = re.compile(r"(?:^|[._-])error\.json$")
@@ -354,7 +355,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
             named = [file for file in inside if LOG_NAMES.search(file.as_posix()) or ERROR_NAMES.search(file.name)]
             metrics = [file for file in inside if is_metric_file(file, in_folder=True)]
             logs = [file for file in named if not (file in metrics or is_no_log(file))] + metrics
-            logs = logs or named or [file for file in inside if is_text(file)]
+            logs = logs or named or [file for file in inside if is_text(file) and not is_no_log(file)]
             if not logs:
                 raise PacelineError(f"no log in {path}", fix="pass the files: paceline explain FILE ...")
             files += logs
@@ -369,25 +370,21 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def is_no_log(path: Path) -> bool:
-    """Whether a text file is no log: a tokenizer's, a list of packages, what wandb says about itself."""
+    """Whether a text file is no log: a tokenizer's, a list of packages, what wandb says about itself, settings."""
     is_of_wandb = path.name == "debug.log" and path.with_name("debug-internal.log").is_file()
     return is_of_wandb or NO_LOG.search(path.as_posix()) is not None
 
 
 def is_script(path: Path) -> bool:
-    try:
-        with open_file(path) as file:
-            return path.suffix == ".py" or file.read(2) == b"#!"
-    except OSError:
-        return False
+    with suppress(OSError), open_file(path) as file:
+        return path.suffix == ".py" or file.read(2) == b"#!"
+    return False
 
 
 def is_text(path: Path) -> bool:
-    try:
-        with open_file(path) as file:
-            return b"\0" not in file.read(4096)
-    except OSError:
-        return False
+    with suppress(OSError), open_file(path) as file:
+        return b"\0" not in file.read(4096)
+    return False
 
 
 def error_log(path: Path, *, rank: int | None) -> list[Log]:

@@ -245,6 +245,13 @@ def test_the_errors_that_a_job_writes_beside_its_output_are_read_too(tmp_path, c
     assert json.loads(explained(capsys, err, "--json"))["notes"] == []  # it shows the failure by itself
 
 
+def test_settings_alone_are_no_log(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("data:\n  truncation: error\n" * 9)
+    assert run_command(["explain", "."]) == 1
+    assert "error: no log in ." in capsys.readouterr().err
+
+
 def test_what_wandb_says_of_itself_is_no_log_of_the_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = (

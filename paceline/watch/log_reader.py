@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from paceline.errors import PacelineError
+from paceline.explain.explanation import HEALTHY
 from paceline.explain.run_folder import explain
 from paceline.explain.series import ALL_STEPS, GRADIENT, LOSS, RATE, VALIDATION, is_metric_file, training_file
 from paceline.rundir import RunDir
@@ -76,6 +77,9 @@ class TrainingLogReader:
         fields = self.curves.fields()
         end_s = END_RATIO * max_silence_s(fields["step_ms"], fields["silence_s"])
         state = log_state(explanation, silent=time.time() - stat.st_mtime > end_s)
+        is_short = (fields.get("step") or 0) < (fields.get("num_steps") or 0)
+        if state == "broken" and not is_short and explanation and explanation["cause"] == HEALTHY:
+            state = "unknown"  # most scripts print no last word
         notes = [explanation["summary"]] if explanation and explanation["cause"] in GOES_ON else []
         notes += self.curves.notes
         logs = [LogView(1, None, path, stat.st_size)]

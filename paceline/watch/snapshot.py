@@ -31,7 +31,7 @@ State = Literal[
     "failed",
     "broken",  # ended without reporting why
     "gone",  # its folder or file does not exist any more
-    "unknown",  # a log that shows neither a step nor an error
+    "unknown",  # a log that shows neither a step nor an error, or whose end shows neither an error nor a last word
 ]
 LIVE = ("queued", "preparing", "starting", "training", "evaluating", "saving", "recovering", "running")
 BROKEN = ("failed", "broken", "recovering", "unknown")  # states that an explanation is shown for
@@ -242,6 +242,13 @@ class Snapshot:
         if self.preparing and self.state == "preparing":
             return self.preparing["share"]  # type: ignore[no-any-return]
         return min(1.0, self.step / self.num_steps) if self.num_steps and self.step is not None else None
+
+    @property
+    def why_unknown(self) -> str:
+        """Why the state of a log is unknown."""
+        if self.step is None and self.loss is None:
+            return "this log shows no known step, no known loss and no known error"
+        return "this log stopped growing without an error or a last word"
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields for JSON, with None in place of NaN and infinity."""

@@ -105,7 +105,7 @@ def summarize(snapshot: Snapshot, *, now: float) -> Summary | None:
         text = "its job has started, and its attempt has not" if " RUNNING" in job else "Slurm has not started it yet"
         return Summary("info", sentence(f"{text}: {job}"))
     if state == "unknown" and not snapshot.notes:  # which tell why it cannot be read
-        return Summary("info", "This log shows no known step, no known loss and no known error.")
+        return Summary("info", sentence(snapshot.why_unknown))
     if state == "preparing":
         return Summary("info", sentence("no step is taken yet: " + format_preparing(snapshot)))
     if state == "recovering" or state == "starting":

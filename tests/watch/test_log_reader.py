@@ -282,6 +282,12 @@ def test_a_growing_log_is_followed_and_a_truncated_one_is_read_from_its_start(tm
         ("step 1/2 loss: 3.0 dt: 100ms\n", 130.0, "broken"),
         ("step 1/2 loss: 3.0\n", 130.0, "running"),  # how often it writes is not known
         ("step 1/2 loss: 3.0\n", 700.0, "broken"),
+        ("".join(f"step {n}/90 loss: {9 / n}\n" for n in range(1, 60)), 700.0, "broken"),
+        (
+            "".join(f"step {n} loss: {9 / n}\n" for n in range(1, 60)),
+            700.0,
+            "unknown",
+        ),  # most scripts print no last word
         ("nothing of interest\n", 0.0, "unknown"),
         ("step 1/9 loss: 3.0\nstopping on SIGINT: saving a checkpoint\ninterrupted after 9s\n", 0.0, "stopped"),
         ("step 1/9 loss: 3.0\nKeyboardInterrupt\n", 0.0, "stopped"),

@@ -67,6 +67,8 @@ def attempts(*states):
 def test_a_log_in_which_nothing_is_known_says_so():
     expected = Summary("info", "This log shows no known step, no known loss and no known error.")
     assert summarize(replace(unknown_log(), notes=[]), now=NOW) == expected
+    ended = Summary("info", "This log stopped growing without an error or a last word.")
+    assert summarize(replace(unknown_log(), notes=[], step=59), now=NOW) == ended
 
 
 def test_a_loss_that_was_small_before_may_end_at_0():

@@ -214,7 +214,7 @@ def why_page(snapshot: Snapshot, *, width: int) -> list[Line]:
     else:
         text = {
             "broken": "the run ended without reporting why: neither the supervisor nor a rank did. The logs (5) may show it.",
-            "unknown": "this log shows no known step and no known error",
+            "unknown": snapshot.why_unknown,
         }.get(snapshot.state, "nothing has ended this run")
         lines += paragraph(text, width, MARGIN, style="faint")
     lines += section("attempts", attempt_lines(snapshot, width=width), width)

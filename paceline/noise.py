@@ -41,6 +41,7 @@ LEAP, MIN_LEAP, LEAP_POINTS, FAR_LEAP = 100.0, 10.0, 3, 300.0
 PLATEAU, PLATEAU_SPREAD, SAME_SPREAD, JUMP = 5, 1.6, 1.01, 4.0
 # points of a fall, and behind its end; shares: above its lowest, above its last points, of its first points, no fall
 MIN_FALLEN, MIN_STAYED, MIN_STEP, ABOVE_LAST, FALLEN, STILL_FALL = 8, 15, 0.1, 0.04, 0.8, 0.02
+STAYED_SHARE = 10  # of the curve: a mean over each epoch begins anew with few batches
 # the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
 TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
 
@@ -215,7 +216,7 @@ def jump(values: Sequence[float]) -> int | None:
 
 def steps_up(values: Sequence[float]) -> int | None:
     """Where a curve that was falling leaps above all that it had reached and stays there, without falling any more."""
-    for at in range(MIN_FALLEN, len(values) - MIN_STAYED + 1):
+    for at in range(MIN_FALLEN, len(values) - max(MIN_STAYED, len(values) // STAYED_SHARE) + 1):
         if values[at] <= (1 + MIN_STEP) * values[at - 1]:
             continue
         before, after, lowest = values[:at], values[at + SPIKE :], min(values[:at])

@@ -11,6 +11,7 @@ import pytest
 from curve_shapes import NOISE_LEVELS, Noise, falling, healthy_run, series
 from rows import with_rows
 
+from paceline import noise
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
 from paceline.explain.explanation import Explanation, format_explanation
@@ -1540,3 +1541,9 @@ def test_lines_of_pythons_logging_are_read_without_their_prefix():
     assert explain([log.encode()]).cause == "validation-turns-up"
     again = "".join(line.format("Epoch", n, loss / (n + 1)) for loss in (2, 90) for n in range(30))
     assert explain([again.encode()]).cause == "healthy"  # another training begins
+
+
+def test_a_step_up_counts_only_where_it_stays_for_a_tenth_of_the_curve():
+    fall, dip, after = [0.36 + 0.34 * 0.97**n for n in range(600)], [0.29, 0.3, 0.307], [0.39] * 50
+    assert noise.steps_up([*fall, *dip, *after]) is None  # the mean over an epoch begins anew, low by chance
+    assert noise.steps_up([*fall[:300], *dip, *after]) == 303

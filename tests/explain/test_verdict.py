@@ -2317,6 +2317,7 @@ def test_what_counts_nothing_that_was_worked_on_is_not_healthy(log, cause):
     ("警告: 显存不足时会自动减小批次", "healthy"),
     ("오류: 학습을 중단합니다", "unknown"),
     ("giving up", "unknown"),
+    ("Val-Verlust nicht besser, Zwischenstand nicht gespeichert", "healthy"),
     ("NOT OK", "unknown"),
     ("ERR stage 2 broken", "unknown"),
     ("!! stage 2: cannot continue", "unknown"),
@@ -2380,6 +2381,7 @@ def test_what_a_log_says_of_all_that_follows_counts_whatever_the_steps_behind_it
     ('{"level": "error", "msg": "trainer crashed", "error": "KeyError: \'user_id\'"}', "user-code-exception"),
     ('{"level": "info", "msg": "epoch", "epoch": 7, "loss": 0.2, "error": ""}', "healthy"),
     ("embedded 0 docs, 50 failed", "unknown"),
+    ("[12/01/2025-10:00:00] [E] [TRT] Error Code 1: Cuda Runtime (out of memory)", "cuda-oom"),
 ])  # fmt: skip
 def test_what_the_last_line_says(line, cause):
     log = "" if line.startswith("embedded") else "".join(EPOCHS)

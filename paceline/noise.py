@@ -41,7 +41,7 @@ LEAP, MIN_LEAP, LEAP_POINTS, FAR_LEAP = 100.0, 10.0, 3, 300.0
 PLATEAU, PLATEAU_SPREAD, SAME_SPREAD, JUMP = 5, 1.6, 1.01, 4.0
 # points of a fall, and behind its end; shares: above its lowest, above its last points, of its first points, no fall
 MIN_FALLEN, MIN_STAYED, MIN_STEP, ABOVE_LAST, FALLEN, STILL_FALL = 8, 15, 0.1, 0.04, 0.8, 0.02
-STAYED_SHARE = 10  # of the curve: a mean over each epoch begins anew with few batches
+STAYED_SHARE = 10  # of the curve: a mean over each epoch starts with few batches, and low by chance
 # the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
 TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
 

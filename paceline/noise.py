@@ -39,9 +39,6 @@ MIN_POINTS, JUMP_FROM, Z_FALL = 20, 10, 2.0  # of a curve that is judged; of one
 LEAP, MIN_LEAP, LEAP_POINTS, FAR_LEAP = 100.0, 10.0, 3, 300.0
 # last points of a plateau; the ratio of the highest to the lowest, also of nearly the same; how many times any value before
 PLATEAU, PLATEAU_SPREAD, SAME_SPREAD, JUMP = 5, 1.6, 1.01, 4.0
-# points of a fall, and behind its end; shares: above its lowest, above its last points, of its first points, no fall
-MIN_FALLEN, MIN_STAYED, MIN_STEP, ABOVE_LAST, FALLEN, STILL_FALL = 8, 15, 0.1, 0.04, 0.8, 0.02
-STAYED_SHARE = 10  # of the curve: a mean over each epoch starts with few batches, and low by chance
 # the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
 TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
 
@@ -212,24 +209,6 @@ def jump(values: Sequence[float]) -> int | None:
     places = range(JUMP_FROM, len(values) - PLATEAU + 1)
     jumps = (at for at in places if values[at] > JUMP * values[at - 1] and not comes_down(values[at:]))
     return next((at for at in jumps if min(values[at:]) > JUMP * max(values[:at])), None)
-
-
-def steps_up(values: Sequence[float]) -> int | None:
-    """Where a curve that was falling leaps above all that it had reached and stays there, without falling any more."""
-    for at in range(MIN_FALLEN, len(values) - max(MIN_STAYED, len(values) // STAYED_SHARE) + 1):
-        if values[at] <= (1 + MIN_STEP) * values[at - 1]:
-            continue
-        before, after, lowest = values[:at], values[at + SPIKE :], min(values[:at])
-        last = median(before[-LEAP_POINTS:])
-        leaps = min(values[at], *after) > max((1 + MIN_STEP) * lowest, (1 + ABOVE_LAST) * last) > 0
-        third = len(after) // 3
-        stays = median(after[-third:]) > (1 - STILL_FALL) * median(after[:third]) and max(after) < PLATEAU_SPREAD * min(
-            after
-        )
-        was_falling = lowest in before[-SPIKE:] and median(before[-SPIKE:]) < FALLEN * median(before[:SPIKE])
-        if leaps and was_falling and stays and median(after) - last > Z_RISE * bends(values):
-            return at
-    return None
 
 
 def bends(values: Sequence[float]) -> float:

@@ -229,9 +229,6 @@ def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> I
         elif max(values[-noise.LEAP_POINTS :]) < -FAR_BELOW:
             if (at := noise.leap([abs(value) for value in values])) is not None:
                 yield finding_at(DIVERGED, series, finite.steps[at])
-        elif max(values[: noise.LEAP_POINTS]) < 0 < -min(values) < min(values[-noise.LEAP_POINTS :]):
-            if (at := noise.rise_to_end([value - 2 * min(values) for value in values], min_rise)) is not None:
-                yield finding_at(DIVERGED, series, finite.steps[at])
         elif min(values) >= 0 < min(values[: noise.LEAP_POINTS]):
             long_rises = (rise(values, min_rise) for rise in (noise.rise_to_end, noise.rise_from_start))
             rises = (
@@ -239,7 +236,6 @@ def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> I
                 noise.leap(values),
                 noise.short_rise(values),
                 noise.jump(values),
-                noise.steps_up(values),
             )
             at = next((at for at in rises if at is not None), None)
             if at is not None and at <= 1 and is_whole(series):

@@ -317,9 +317,9 @@ def first_to_end(
     of_ranks: the line, and the step, of its last finite value and of the next one.
     """
     by_rank = {rank: at for (name, rank), at in of_ranks.items() if name == measure}
-    ended = [(at[1][2] or 0, rank) for rank, at in by_rank.items() if rank is not None and at[0][0] and len(at) > 1]
-    step, first = min(ended, default=(0, None))
-    others = [at[0][2] or 0 for rank, at in by_rank.items() if rank != first]
+    ended = [(at[1][2], rank) for rank, at in by_rank.items() if rank is not None and at[0][0] and len(at) > 1]
+    step, first = min(((step, rank) for step, rank in ended if step is not None), default=(0, None))
+    others = [-1 if at[0][2] is None else at[0][2] for rank, at in by_rank.items() if rank != first]
     return (by_rank[first][1][0], first, step) if first is not None and others and min(others) >= step else None
 
 

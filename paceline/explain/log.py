@@ -20,6 +20,10 @@ FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a run with more errors
 SEVERAL_PROCESSES = re.compile(r"(?i)\brank(?:\b|_?\d)|torchrun|torch\.distributed|srun|mpirun|deepspeed|world[_ ]size")
 PROMPT = re.compile(r"(?:\(Pdb\+*\)|\bipdb>) *$")  # of a debugger, which waits for input
 MIN_SERVED = 3  # in a log's last lines
+SAMPLE_LINES = 24  # of a text that a model has written, to the line that ends it
+SAMPLE_END = re.compile(
+    r"(?i)\W*end (?:of )?(?:the )?(?:model )?(?:samples?|generat(?:ions?|ed text)|completions?)\b[^:]{0,30}$"
+)
 SERVED = re.compile(  # a request that was answered, vLLM's report of such, what Jupyter does for its user
     r'HTTP/\d(?:\.\d)?" 20\d\b|\bAvg generation throughput: (?!0\.0\b)\d'
     r"|\b(?:Notebook|Server|Lab)App\] (?:Saving file at|Kernel started|20\d (?:GET|PUT|POST|PATCH) )"
@@ -90,7 +94,6 @@ class Log:
     is_restart: bool = False  # the run begins as the log did
     is_later: bool = False  # by its clock, or as only a new process does, so that no buffer held its lines
     by_command: bool = False  # the run begins with a command that a shell prints
-    is_file: bool = False  # the run is one of several files, as tail prints them
     has_end: bool = False  # a record reports the end of a program
     stops_early: bool = False  # no loss of training is behind a line that reports early stopping
     members: Mapping[str, int] = field(default_factory=dict)  # the last line with progress of each member of the job
@@ -107,6 +110,12 @@ class Log:
     @property
     def last_line(self) -> int:
         return self.last_lines[-1][0] if self.last_lines else 0
+
+    def is_in_sample(self, line: int, text: str) -> bool:
+        """Whether what stands from a line on is a part of what a model has written, since a line behind it ends such a text."""
+        near = [other.text for other in self.records_between(line + 1, line + SAMPLE_LINES)]
+        ends = [other for number, other in self.last_lines if line < number <= line + SAMPLE_LINES]
+        return any(map(SAMPLE_END.match, (*text.split("\n")[1:], *near, *ends)))
 
     @property
     def is_serving(self) -> bool:
@@ -265,7 +274,6 @@ class OpenRun:
             rewards=tuple(curves.rewards), accuracies=tuple(self.accuracies), speeds=tuple(curves.speeds),
             first_line=self.first_line, is_restart=self.is_restart, is_later=self.is_later, by_command=self.by_command,
             has_end=self.bounds.end is not None, stops_early=has_stopped, last_ignored=self.last_ignored,
-            is_file=self.first_line in self.bounds.files.values(),
             members=self.members,
         )  # fmt: skip
 

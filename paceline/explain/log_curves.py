@@ -46,8 +46,7 @@ CHANCE = "ln {number}, as of a guess between {number} classes"
 LOG_GROWTH, LOG_SLOWER = 0.2, 1.0  # of memory, of the time for a sample
 MIN_SAME_SCORES = 20  # evaluations
 STEADY_RISES, STEADY_RISE = 7, 0.03  # from each point of a loss to the next; as a share of the first one
-FAR_RISES, FAR_RISE, SUM = 5, 0.5, 0.7  # likewise, without evaluations; the share of its points
-PERFECT, SMALL, SMALLEST = 0.99, 0.05, 0.02  # an accuracy; a loss beside it, and one of evaluations, that need not fall
+PERFECT, TINY = 0.99, 0.01  # an accuracy; a loss beside it, whose last digit may stay
 TRAIN_RISE, FAR_ABOVE = 0.1, 5.0  # of the loss of training, as a share; times the lowest loss of evaluations
 # Lightning's bar shows the loss that was logged last, by default (log_every_n_steps) on every 50th step
 LIGHTNING_BAR, LOGGED_EVERY = re.compile(r"\bv_num="), 50
@@ -87,7 +86,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *(rise for item in rising for rise in curve_verdict.find_rises([item], least_rise(item, evaluations))),
         *(find_steady_rises(rising, evaluations) if not parts else ()),
         *find_explosions(parts),
-        *find_still(losses),
+        *find_still(losses, points["accuracies"]),
         *curve_verdict.find_unlearned(losses, held_out),
         *find_chance(losses, held_out),
         *guesses,
@@ -102,9 +101,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *(() if falls else find_same(points["scores"], points["held_out"])),
     ]
     stops_early = any(log.stops_early or any(EARLY_STOP.search(text) for _, text in log.last_lines) for log in logs)
-    done = converged(losses, evaluations, points)
-    findings = [item for item in findings if item.cause != STANDS_STILL or item.series.name not in done]
-    flat = next((item for item in losses + held_out if item.name not in done and hardly_moves(item)), None)
+    flat = next(filter(hardly_moves, losses + held_out), None)
     if stops_early:  # the training has waited for this
         findings = [item for item in findings if item in guesses or item.cause not in (STANDS_STILL, OVERFITS)]
     elif flat and not findings and explanation.cause == HEALTHY:
@@ -136,39 +133,24 @@ def repeats_logged(series: MetricSeries, points: Points) -> bool:
     return (is_first_bar or series.kind == VALIDATION) and len({*series.values}) == 1
 
 
-def find_still(losses: Curves) -> Iterator[CurveFinding]:
-    """Losses that stand still from early on."""
+def find_still(losses: Curves, accuracies: Sequence[float]) -> Iterator[CurveFinding]:
+    """Losses that stand still from early on, but for the last digit of a tiny one beside an accuracy that is perfect."""
+    is_perfect = noise.median(list(accuracies) or [0.0]) > PERFECT
     for finding in curve_verdict.find_still(losses, [], []):
         values = finding.series.values
-        if finding.at < len(values) // 2 or noise.is_stuck(values):
+        is_rounded = is_perfect and max(values) < TINY and noise.has_one_digit(values)
+        if not is_rounded and (finding.at < len(values) // 2 or noise.is_stuck(values)):
             yield finding
 
 
-def converged(losses: Curves, evaluations: Curves, points: Mapping[str, Sequence[Any]]) -> set[str]:
-    """The names of curves that need not move: accuracies of about 1, and losses below that of a guess that is right as often."""
-    names: set[str] = set()
-    shares = shares_of(points["scores"]) or points["accuracies"]
-    for curves, accuracies in ((losses, points["accuracies"]), (evaluations or losses, shares)):
-        wrong = 1 - noise.median(list(accuracies) or [0.0])
-        ends = [noise.median(values[-noise.SPIKE :]) for item in curves if (values := item.finite)]
-        guess = -wrong * math.log(wrong) - (1 - wrong) * math.log(1 - wrong) if 0 < wrong < 1 else SMALL
-        moves = curves is evaluations or all(len({*item.finite}) > 1 for item in curves)
-        if wrong <= 1 - PERFECT and moves and ends and 0 < min(ends) <= max(ends) < min(guess, SMALL):
-            names |= {item.name for item in curves} if curves is losses else {"eval_loss"}
-            names |= {"score"} if accuracies is shares else set()
-    return names
-
-
 def find_steady_rises(losses: Curves, held_out: Curves) -> Iterator[CurveFinding]:
-    """Losses of few points that rise from each to the next: far, but not as a sum does, or while all evaluations rise too."""
+    """Losses of few points that rise from each to the next, while every loss of evaluations is higher at its end too."""
     is_worse = bool(held_out) and all(
         noise.median(item.values[-noise.SPIKE :]) > max(item.values[:2]) for item in held_out
     )
-    for item in losses if is_worse or not held_out else ():
+    for item in losses if is_worse else ():
         rises = [after > before for before, after in pairwise(item.values)]
-        least, rise = (STEADY_RISES, STEADY_RISE) if is_worse else (FAR_RISES, FAR_RISE)
-        is_sum = not is_worse and item.values[-1] > SUM * len(item.values) * item.values[0]
-        if len(rises) >= least and all(rises) and item.values[-1] > (1 + rise) * item.values[0] > 0 and not is_sum:
+        if len(rises) >= STEADY_RISES and all(rises) and item.values[-1] > (1 + STEADY_RISE) * item.values[0] > 0:
             yield CurveFinding(DIVERGED, item, 0, FROM_START)
 
 
@@ -303,7 +285,7 @@ def find_same(*evaluations: Points) -> Iterator[CurveFinding]:
     for points in evaluations:
         values = {point.value for point in points}
         is_score = bool(points) and points[0].name == "score"
-        is_perfect = values <= {1.0, 100.0} if is_score else 0 <= max(values, default=0.0) < SMALLEST
+        is_perfect = values <= {1.0, 100.0} if is_score else values == {0.0}
         if len(points) >= MIN_SAME_SCORES and len(values) == 1 and not is_perfect:
             yield CurveFinding(STANDS_STILL, line_series(points, kind=LOSS)[0], 0, "in every evaluation")
 

@@ -88,6 +88,10 @@ CHECKPOINT = re.compile(
 # a warning of torch, which then computes on the CPU; what an error says that may come from it
 CPU_INSTEAD = re.compile(r"Warning: CUDA initialization: ")
 OF_GPU = re.compile(r"(?i)cuda|gpu|nvidia|device|nccl|driver")
+# pictures and texts beside the weights, other ranks, copies elsewhere, saves that are repeated
+OF_OTHERS = re.compile(
+    r"(?i)image|graph|diagram|\bcard\b|plot|summary|artifact|\brank\b|retry|again|s3:|gs:|upload|tensorboard|wandb"
+)
 NOT_OWN = {"version-mismatch", "config-error"}
 
 
@@ -298,4 +302,4 @@ def failed_saves(log: Log) -> list[Record]:
 
 
 def is_failed_save(text: str) -> bool:
-    return bool(NOT_SAVED.search(text) and CHECKPOINT.search(text))
+    return bool(NOT_SAVED.search(text) and CHECKPOINT.search(text)) and not OF_OTHERS.search(text)

@@ -33,7 +33,7 @@ from paceline.explain.lines import (
 )
 from paceline.explain.log import LAST_LINES, Log, OpenRun
 from paceline.explain.log_text import CHUNK_BYTES, as_text, is_binary, is_notebook, printed_outputs, split_start
-from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, TRY, may_start, rank_in_start, shape_of
+from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, may_start, rank_in_start, shape_of
 from paceline.explain.tracebacks import TracebackReader, as_raised
 
 SAMPLE_BYTES = 1 << 16  # of a log, which show whether it is text
@@ -204,7 +204,6 @@ class LogParser:
         """Closes the run before a line and begins the next one with it."""
         self._read_tail(first_line)
         ended, self._run = self._run, OpenRun(first_line, rank=self._rank)
-        self._run.bounds.files = ended.bounds.files
         self._earlier.append(ended.close(first_line))
         self._run.tail.extend(item for item in ended.tail if item[0] >= first_line)
         for record in (*ended.first, *ended.last):
@@ -311,9 +310,7 @@ class LogParser:
             self._run.is_restart = start is not None
             self._run.is_later = self._run.is_restart and self._is_later(line.time)
         self._run.by_command = self._run.by_command or COMMAND.match(line.text) is not None
-        self._run.is_later = self._run.is_later or bool(
-            NEW_PROCESS.match(line.text) or (is_next and TRY.fullmatch(line.text))
-        )
+        self._run.is_later = self._run.is_later or NEW_PROCESS.match(line.text) is not None
         begins = is_first or self._run.first_line == number
         if begins or self._last_begin[1] is None:
             self._last_begin = (number if begins else self._last_begin[0], line.time)

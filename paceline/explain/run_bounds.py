@@ -37,13 +37,8 @@ NEW_PROCESS = re.compile(  # Paddle's C++ writes it at once, when a process take
 DUMP = re.compile(
     r"(?:\S.{0,80}[\s:\]])?Namespace\(|(?:args|arguments|config(?:uration)?|options)\W{0,3}\{", re.IGNORECASE
 )
-# a script counts its tries of a command; tail and head name the files that they print
-TRY = re.compile(r"(?i)\W*(?:try|attempt|versuch|tentative|intento) ?#?\d{1,3}\W*(?:(?:of|/) ?\d{1,3}\W*)?")
-FILE_HEAD = re.compile(r"==> (?P<file>\S.*) <==")
 START_WORD = re.compile(  # in the lower-case bytes of every line that either can match
-    rb"^\s*\++ |^==> "
-    rb"|^\W*(?:try|attempt|versuch|tentative|intento) ?#?\d+\W"
-    rb"|\$ +[a-z/]|nohup: |omp_num_threads|\] cmd = |nvidia-smi \d|tracking run with|namespace\("
+    rb"^\s*\++ |\$ +[a-z/]|nohup: |omp_num_threads|\] cmd = |nvidia-smi \d|tracking run with|namespace\("
     rb"|please note: device|init nccl context|nccl pg_timeout_"
     rb"|^(?:args|arguments|config|configuration|options)\W"
 )
@@ -89,7 +84,6 @@ class RunBounds:
     report_line: int = 0  # the last of a launcher, behind which it may have started the ranks again
     late_line: int = -1  # the last that a rank printed so late
     first_rank: int | None = None  # that the log's first line names
-    files: dict[str, int] = field(default_factory=dict)  # the first line of each that tail has printed
     is_shared: bool = False  # several processes write, of which some go on for a while when another one ends
     shapes: set[str] = field(default_factory=set)  # how lines of progress and settings began before the first end
     epoch: int | None = None  # the last one before it
@@ -107,11 +101,7 @@ class RunBounds:
                 or (is_dump and self._is_new(number, text))
             )
         else:
-            is_try = self.has_exception and TRY.fullmatch(text) is not None
-            starts = self.has_content and (is_try or COMMAND.match(text) is not None)
-        if (head := FILE_HEAD.fullmatch(text)) and head["file"] not in self.files:
-            self.files[head["file"]] = number
-            return self.has_content
+            starts = self.has_content and COMMAND.match(text) is not None
         if is_dump:
             self._remember(text)
             self.settings = (number, self.last_progress) if self.last_progress else None
@@ -202,8 +192,7 @@ class RunBounds:
 
 def may_start(text: str) -> bool:
     """Whether a line can be the first one of a run."""
-    is_counted = TRY.fullmatch(text) or FILE_HEAD.fullmatch(text)
-    return bool(is_counted) or any(pattern.match(text) for pattern in (COMMAND, LAUNCHER, NEW_PROCESS, DUMP))
+    return any(pattern.match(text) for pattern in (COMMAND, LAUNCHER, NEW_PROCESS, DUMP))
 
 
 def rank_in_start(line: LogLine) -> int | None:

@@ -181,8 +181,6 @@ def name_others(kind: str, newest: str, others: Sequence[Sequence[Path]]) -> str
 
 def judge_runs(runs: Sequence[Run]) -> int:
     """The place of the run that is asked about."""
-    if all(run.log.is_file for run in runs):  # several files, as tail prints them: of tasks, not of one run
-        return max((at for at, run in enumerate(runs) if run.state == "failed"), default=len(runs) - 1)
     shown = [at for at, run in enumerate(runs) if run.counts]
     last = len(runs) - 1
     before = runs[last - 1]

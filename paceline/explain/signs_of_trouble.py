@@ -19,7 +19,7 @@ from paceline.explain.lines import IGNORABLE, WARNING_LINE, only_begins, split_p
 from paceline.explain.log import PROMPT, Log
 from paceline.explain.matches import Event, as_fatal, failed_saves, matches_of_message
 from paceline.explain.run_bounds import failed_at_import, shape_of
-from paceline.explain.survival import STEPS_AFTER, WENT_ON, is_caught, left_program_running
+from paceline.explain.survival import STEPS_AFTER, WENT_ON, is_caught, is_quoted, left_program_running
 
 LAST_CHECKED, MIN_REPEATED = 3, 3  # lines at the end of a log; alike and far from it: the program went on each time
 MAX_WORDS = 200  # characters in which a line tells of trouble; in a long one such a word can be in the data
@@ -79,7 +79,7 @@ SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in 
 SHELL_TIME = re.compile(r"(?:real|user|sys)\s+\d+m[\d.,]+s$")  # by a shell, behind any command
 ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")  # a launcher's warning, Python's for the killed
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
-    r"(?i)terminat|\bgiv(?:e|en|ing) up\b|\bgave up\b|\b(?-i:NOT OK|ERR)\b|^\W*!!"
+    r"(?i)terminat|\b(?-i:NOT OK)\b"
     r"|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
     rf"|{PROMPT.pattern}"
     r"|^\W*usage: \w|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^[ ~]*\^{3,}[ ~^]*$"
@@ -96,6 +96,8 @@ NONE_FAILED = (  # 0 errors, errors: 0, failed requests: 0
 MEASURED_ERROR = (  # test error 0.25, MeanSquaredError, (relative error): 1.5
     r"error[ _]rate|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|\b(?:train\w*|test|valid\w*) error\b[^:=]{0,30}[:=] ?\d*\.\d"
     r"|\((?:\w+ )?error(?: \w+)?\) ?[:=] ?\d*\.\d+$|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\bbusbw\b"
+    r"|\bis approximately [\d.]+, error is \d"
+    r"|^\W*(?:pred|true|predicted|actual) (?:error +\d|\w+ +(?:pred|true|predicted|actual) error$)"
 )
 HEADING = (  # errors:, error analysis, a cell of a table, advice, a setting
     r"\berrors?:$|\bfailures?:(?: \d+)?$|\bchecking exceptions$|\berror analysis\b(?! fail)|^\|.*\| *(?:not supported|n/a) *\|$"
@@ -110,7 +112,7 @@ NOT_NEEDED = (  # what a program does instead, or is optional
 )
 LACKS_SCREEN = (  # terminals, locales, screens and sound that a server lacks, decoders of pictures, films and sound, widgets
     r"Inappropriate ioctl|\bset(?:ting )?locale\b|XDG_RUNTIME_DIR|^(?:ALSA|Xlib|libEGL|libpng|libva|MESA-LOADER|qt\.\w+)\b"
-    r"|\bGLFWError\b|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|IProgress not found|No such comm\b"
+    r"|\bGLFWError\b|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|IProgress not found|No such comm\b|^GKS: cannot open display"
 )
 OF_TOOLS = (  # trackers, the Hub, httpx, lists of packages, pip, git, Debian, docker build, sacct, PowerShell
     r"^wandb:|`HF_TOKEN` (?:secret|does not)|^(?:HTTP Request: )?(?:GET|HEAD) https?://|^Welcome to bitsandbytes\b"
@@ -121,7 +123,10 @@ OF_TOOLS = (  # trackers, the Hub, httpx, lists of packages, pip, git, Debian, d
 )
 # parts of an error that its own message tells, or that Python ignored
 OF_STACKS = r"^frame #|^exception raised from \w+ at \S+:\d+|^Exception ignored|--- Logging error ---"
-OF_MODEL = r"\bI (?:cannot|can't)\b|^assistant: |^\[['\"]"  # what a model answers
+OF_MODEL = (  # what a model answers, samples of a translation; a simulation
+    r"\bI (?:cannot|can't)\b|^assistant: |^\[['\"]|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)"
+    r"|^[<>=] +(?!(?:(?:fatal|internal) )?(?:error|fail|exception|abort|killed))[a-z]"
+)
 NO_TROUBLE = re.compile(
     f"(?i){NONE_FAILED}|{MEASURED_ERROR}|{HEADING}|{NOT_NEEDED}|{LACKS_SCREEN}|{OF_TOOLS}|{OF_STACKS}|{OF_MODEL}"
 )
@@ -254,7 +259,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
     """The last lines of the logs, behind progress and results, that tell of trouble; none whose like was survived twice."""
     trouble = []
     for log in logs:
-        threads = [r.line for r in log.records if left_program_running(r, log)]
+        threads = [r.line for r in log.records if left_program_running(r, log) or is_quoted(r, log)]
         lines = log.last_lines[-LAST_CHECKED:]
         if log.last_ignored is not None and lines and lines[0][0] - log.last_ignored <= WENT_ON:  # its traceback
             threads.append(log.last_ignored)
@@ -267,10 +272,9 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
             (number, text)
             for number, text in lines
             if number > last_good or (last_good == number == log.last_progress_line and MARKED_ERROR.match(text))
-            if number <= min([number, *threads])
+            if number <= min([number, *threads]) and not log.is_in_sample(number, text)
             if is_trouble(text, at_end=True) and survived[shape_of(split_prefix(text).text)] < 2
             if not (was_shut_down and ENDED.search(text))
-            if not survival.was_retried(text, (behind for line, behind in lines if line > number))
         ]
     return trouble
 

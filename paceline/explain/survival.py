@@ -7,6 +7,8 @@ Whether the program survived an error: the one place with the rules by which an 
     handled            a line above it says what the program does instead                                is_handled
     about one item     lines of its shape come often, far apart, and others follow                       is_of_item
     caught             a line right behind it says what is tried instead, and steps follow               is_caught
+    of a sample        one of several errors at one place of an evaluation whose results are saved       is_of_evaluated
+    quoted             it is a part of a text that a model has written                                   is_quoted
     of a trial         Optuna went on with other trials                                                  is_of_trial
     of a shutdown      a server had stopped its engine itself                                            is_of_shutdown
     lacks a view       a missing program would only have shown the machine                               lacks_a_view
@@ -20,7 +22,7 @@ What no process survives (CONTEXT_LOST) is never caught, and never a side error.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -48,16 +50,13 @@ NOT_FOUND = re.compile(  # said by a script or a shell
     r"(?:^|: )(?:line )?\d+: [\w./-]+: (?:command )?not found|^(?:ba)?sh: [\w./-]+: command not found"
     r"|^(?:mkdir|ln|cp|mv|rm|chmod|chown|touch): cannot |\.sh: line \d+: syntax error"  # by others of its commands
 )
-SHOWS_MACHINE = re.compile(r": (?:nvidia-smi|rocm-smi|gpustat|nvtop|htop|free|lscpu): ")  # no training needs it
+SHOWS_MACHINE = re.compile(
+    r": (?:nvidia-smi|rocm-smi|gpustat|nvtop|htop|free|lscpu|tree|figlet|git): "
+)  # no training needs it
 TYPED_KEYS = re.compile(r"(?:\^C)+")  # as a terminal shows them
 WENT_ON, BEFORE_DONE, MAX_QUOTED = 40, 8, 16  # lines behind an error, before the end, that quote an error above them
 MIN_REPEATS, MAX_ADVICE = 5, 8  # lines about an item that was left out; lines behind the advice of bitsandbytes
 RETRIES = re.compile(r"(?i)\bretry(?:ing)? \(?(?:attempt )?\d+ ?(?:/|of) ?\d|^g?make(?:\[\d+\])?: \*\*\* ")
-# the report of a try that is not the last one
-TRY_OF = re.compile(r"(?P<what>.{8,200}?) (?i:failed) \((?P<at>\d{1,3}) ?(?:/|of) ?(?!(?P=at)\b)\d{1,3}\)")
-DONE_AT_LAST = re.compile(
-    r"(?i)(?![\w.]|.*\b(?:not|never|fail\w*|error)\b).*\b(?:ok|done|succe\w+|complete\w*|uploaded|saved)\b"
-)
 HANDLED = re.compile(r"(?i)\bfail\w*, (?:re)?(?:trying|installing|falling back)\b")
 CANCELLED = r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED"
 CANCELLED_STEP = re.compile(rf"{CANCELLED}|srun: (?:Force Terminated|forcing job termination)")
@@ -113,6 +112,7 @@ WORK_FAILED = re.compile(  # not of a side task
     r"|^wandb: |\bnot (?:skipp|continu|ignor)"
 )
 ITEM, LAST_ITEMS = re.compile(r"(?<!\d)\d{1,9}(?!\d)"), 40  # its number; of which most must fail
+MIN_EVALUATED = 3  # different errors at one place of the script: Python ends at the first that nobody has caught
 CHAIN_LINES = 6  # from an exception to the one that it led to, beside the lines of its frames
 CHILD_STEPS = 20  # that a program takes from what its queue still holds
 TRIAL, FAILED_TRIAL = re.compile(r"\bTrial \d+ (?:finished|pruned)\b"), re.compile(r"\bTrial \d+ failed with\b")
@@ -143,8 +143,6 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return last_line - record.line > MAX_ADVICE
     if TYPED_KEYS.match(record.text) and not log.progress.steps and last_line - record.line > BUFFERED_LINES:
         return True  # the program has not ended
-    if was_retried(record.text, (other.text for other in log.records_between(record.line + 1, last_line))):
-        return True
     if RETRIES.search(record.text) and last_line - record.line > MAX_QUOTED:
         return True  # what fails in the end says so
     is_fatal = FATAL.search(record.text) or log.lost_launcher(record)
@@ -173,14 +171,6 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return True
     stop = continuation.stop if ended_program(record) else math.inf
     return len(log.steps_after(record, before=stop)) >= STEPS_AFTER
-
-
-def was_retried(text: str, behind: Iterable[str]) -> bool:
-    """Whether a line reports a try that is not the last one, and one of the lines behind it that a later one succeeded."""
-    match = TRY_OF.match(text)
-    return match is not None and any(
-        other.startswith(match["what"]) and DONE_AT_LAST.match(other, match.end("what")) for other in behind
-    )
 
 
 def lacks_a_view(record: Record, log: Log) -> bool:
@@ -324,12 +314,14 @@ def is_caught(record: Record, log: Log) -> bool:
 
     Likewise the end of a trial of Optuna, and of an engine that its server has stopped.
     """
-    if is_of_trial(record, log) or is_of_shutdown(record, log):
+    if is_of_trial(record, log) or is_of_shutdown(record, log) or is_quoted(record, log):
         return True
     if not record.frames or CONTEXT_LOST.search(record.text):
         return False
     following = log.records_between(record.line + 1, record.line + 3 * len(record.frames) + OUTCOME_LINES)
     notices = [*record.text.split("\n")[1:], *(other.text for other in following[:1])]
+    if is_of_evaluated(record, log):
+        return log.has_one_process
     goes_on = len(log.steps_after(record)) >= STEPS_AFTER and log.has_one_process
     return goes_on and any(map(CAUGHT.match, notices))
 
@@ -345,6 +337,28 @@ def is_of_shutdown(record: Record, log: Log) -> bool:
     """Whether a record reports that a server's engine is gone, which the server had stopped itself."""
     above = log.records_between(record.line - STOPPING_LINES, record.line - 1)
     return ENGINE_GONE.search(record.text) is not None and any(STOPS_ENGINE.search(other.text) for other in above)
+
+
+def is_of_evaluated(record: Record, log: Log) -> bool:
+    """Whether a program prints what failed in each thing that it evaluates: several errors at one place, and results at the end.
+
+    Errors that nobody seems to have caught are such only where code was run that stands in no file.
+    """
+    if not log.last_lines or not SAVED.search(log.last_lines[-1][1]) or OF_MACHINE.search(record.text):
+        return False
+    alike = [other for other in log.records if other.frames[:1] == record.frames[:1]]
+    runs_texts = any('File "<string>"' in frame for other in alike for frame in other.frames)
+    return (runs_texts or not ended_program(record)) and len({shape_of(other.text) for other in alike}) >= MIN_EVALUATED
+
+
+def is_quoted(record: Record, log: Log) -> bool:
+    """Whether the only process of a log shows an error in a text that a model has written.
+
+    A buffer may put the end of such a text behind the traceback that ended the program, but not behind a signal.
+    """
+    is_real = bool(record.frames) and not record.frames[0].startswith('File "<stdin>"')
+    is_real = is_real or record.kind == "signal" or OF_MACHINE.search(record.text) is not None
+    return not is_real and log.is_in_sample(record.line, record.text) and log.has_one_process
 
 
 def is_side_error(record: Record, log: Log) -> bool:

@@ -30,7 +30,7 @@ from paceline.explain.explanation import (
     make_evidence,
     shorten,
 )
-from paceline.explain.idle import idle_trainings, idle_work
+from paceline.explain.idle import idle_epochs, idle_trainings, missing_items
 from paceline.explain.line_measures import MEAN_LOSS
 from paceline.explain.log import UNNAMED, Log, step_of
 from paceline.explain.matches import (
@@ -89,9 +89,10 @@ CHECK_END = (
 )
 RAISE_STEPS = "raise max_steps or num_train_epochs above the checkpoint's, or start without resume_from_checkpoint"
 NO_STEPS = "nothing was trained: the training began at its end and took no step"
+NO_BATCHES = "nothing was trained: no epoch at the end of the log ran a batch"
 RERUN_CELLS = "run its cells to the end, save the notebook, and pass it: paceline explain NOTEBOOK"
 METRICS = re.compile(r'\{[^{}]*"(?:global_|current_)?(?:step|epoch|iter|iteration)s?": ?\d[^{}]*\}')
-ITEMS_FAILED = re.compile(
+FAILED = re.compile(
     r"(?i)\b[1-9]\d* (?:\w+ )?(?:failed|failures|errors?)\b|\b(?:failed|failures|err(?:or)?s?)[:= ]+[1-9]"
 )
 FAILED = re.compile(r"\bFAILED\b")
@@ -113,8 +114,6 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
         candidates = signs.errors_of_all_steps(fatal, logs)
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
-    if not (candidates or unexplained) and (idle := idle_work(logs)[:MAX_EVIDENCE]):
-        return explain_idle(idle, logs, progress, values)
     if not candidates and progress.nan_line is not None:
         return explain_divergence(load_catalogue().causes[NAN], progress.nan_line, progress, values)
     blamed = rank_blamed_by_launcher(logs)
@@ -247,18 +246,6 @@ def nan_records(progress: LogProgress) -> list[Record]:
     return [Record("line", f"{progress.nan_measure} {value} from {start} to the end", progress.nan_line)]
 
 
-def explain_idle(
-    idle: tuple[Evidence, ...], logs: Sequence[Log], progress: LogProgress, values: Mapping[str, str]
-) -> Explanation:
-    """For logs that end with counts of nothing that was worked on: no data, or an error for each item."""
-    summary = f"nothing was processed: {idle[0].text[:MAX_QUOTE]}"
-    if any(ITEMS_FAILED.search(item.text) for item in idle):
-        fix = unknown_fix(Record("line", idle[0].text, idle[0].line), logs)
-        return Explanation(UNKNOWN, summary=summary, fix=fix, evidence=idle, progress=progress)
-    fix = format_fix(load_catalogue().causes[EMPTY], (), values)
-    return Explanation(EMPTY, (), IDLE_CONFIDENCE, summary=summary, fix=fix, evidence=idle, progress=progress)
-
-
 def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[str, str]) -> Explanation:
     """For logs without any known failure: healthy only if something shows that the run works."""
     if any(log.problem == INCOMPLETE for log in logs):
@@ -267,6 +254,11 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     if not (progress.last_step or has_losses) and (idle := [item for log in logs for item in idle_trainings(log)]):
         shown = tuple(idle[:MAX_EVIDENCE])
         return Explanation(UNKNOWN, summary=NO_STEPS, fix=RAISE_STEPS, evidence=shown, progress=progress)
+    missing, epochs = missing_items(logs), idle_epochs(logs)
+    if shown := (missing or epochs)[:MAX_EVIDENCE]:
+        fix = format_fix(load_catalogue().causes[EMPTY], (), values)
+        summary = f"nothing is left to work on: {shown[0].text[:MAX_QUOTE]}" if missing else NO_BATCHES
+        return Explanation(EMPTY, (), IDLE_CONFIDENCE, summary=summary, fix=fix, evidence=shown, progress=progress)
     at_end = signs.trouble_at_end(logs)
     if progress.finished:  # a summary of several programs names those that failed behind what they have printed
         at_end = [(n, text) for n, text in at_end if n > (progress.done_line or n) and FAILED.search(text)]

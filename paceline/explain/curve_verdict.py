@@ -231,12 +231,7 @@ def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> I
                 yield finding_at(DIVERGED, series, finite.steps[at])
         elif min(values) >= 0 < min(values[: noise.LEAP_POINTS]):
             long_rises = (rise(values, min_rise) for rise in (noise.rise_to_end, noise.rise_from_start))
-            rises = (
-                *long_rises,
-                noise.leap(values),
-                noise.short_rise(values),
-                noise.jump(values),
-            )
+            rises = (*long_rises, noise.leap(values), noise.short_rise(values), noise.jump(values))
             at = next((at for at in rises if at is not None), None)
             if at is not None and at <= 1 and is_whole(series):
                 yield CurveFinding(DIVERGED, series, 0, FROM_START)
@@ -328,9 +323,8 @@ def find_overfitting(curves: Sequence[MetricSeries], scores: Sequence[MetricSeri
         finite = thinned(series)
         turns = (turn_with_score(finite, item.values) for item in scores if item.steps == finite.steps)
         leaps = [finite.values.index(min(finite.values))] if noise.leap(finite.values) is not None else []
-        if (
-            at := next((at for at in (noise.turn_of(finite.values), *turns, *leaps) if at is not None), None)
-        ) is not None:
+        at = next((at for at in (noise.turn_of(finite.values), *turns, *leaps) if at is not None), None)
+        if at is not None:
             yield finding_at(OVERFITS, series, finite.steps[at])
 
 

@@ -107,13 +107,10 @@ def run_status(run: RunDir, script: ScriptValues | None = None) -> RunStatus:
     if not command and state not in LIVE:
         values |= {name: speed for name, speed in end_speed(run, events).items() if name in names}
     times = [values.pop("time", None), last_event_time(events)]
-    paths = (
-        [log]
-        if command and state in LIVE
-        else []
-        if any(times)
-        else [run.config_toml, run.preparing_json, run.submitted_toml]
-    )
+    if command and state in LIVE:
+        paths = [log]
+    else:
+        paths = [] if any(times) else [run.config_toml, run.preparing_json, run.submitted_toml]
     times += [to_utc(stamp[0] / 1e9) for path in paths if (stamp := file_stamp(path))]
     tags, note = read_notes(run)
     num_steps = values.pop("num_steps", None)

@@ -119,7 +119,8 @@ class ForwardedLines:
             raw = read_text(raw).encode("utf-8", "replace")
         for pattern in self._patterns.values():
             if match := pattern.match(raw):
-                return match[1] + origin_of(match[2].decode("utf-8", "replace")).encode() + raw[match.end() :]
+                known = match[1] + origin_of(match[2].decode("utf-8", "replace")).encode()
+                return known + (b" " if known[-1:].isdigit() else b"") + raw[match.end() :]  # no time joins a text
         return raw
 
 

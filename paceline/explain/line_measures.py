@@ -28,13 +28,13 @@ OTHER_BAR = re.compile(r"\W*(?!Train|Finetun|Fit|Learn|Optimiz)[A-Z][a-z]+ing\b"
 BARE_BAR = re.compile(r" {0,3}\d{1,3}%\|[█▏▎▍▌▋▊▉ #=>.-]*\|?")  # cut in the middle, or without a count
 # `gradient accumulation steps: 8` is a setting, no progress
 SETTINGS = (
-    "accumulation", "accum", "warmup", "max", "num", "total", "optimization", "decay", "logging", "save", "eval", "target",
-    "print", "of",
+    "accumulation", "accum", "warmup", "max", "num", "total", "total.training", "optimization", "decay", "logging", "save",
+    "eval", "target", "print", "of",
 )  # fmt: skip
 STEP = re.compile(
-    "(?=[gsiub]|num)"
+    "(?=[gsiueb]|num)"
     + "".join(f"(?<!{word}.)" for word in SETTINGS)
-    + r"(?<![^a-z]per.)(?<!\bn_)(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|updates?|num_updates|batch"
+    + r"(?<![^a-z]per.)(?<!\bn_)(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|updates?|num_updates|batch|episode"
     r"|(?<!\d)it)['\"]?\s*[:=# \[(]{0,3}\s*(?P<step>\d[\d,]*)(?P<of>\s*/\s*\d[\d,]*)?(?![\w.]|\s*[A-Za-z]+/|,? *\d[\d, ]*[\])]"
     r"| tokens = \d+ rows?\b)",  # the size of a step, as `paceline train` says it
     re.IGNORECASE,

@@ -168,7 +168,7 @@ def matches_of(record: Record, log: Log) -> list[tuple[Cause, float, dict[str, s
     causes = load_catalogue().causes
     by_frame = match_frames(record)
     matches = [(causes[by_frame[0]], *by_frame[1:])] if by_frame else load_catalogue().match(record.text, record.kind)
-    is_own_file = record.text.startswith("FileExistsError") and not any(map(PACKAGE.search, record.frames[-3:]))
+    is_own_file = record.text.startswith("FileExistsError") and not any(map(PACKAGE.search, record.frames[-2:]))
     if is_own_file and log.has_one_process:  # an earlier run's
         matches = [(causes[FALLBACK], GUESS, {})]
     if any(number == record.line and CUT_BAR.search(text) for number, text in log.last_lines):

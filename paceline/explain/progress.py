@@ -43,7 +43,8 @@ DONE = re.compile(
     r"|^(?:done|fertig|terminé|готово)\.?$"
     r"|\"run_stop\".{0,300}\"status\": \"success\"|terminated of its own accord .*with exit-code 0"
     r"|(?:treinamento|entrenamiento) (?:conclu|complet|finaliz|termin)[a-zí]+|training (?:ist )?(?:abgeschlossen|beendet)"
-    r"|entra[iî]nement termin[eé]|обучение (?:завершено|закончено)|заверш[её]н\w* успешно|успешно (?:заверш[её]н|обучен)\w*"
+    r"|entra[iî]nement termin[eé]|(?:обучение |^\[train\] )(?:завершено|закончено)"
+    r"|заверш[её]н\w* успешно|успешно (?:заверш[её]н|обучен)\w*"
     r"|训练(?:已)?(?:完成|结束)|学習(?:が)?(?:完了|終了)|학습 ?(?:완료|종료)",
     re.IGNORECASE,
 )

@@ -54,7 +54,7 @@ FOREIGN_PROGRESS = (  # the same words in other languages
 # in every line that reports a step, a loss, memory or the end of the work, and in the rows of a table of numbers
 PROGRESS_WORD = re.compile(
     rb"(?i)step|loss|iter|epoch|\bit\b|\dit \[|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved"
-    rb"|learn:|accura|early|end train|task/s|\bep\b|\b(?:val|test)\w*\]?[ _/-]+(?:\d+ +)?(?:acc|au|f1|dice)"
+    rb"|learn:|accura|early|episode|end train|task/s|\bep\b|\b(?:val|test)\w*\]?[ _/-]+(?:\d+ +)?(?:acc|au|f1|dice)"
     + FOREIGN_PROGRESS
     + rb"|nll|xent|info_?nce|perplex|ppl|bp[bcd]|mem|rss|vram|^\d+ (?:train|val|hella) [\dni]|^\[\d+\]\s"
     rb"|\btr(?:ain)?[ :=]+\d|^(?:[\s|]|\xe2\x94[\x82\x83])*\d[\d./]*(?:[\s|,;]|\xe2\x94[\x82\x83]|\x1b\[[\d;]*m)+-?(?:\d|nan)"

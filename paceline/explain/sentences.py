@@ -28,6 +28,7 @@ FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!(?:torch|numpy)[/\\])(?P<name>[\w-]+)[/\\]")
 IN_PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?P<path>.+)")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
+OTHER_FILE = re.compile(r"Read file <(?P<path>[^>]+)> for stderr output of this job")  # LSF
 EXIT_CODE = re.compile(r"(?:exit ?code|return code|status)\s*[:=]?\s*(?P<code>-?\d{1,5})", re.IGNORECASE)
 MAX_OWN_CODE = 123  # a shell's and a launcher's begin above it
 SIGNAL = re.compile(r"\bSIG[A-Z]{2,5}\d?\b")
@@ -214,6 +215,9 @@ def unknown_fix(record: Record, logs: Sequence[Log]) -> str:
             "read the frames above that line; if they do not show the cause, run again with CUDA_LAUNCH_BLOCKING=1"
             " and TORCH_SHOW_CPP_STACKTRACES=1"
         )
+    texts = (text for log in logs for _, text in log.last_lines)
+    if stderr := next((match["path"] for text in texts if (match := OTHER_FILE.search(text))), None):
+        return f"read the job's errors: {shlex.join(['paceline', 'explain', stderr])}"
     code = EXIT_CODE.search(record.text) if record.kind == "exit" else None
     if code and 1 < int(code["code"]) <= MAX_OWN_CODE:
         return (

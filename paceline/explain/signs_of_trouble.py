@@ -73,6 +73,7 @@ RECORDS_STOP = re.compile(r"did not improve in the last \d+ records\..*Signaling
 SUMMARY = re.compile(  # of all the work, with the errors in it that a program expects
     r"^\W*(?:STATUS\W+)?(?:SUCCESS|COMPLETED?)\b(?! RATE)|\b0 failed\b|^\|.*\| *(?:±|\+/-) *\| *\d"
     r"|\bTrial \d+ finished with value\b|^Best trial\b"  # Optuna
+    r"|^Test set: Average loss: \S+, Accuracy: \d+/\d+ \("  # the examples of PyTorch
     r"|완료!?$"  # not the time that it took, which a script also prints behind what failed
 )
 SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in a server of vLLM for one
@@ -94,7 +95,8 @@ NONE_FAILED = (  # 0 errors, errors: 0, failed requests: 0
     r"|\bsuccess\w*: \d+(?:/\d+)?\b.{0,20}\bfailed: \d|\bpassed$|^\W*[ℹ✅✓✔🏆🎉]"
 )
 MEASURED_ERROR = (  # test error 0.25, MeanSquaredError, (relative error): 1.5
-    r"error[ _]rate|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|\b(?:train\w*|test|valid\w*) error\b[^:=]{0,30}[:=] ?\d*\.\d"
+    r"(?:error|timeout|failure|crash)[ _]rate|^\W*timeout cases: \d"
+    r"|error\w*(?: \([A-Z]+\))?\W{1,3}\d*\.\d|\b(?:train\w*|test|valid\w*) error\b[^:=]{0,30}[:=] ?\d*\.\d"
     r"|\((?:\w+ )?error(?: \w+)?\) ?[:=] ?\d*\.\d+$|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\bbusbw\b"
     r"|\bis approximately [\d.]+, error is \d"
     r"|^\W*(?:pred|true|predicted|actual) (?:error +\d|\w+ +(?:pred|true|predicted|actual) error$)"
@@ -106,6 +108,7 @@ HEADING = (  # errors:, error analysis, a cell of a table, advice, a setting
 NOT_NEEDED = (  # what a program does instead, or is optional
     r"\busing default\b|, attempting\b|\bshould speed up\b|[.,;:-] (?:but )?continu(?:e|es|ing)\b|loopback address as fallback"
     r"|terminat\w+ (?:condition|normally)\b|error during autotuning|are not found in the checkpoint"
+    r"|^`trust_remote_code` is not supported anymore"
     r"|attention mask is not set and cannot be inferred|sequence length is longer than the specified"
     r"|^non-resource variables are not supported in the long term|unable to register cu\w+ factory|number of TPU cores"
     r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|^Repo card metadata block was not found"
@@ -114,8 +117,9 @@ LACKS_SCREEN = (  # terminals, locales, screens and sound that a server lacks, d
     r"Inappropriate ioctl|\bset(?:ting )?locale\b|XDG_RUNTIME_DIR|^(?:ALSA|Xlib|libEGL|libpng|libva|MESA-LOADER|qt\.\w+)\b"
     r"|\bGLFWError\b|no display (?:found|name)|^\[\w+ @ 0x[0-9a-f]+\]|IProgress not found|No such comm\b|^GKS: cannot open display"
 )
-OF_TOOLS = (  # trackers, the Hub, httpx, lists of packages, pip, git, Debian, docker build, sacct, PowerShell
-    r"^wandb:|`HF_TOKEN` (?:secret|does not)|^(?:HTTP Request: )?(?:GET|HEAD) https?://|^Welcome to bitsandbytes\b"
+OF_TOOLS = (  # trackers, the Hub, httpx, lists of packages and files, pip, git, Debian, docker build, sacct, PowerShell
+    r"^wandb:|^[\w/-]+\.(?:err|log|out|py|sh|txt)$"
+    r"|`HF_TOKEN` (?:secret|does not)|^(?:HTTP Request: )?(?:GET|HEAD) https?://|^Welcome to bitsandbytes\b"
     r"|^[\w.-]+ +\d+(?:\.\w+)+(?: +\S+){0,3}$|error during package walk|\btracker file does not exist|\bMailType="
     r"|\bhas requirement .*, but you'll have |^(?:Installing collected packages|Successfully installed)\b"
     r"|pip's dependency resolver|^fatal: (?:not a git repository|destination path .* already exists)"
@@ -360,7 +364,7 @@ def is_ordinary(log: Log) -> bool:
     ordinary = {(number, "%|" in text or text) for number, text in log.last_lines if not MONITOR.search(text)}
     end = "".join(text for _, text in log.last_lines)
     begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
-    if begins or end.count("\ufffd") >= MAX_UNDECODED * len(end) + 1:
+    if (begins and not ends_well(log)) or end.count("\ufffd") >= MAX_UNDECODED * len(end) + 1:
         return False
     if ends_well(log):
         return True

@@ -122,6 +122,8 @@ STOPS_ENGINE = re.compile(  # vLLM's server, by a signal
 STOPPING_LINES = 50
 ENGINE_GONE = re.compile(r"EngineDeadError\b|\bAsyncLLM output_handler failed")
 
+TESTS_FAILED = re.compile(r"[=!]+ .*\b[1-9]\d* (?:failed|errors?)\b.* [=!]+$")  # the summary of pytest
+
 
 @dataclass(frozen=True)
 class Continuation:
@@ -191,6 +193,7 @@ def continuation_of(log: Log) -> Continuation:
         if len(alike) >= MIN_REPEATS
         and alike[-1] - alike[0] > BUFFERED_LINES
         and log.last_line - alike[-1] >= LAST_LINES
+        and not any(TESTS_FAILED.match(text) for _, text in log.last_lines)
     }
     cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=math.inf)
     goes_on = log.last_progress_line - cancelled > BUFFERED_LINES  # with another step of the job

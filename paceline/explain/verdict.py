@@ -74,7 +74,7 @@ from paceline.explain.sentences import (
 from paceline.explain.tracebacks import CUT_OFF
 from paceline.units import format_number_of
 
-NAN, EMPTY = "loss-nan", "dataset-empty"
+NAN, EMPTY, ASSERT = "loss-nan", "dataset-empty", "device-side-assert-index"
 MIN_SCORE = 0.2  # an event with a lower score is ignored
 ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
@@ -145,6 +145,14 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
     culprit = choose_culprit(roots, blamed)
     if culprit.cause.id == NAN and culprit.record.kind == "line" and progress.nan_line is not None:
         return explain_divergence(culprit.cause, progress.nan_line, progress, values)
+    if (
+        culprit.cause.id == ASSERT
+        and len(logs) == 1
+        and (progress.nan_line or culprit.record.line) < culprit.record.line
+    ):
+        # a kernel's check, such as that of a probability, does not hold for NaN
+        diverged = explain_divergence(load_catalogue().causes[NAN], progress.nan_line or 0, progress, values)
+        return replace(diverged, consequences=make_evidence([culprit.record], 1))
     explanation = explain_event(culprit, roots, candidates, logs, progress, values, hang=hang)
     return explanation if unexplained else note_steps_behind(explanation, culprit, logs)
 

@@ -28,6 +28,13 @@ FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!(?:torch|numpy)[/\\])(?P<name>[\w-]+)[/\\]")
 IN_PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?P<path>.+)")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
+UNITS, SIZE = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}, r"(?P<size>\d+(?:\.\d+)?) (?P<unit>[KMG]iB)"
+GPU_SIZES = [  # requested, of the GPU, and as torch before 2.1 says it: allocated, reserved
+    re.compile(text)
+    for text in (
+        rf"Tried to allocate {SIZE}", rf"total capacit?y of {SIZE}", rf"{SIZE} already allocated", rf"{SIZE} reserved in total"
+    )
+]  # fmt: skip
 OTHER_FILE = re.compile(r"Read file <(?P<path>[^>]+)> for stderr output of this job")  # LSF
 EXIT_CODE = re.compile(r"(?:exit ?code|return code|status)\s*[:=]?\s*(?P<code>-?\d{1,5})", re.IGNORECASE)
 MAX_OWN_CODE = 123  # a shell's and a launcher's begin above it
@@ -78,6 +85,8 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
         "rank": rank,
         "times": None if record.rank is None else times_too_large(event.values),
     }
+    if observed := memory_of_gpu(record.text):
+        values["observed"] = observed
     if (quoted := QUOTED_PATH.search(record.text)) and quoted["path"].startswith(event.values.get("path", quoted[0])):
         values["path"] = quoted["path"]
     if num_bytes := BYTES.fullmatch(str(values.get("requested", ""))):
@@ -86,6 +95,19 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
         if (duration := event.values.get(name)) and len(duration) <= MAX_DIGITS:
             values["duration"] = format_duration(int(duration) * seconds)
     return clean_values(values)
+
+
+def memory_of_gpu(text: str) -> str | None:
+    """What the sizes in a message of torch show of the memory of a GPU that ran out."""
+    matches = [pattern.search(text) for pattern in GPU_SIZES]
+    requested, total, allocated, reserved = (
+        float(match["size"]) * UNITS[match["unit"]] if match else 0.0 for match in matches
+    )
+    if requested > total > 0:
+        return "the tensor alone is larger than the GPU"
+    if allocated and reserved - allocated > requested:
+        return f"{format_bytes(reserved - allocated)} are reserved but unused"
+    return None
 
 
 def first_lines(text: str) -> str:

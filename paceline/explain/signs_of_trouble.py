@@ -364,7 +364,7 @@ def is_ordinary(log: Log) -> bool:
     ordinary = {(number, "%|" in text or text) for number, text in log.last_lines if not MONITOR.search(text)}
     end = "".join(text for _, text in log.last_lines)
     begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
-    if (begins and not ends_well(log)) or end.count("\ufffd") >= MAX_UNDECODED * len(end) + 1:
+    if (begins and not ends_in(SUMMARY, log)) or end.count("\ufffd") >= MAX_UNDECODED * len(end) + 1:
         return False
     if ends_well(log):
         return True

@@ -194,7 +194,8 @@ def explain_event(
     shown = {(item.source, item.line) for item in evidence}
     texts = {(item.rank, item.text) for item in evidence}  # of which the second traceback of a chain may repeat one
     alike = failed_alike(culprit, logs)
-    others = [event.record for event in candidates if (event.record.source, event.record.line) not in shown]
+    later = [event.record for event in candidates if not is_long_before(event, culprit)]
+    others = [other for other in later if (other.source, other.line) not in shown]
     others = [other for other in others if not alike or shape_of(other.text) != shape_of(record.text)]
     consequences = [other for other in others if (other.rank, shorten(other.text)) not in texts]
     rivals = sorted((event for event in roots if event.cause.id != cause.id), key=lambda event: -event.score)
@@ -211,6 +212,13 @@ def explain_event(
         evidence=evidence, consequences=make_evidence(consequences, MAX_CONSEQUENCES), progress=progress,
         victims=() if alike or (rank is None and cause.id in WAITING) else ranks_of_victims(victims, rank),
     )  # fmt: skip
+
+
+def is_long_before(event: Event, culprit: Event) -> bool:
+    """Whether a process without a rank reported an event too early to be a consequence of the culprit, even from a buffer."""
+    (number, line), (culprit_number, culprit_line) = event.place, culprit.place
+    has_rank = event.record.rank is not None or culprit.record.rank is not None
+    return number == culprit_number and not has_rank and line < culprit_line - BUFFERED_LINES
 
 
 def note_steps_behind(explanation: Explanation, culprit: Event, logs: Sequence[Log]) -> Explanation:

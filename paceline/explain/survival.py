@@ -42,7 +42,8 @@ WRAPPED = re.compile(
 )
 EXIT_ZERO = (
     r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)[ :=]*0\b|exit[ -]?code[ :=]+0\b"
-    r"|return code[ :=]+0\b|ExitCode 0:0|exit_?code\W+(?:null|none)\b|\s{2}exit ?code$"  # not yet, the head of a table
+    r"|return code[ :=]+0\b|ExitCode 0:0|exit_?code\W+(?:null|none)\b|\s{2}exit code$"  # not yet, the head of a table
+    r"|^jobid\s.*\bexitcode\s*$"  # of sacct
 )
 NO_FAILURE = re.compile(rf"{EXIT_ZERO}|(?<!sigkill_)handler|^Terminated at \w{{3}} ", re.IGNORECASE)  # LSF's time
 CANNOT_START = re.compile(r"can't open file '[^']+': \[Errno 2\]")  # Python itself, before any program runs

@@ -29,7 +29,8 @@ COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, CatBoost,
     r"|:{0,3}MLLOG .{0,400}?\"epoch_num\": (?P<epoch>\d{1,9})\b"
     r"|.{0,60}?\b[Pp]rogress: (?P<done>\d{1,9})/\d+ steps\b"
     r"|.*\[[> ]*\] \d+/\d+, \d+\.\d task/s, elapsed: "  # of an evaluation, whose count is no step of training
-    r"|(?P<row>\d{1,9}) (?P<part>train|val|hella) (?P<number>\d+\.\d+(?:e[-+]?\d+)?|nan|inf)$"  # build-nanogpt
+    r"|(?:s:)?(?P<row>\d{1,9}) (?P<part>train |val |hella |trl:|tel:|eval:)"  # build-nanogpt, llm.c
+    r"(?P<number>\d+\.\d+(?:e[-+]?\d+)?|nan|inf)(?: lr:\S+ norm:\S+)?$"
     r"|(?P<n>\d{1,9})[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)$"
 )
 # names of columns that end at the same place as their values
@@ -99,9 +100,9 @@ def read_counter(text: str) -> StepLoss | None:
     counts = match.group("step", "at", "n", "iteration", "place", "epoch", "done", "row")
     step = parse_count(next(filter(None, counts), ""))
     if match["part"]:
-        value, name = float(match["number"]), "loss" if match["part"] == "train" else "eval_loss"
-        if match["part"] == "hella" or value <= 1:  # which may be an accuracy
-            return StepLoss(step, None, score=value if match["part"] == "hella" else None)
+        value, name = float(match["number"]), "loss" if match["part"].startswith("tr") else "eval_loss"
+        if (is_score := match["part"] in ("hella ", "eval:")) or value <= 1:  # which may be an accuracy
+            return StepLoss(step, None, score=value if is_score else None)
         return StepLoss(step, value, name=name)
     if match["learn"]:
         values = match.group("learn", "test")

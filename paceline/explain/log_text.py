@@ -15,6 +15,7 @@ import json
 import lzma
 import re
 import shlex
+import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -90,6 +91,14 @@ def chunks_from(file: BinaryIO, *, name: str = "FILE") -> Iterator[bytes]:
         chunk = read(CHUNK_BYTES)
 
 
+def until_error(chunks: Iterable[bytes], errors: list[Exception]) -> Iterator[bytes]:
+    """The chunks of a log; where a compressed file is incomplete they end, and the error is added to errors."""
+    try:
+        yield from chunks
+    except (EOFError, lzma.LZMAError, zlib.error) as error:
+        errors.append(error)
+
+
 def split_start(chunks: Iterable[bytes]) -> tuple[bytes, Iterator[bytes]]:
     """The first START_BYTES or more of a log, and the chunks after them."""
     iterator = iter(chunks)
@@ -97,6 +106,41 @@ def split_start(chunks: Iterable[bytes]) -> tuple[bytes, Iterator[bytes]]:
     while len(first) < START_BYTES and (chunk := next(iterator, None)) is not None:
         first += chunk
     return first, iterator
+
+
+def whole_lines(chunks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Blocks that end at a line end, without its newline, and whether each is the last. A line over CHUNK_BYTES is cut."""
+    block, part = None, b""
+    for chunk in equal_chunks(chunks):
+        part += chunk
+        end = part.rfind(b"\n")
+        if end < 0 and len(part) > CHUNK_BYTES:
+            end = part.rfind(b"\r")
+            end = end if end > 0 else len(part)
+        if end >= 0:
+            if block is not None:
+                yield block, False
+            block, part = part[:end], part[end + 1 :]
+    if block is not None:
+        yield block + b"\n" + part if part else block, True
+    elif part:
+        yield part, True
+
+
+def equal_chunks(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in chunks of CHUNK_BYTES, the last one shorter: what is learned from a block depends on its size."""
+    parts, size = [], 0
+    for chunk in chunks:
+        start = 0
+        while start < len(chunk):
+            part = chunk[start : start + CHUNK_BYTES - size]
+            parts.append(part)
+            start, size = start + len(part), size + len(part)
+            if size == CHUNK_BYTES:
+                yield b"".join(parts)
+                parts, size = [], 0
+    if parts:
+        yield b"".join(parts)
 
 
 def is_utf16(first: bytes) -> bool:

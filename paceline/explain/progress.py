@@ -40,6 +40,7 @@ DONE = re.compile(
     r"|training has finished|\ball stages (?:complete|finished)|run finished"
     r"|finished: final loss|finished successfully|^successfully completed\.$"
     r"|\ball \w+ completed successfully|collective test concluded|avg bus bandwidth +:|^training time \d+:\d\d:\d\d$"
+    r"|(?:handling exit code|got exitcode): 0$"  # W&B's hook
     r"|^(?:done|fertig|terminé|готово)\.?$"
     r"|\"run_stop\".{0,300}\"status\": \"success\"|terminated of its own accord .*with exit-code 0"
     r"|(?:treinamento|entrenamiento) (?:conclu|complet|finaliz|termin)[a-zí]+|training (?:ist )?(?:abgeschlossen|beendet)"
@@ -53,7 +54,7 @@ SOME_FAILED = re.compile(r"(?i)\b[1-9]\d* (?:\w+ )?(?:failed|failures?)\b|\bfail
 DONE_WORDS = (  # one is in every text that matches; the pattern alone takes a fourth of the time of a line
     "finish", "done", "complet", "runtime", "final", "reached", "passed", "training time", "own accord", "run_stop", "conclu",
     "bandwidth", "end train", "termin", "abgeschl", "beendet", "заверш", "закончен", "успешно", "完", "结束", "終了",
-    "완료", "종료", "end of training", "fertig", "готово",
+    "완료", "종료", "exit", "end of training", "fertig", "готово",
 )  # fmt: skip
 # losses of a policy; rewards of preference pairs, whose loss is one as of any classifier
 POLICY_LOSS = re.compile(r"(?!.*loss.*loss).*\b(?:td|bellman|actor|policy|pg)\d?[ _-]loss\W{1,3}\d")  # alone on a line

@@ -5,12 +5,10 @@ line_filter.py selects the lines worth parsing; they are parsed by lines.py, pro
 decided by the catalogue and the verdict.
 """
 
-import lzma
 import re
-import zlib
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from paceline.explain.catalogue import load_catalogue
@@ -32,7 +30,15 @@ from paceline.explain.lines import (
     unwrap_json,
 )
 from paceline.explain.log import LAST_LINES, Log, OpenRun
-from paceline.explain.log_text import CHUNK_BYTES, as_text, is_binary, is_notebook, printed_outputs, split_start
+from paceline.explain.log_text import (
+    as_text,
+    is_binary,
+    is_notebook,
+    printed_outputs,
+    split_start,
+    until_error,
+    whole_lines,
+)
 from paceline.explain.run_bounds import COMMAND, NEW_PROCESS, START_WORD, may_start, rank_in_start, shape_of
 from paceline.explain.tracebacks import TracebackReader, as_raised
 
@@ -53,10 +59,10 @@ FOREIGN_PROGRESS = (  # the same words in other languages
 ).encode()
 # in every line that reports a step, a loss, memory or the end of the work, and in the rows of a table of numbers
 PROGRESS_WORD = re.compile(
-    rb"(?i)step|loss|iter|epoch|\bit\b|\dit \[|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved"
+    rb"(?i)step|loss|iter|epoch|\bit\b|\dit \[|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved|exit ?code: 0"
     rb"|learn:|accura|early|episode|end train|task/s|\bep\b|\b(?:val|test)\w*\]?[ _/-]+(?:\d+ +)?(?:acc|au|f1|dice)"
     + FOREIGN_PROGRESS
-    + rb"|nll|xent|info_?nce|perplex|ppl|bp[bcd]|mem|rss|vram|^\d+ (?:train|val|hella) [\dni]|^\[\d+\]\s"
+    + rb"|nll|xent|info_?nce|perplex|ppl|bp[bcd]|mem|rss|vram|^\d+ (?:train|val|hella) [\dni]|^s:\d+ (?:t[re]l|eval):|^\[\d+\]\s"
     rb"|\btr(?:ain)?[ :=]+\d|^(?:[\s|]|\xe2\x94[\x82\x83])*\d[\d./]*(?:[\s|,;]|\xe2\x94[\x82\x83]|\x1b\[[\d;]*m)+-?(?:\d|nan)"
 )
 USUAL_PROGRESS = (b"step", b"loss", b"poch")  # found sooner
@@ -113,18 +119,15 @@ def read_log(
     shapes: shared by the logs of one run, whose lines are much alike.
     """
     parser = LogParser(rank=rank, source=source, filter=LineFilter(shapes or Shapes()))
-    problem, note, in_cells = "", "", False
-    try:
-        first, chunks = split_start(chunks)
-        if is_binary(first[:SAMPLE_BYTES]):
-            return Log(problem=NOT_TEXT)
-        in_cells = is_notebook(first)
-        texts, note = printed_outputs(b"".join([first, *chunks])) if in_cells else (as_text(first, chunks), "")
-        for block, is_last in whole_lines(texts):
-            parser.feed(block, is_last=is_last)
-    except (EOFError, lzma.LZMAError, zlib.error):
-        problem = INCOMPLETE
-    return replace(parser.finish(), problem=problem, is_notebook=in_cells, note=note)
+    errors: list[Exception] = []
+    first, chunks = split_start(until_error(chunks, errors))
+    if is_binary(first[:SAMPLE_BYTES]):
+        return Log(problem=NOT_TEXT)
+    in_cells = is_notebook(first)
+    texts, note = printed_outputs(b"".join([first, *chunks])) if in_cells else (as_text(first, chunks), "")
+    for block, is_last in whole_lines(texts):
+        parser.feed(block, is_last=is_last)
+    return replace(parser.finish(), problem=INCOMPLETE if errors else "", is_notebook=in_cells, note=note)
 
 
 class LogParser:
@@ -372,22 +375,3 @@ class LogParser:
             if (first_line := self._run.bounds.first_line_behind(record)) is not None:
                 self._begin_run(first_line)
             self._run.add_record(record)
-
-
-def whole_lines(chunks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Blocks that end at a line end, without its newline, and whether each is the last. A line over CHUNK_BYTES is cut."""
-    block, part = None, b""
-    for chunk in chunks:
-        part += chunk
-        end = part.rfind(b"\n")
-        if end < 0 and len(part) > CHUNK_BYTES:
-            end = part.rfind(b"\r")
-            end = end if end > 0 else len(part)
-        if end >= 0:
-            if block is not None:
-                yield block, False
-            block, part = part[:end], part[end + 1 :]
-    if block is not None:
-        yield block + b"\n" + part if part else block, True
-    elif part:
-        yield part, True

@@ -103,7 +103,7 @@ MEASURED_ERROR = (  # test error 0.25, MeanSquaredError, (relative error): 1.5
 )
 HEADING = (  # errors:, error analysis, a cell of a table, advice, a setting
     r"\berrors?:$|\bfailures?:(?: \d+)?$|\bchecking exceptions$|\berror analysis\b(?! fail)|^\|.*\| *(?:not supported|n/a) *\|$"
-    r"|^\W*if\b|\bsetting `\w+=\w+`|\btimeout(?: is| was)? ?(?:set to|[:=] ?\d)|may contain errors"
+    r"|^\W*if\b|\bsetting `\w+=\w+`|\btimeout(?: is| was)? ?(?:set to|[:=] ?\d)|\bwith [\d.]+ second timeout|may contain errors"
 )
 NOT_NEEDED = (  # what a program does instead, or is optional
     r"\busing default\b|, attempting\b|\bshould speed up\b|[.,;:-] (?:but )?continu(?:e|es|ing)\b|loopback address as fallback"

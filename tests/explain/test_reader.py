@@ -9,6 +9,7 @@ from rows import with_rows
 
 from paceline.explain import reader
 from paceline.explain.line_filter import LineFilter, Shapes
+from paceline.explain.log_text import CHUNK_BYTES, equal_chunks
 from paceline.explain.reader import INCOMPLETE, NOT_TEXT, read_log
 from paceline.explain.run_folder import explain
 
@@ -160,6 +161,17 @@ def test_words_of_progress_are_looked_for_at_the_beginning_of_a_line_of_megabyte
 def test_a_hole_of_zeros_in_a_log_does_not_hide_its_text():
     [record] = exceptions(read_log([b"\0" * 8192, TRACEBACK.encode()]))
     assert record.text == "ValueError: sample 1841 has 3 fields"
+
+
+def test_the_size_of_the_chunks_changes_no_answer():
+    log = "".join(f"Epoch: {n} | Train Loss: {9 / (n + 1):.4f} | Val Loss: {9 / (n + 2):.4f}\n" for n in range(3000))
+    whole, parts = log.encode(), [log[at : at + 512].encode() for at in range(0, len(log), 512)]
+    assert read_log([whole]) == read_log(parts)
+    assert [len(chunk) for chunk in equal_chunks([bytes(CHUNK_BYTES - 1), b"abc", bytes(CHUNK_BYTES)])] == [
+        CHUNK_BYTES,
+        CHUNK_BYTES,
+        2,
+    ]
 
 
 def test_half_a_compressed_log_is_read_as_far_as_possible_and_never_healthy(tmp_path):

@@ -145,6 +145,8 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|\bUCX +(?:DEBUG|DIAG|INFO|TRACE)\b"
     r"|has failed to shutdown the rendezvous"  # another node has shut it down before; a lost one shows in its own log
     r"|^(?:\S+ - +)?(?:Unable to find text: |Could not find answer: )'"  # of SQuAD's scripts, for each text that was normalized
+    # of transformers' Trainer: weights that are tied; of accelerate
+    r"|^There were missing keys in the checkpoint model loaded: |^Detected kernel version \S+, which is below the recommended"
     r"|^Failed to load \S*torchao/_C"  # for another GPU or torch; transformers imports torchao where it is installed
 )
 # what is printed before any work: by tools, and settings, whose values are not measured

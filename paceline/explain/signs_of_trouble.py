@@ -168,6 +168,8 @@ LAST_WORK = re.compile(
     r"|before the start of training\b|(?i:starting training from (?:iteration|epoch|step) \d+|start(?:ing)? epoch:? \d+)\W*$)"
     r"|.* 0%\|[^%]*$|.*\bnvidia-smi$|\s*\"vocab_size\": \d+$|\s*\(\w+\): [A-Z]\w+\([^()]*\)$"
 )
+# the own log of W&B, which does not tell how the program does
+OF_WANDB = re.compile(r"\[\w+\.py:\w+\(\):\d+\] |\"msg\": ?\"(?:stream|sender|handler|writer|server|connection)\w*: ")
 MONITOR = re.compile(
     r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|"
     r"|^\|.*(?:Processes:|GI +CI +PID|\bID +ID\b|MIG M\.|No running processes found|={20}).*\|$|^\+-{77}\+$"
@@ -357,13 +359,15 @@ def errors_behind_progress(log: Log) -> list[Evidence]:
 
 
 def is_ordinary(log: Log) -> bool:
-    """Whether a log without progress ends with ordinary output: of a program, not of free or nvidia-smi, and decoded.
+    """Whether a log without progress ends with ordinary output: of a program, not of free, nvidia-smi or W&B, and decoded.
 
     Training that is announced at the very end did not get to its first step, nor did what was announced in a short log.
     """
     # all that a bar draws on its line is one
     ordinary = {(number, "%|" in text or text) for number, text in log.last_lines if not MONITOR.search(text)}
     end = "".join(text for _, text in log.last_lines)
+    if any(OF_WANDB.search(text) for text in last_texts(log)[-1:]):
+        return False
     begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
     if (begins and not ends_in(SUMMARY, log)) or end.count("\ufffd") >= MAX_UNDECODED * len(end) + 1:
         return False

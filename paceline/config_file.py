@@ -154,8 +154,21 @@ def read_config_file(path: Path, flags: Mapping[str, Any]) -> tuple[dict[str, An
         raise PacelineError(message, fix=_fix_for(text)) from error
     if other_kind:
         raise PacelineError(other_kind, fix=shlex.join(["mv", str(path), str(path.with_suffix(".toml"))]))
-    values = {name: checked_value(name, value, where=str(path)) for name, value in table.items()}
+    values, problems = dict[str, Any](), list[tuple[int, PacelineError]]()
+    for name, value in table.items():
+        try:
+            values[name] = checked_value(name, value, where="")
+        except PacelineError as error:
+            problems.append((_line_of(name, text), error))
+    if problems:
+        raise _joined(problems, path=path)
     return values, drop_rate(values, flags, own=values.get("optimizer", OPTIMIZER), file=path.name)
+
+
+def _line_of(name: str, text: str) -> int:
+    """Returns the number of the line that sets a key of a TOML file."""
+    start = re.compile(rf"[\s\[\"']*{re.escape(name)}\b")
+    return next((number for number, line in enumerate(text.splitlines(), 1) if start.match(line)), 1)
 
 
 def _fix_for(text: str) -> str:

@@ -22,6 +22,7 @@ PREFIX = "hf:"  # of a source: hf:NAME[:CONFIG[:SPLIT]]
 PACKAGES = ("datasets", "pyarrow")
 OFFLINE_NAMES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 DEADLINE_S = 3.0
+HUB = "https://huggingface.co"
 MIRROR = "https://hf-mirror.com"  # where the hub itself is blocked
 
 
@@ -119,7 +120,7 @@ def is_cached(name: str) -> bool:
 
 def endpoint() -> str:
     """Returns the address of the hub."""
-    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    return (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
 
 
 def ask_hub(name: str, *, deadline_s: float = DEADLINE_S) -> tuple[int | None, str | None]:
@@ -135,10 +136,13 @@ def ask_hub(name: str, *, deadline_s: float = DEADLINE_S) -> tuple[int | None, s
     return result[0]
 
 
-def reach_fix(error: str) -> str:
-    """Returns what may bring the hub into reach. error: why it gave no answer."""
+def reach_fix(error: str, *, server: str) -> str:
+    """Returns what may bring a dataset into reach. error: why the server gave no answer."""
     name = error.partition(" ")[0]
-    return f"unset {name}" if name in OFFLINE_NAMES else f"export HF_ENDPOINT={MIRROR}"
+    if name in OFFLINE_NAMES:
+        return f"unset {name}"
+    copy = "save the dataset where there is a network (Dataset.save_to_disk), and give the copy: --data hf:/FOLDER"
+    return copy if server != HUB else f"export HF_ENDPOINT={MIRROR} where the hub is blocked; or {copy}"
 
 
 def check_hub(name: str) -> None:
@@ -149,7 +153,7 @@ def check_hub(name: str) -> None:
     if not is_cached(name):
         raise UnreadableFile(
             f"dataset {name} is not in the cache, and {endpoint()} is out of reach: {error}",
-            fix=f"{reach_fix(error or '')}, or connect this machine",
+            fix=reach_fix(error or "", server=endpoint()),
         )
     print(f"note    {endpoint()} is out of reach ({error}): reading {name} from the cache", file=sys.stderr)
     os.environ.update(dict.fromkeys(OFFLINE_NAMES, "1"))  # otherwise datasets tries for half a minute

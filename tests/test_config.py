@@ -220,12 +220,12 @@ def test_a_wrong_value_is_refused_with_the_allowed_ones(args, message, fix):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("depth = 'four'", "{file}: depth is 'four', not an integer from 1 to 512"),
-        ("depth = true", "{file}: depth is True, not an integer from 1 to 512"),
-        ("depth = 4.5", "{file}: depth is 4.5, not an integer from 1 to 512"),
-        ("[model]\ndepth = 4", "{file}: [model] is a table, keys are flat"),
-        ("num_iterations = 5", "{file}: unknown key num_iterations; paceline calls it num_steps"),
-        ("dept = 5", "{file}: unknown key dept"),
+        ("depth = 'four'", "{file}:1: depth is 'four', not an integer from 1 to 512"),
+        ("depth = true", "{file}:1: depth is True, not an integer from 1 to 512"),
+        ("depth = 4.5", "{file}:1: depth is 4.5, not an integer from 1 to 512"),
+        ("[model]\ndepth = 4", "{file}:1: [model] is a table, keys are flat"),
+        ("num_iterations = 5", "{file}:1: unknown key num_iterations; paceline calls it num_steps"),
+        ("dept = 5", "{file}:1: unknown key dept"),
     ],
 )
 def test_a_wrong_file_is_refused_and_named(tmp_path, text, message):

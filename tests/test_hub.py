@@ -11,7 +11,7 @@ from paceline.check.verdicts.rules import Intent
 from paceline.data.corpus import list_files
 from paceline.data.readers import read_documents
 from paceline.errors import UnreadableFile
-from paceline.hub import OFFLINE_NAMES, ask_hub, is_cached, missing_packages, parse_source
+from paceline.hub import HUB, OFFLINE_NAMES, ask_hub, is_cached, missing_packages, parse_source, reach_fix
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -77,7 +77,10 @@ def test_a_dataset_that_the_hub_has_is_ready_and_one_that_it_lacks_is_not(hub):
 
 
 def test_a_dataset_in_the_cache_needs_no_hub(no_hub, tmp_path):
-    assert findings("hf:owner/books") == [("text-hub-silent", "export HF_ENDPOINT=https://hf-mirror.com")]
+    copy = "save the dataset where there is a network (Dataset.save_to_disk), and give the copy: --data hf:/FOLDER"
+    assert findings("hf:owner/books") == [("text-hub-silent", copy)]
+    mirror = reach_fix("Connection refused", server=HUB)
+    assert mirror == f"export HF_ENDPOINT=https://hf-mirror.com where the hub is blocked; or {copy}"
     (tmp_path / "hub/datasets--owner--books/snapshots/abc").mkdir(parents=True)
     assert is_cached("owner/books")
     assert findings("hf:owner/books") == []

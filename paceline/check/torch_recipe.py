@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.check.verdicts.rules import version_of
-from paceline.check.verdicts.torch_verdicts import DRIVER_OF_CUDA, driver_command, install, runs_on
+from paceline.check.verdicts.torch_verdicts import (
+    BLACKWELL,
+    BLACKWELL_DRIVER,
+    DRIVER_OF_CUDA,
+    driver_command,
+    install,
+    runs_on,
+)
 from paceline.errors import PacelineError, UsageError, expand_home
 
 Capability = tuple[int, int]
@@ -130,7 +137,11 @@ class Wheel:
         """Returns None where the wheel fits."""
         if lacking := self.lacking(capabilities, machine, ptx=True):
             return f"no kernels for {join(lacking)}"
-        return None if runs_on_driver(self.cuda, driver) else f"needs driver {self.driver}"
+        return (
+            None
+            if runs_on_driver(self.cuda, driver, capabilities)
+            else f"needs driver {driver_of(self.cuda, capabilities)}"
+        )
 
 
 NEWEST_TORCH = "2.14"
@@ -221,17 +232,17 @@ def make_recipe(
         return Recipe("wheel", install(wheel.tag), why, notes=notes, **common)
     if not wheel and not build and (newer_wheel := first_wheel(cards, None, machine)):
         why = f"the wheels with kernels for {join(cards)} need it"
-        return Recipe("driver", driver_command(newer_wheel.driver), why, **common)
+        return Recipe("driver", driver_command(driver_of(newer_wheel.cuda, cards)), why, **common)
     toolkits = [name for name, first, last in TOOLKITS if all(first <= card <= last for card in cards)]
     if not toolkits:
         raise PacelineError(
             f"neither CUDA 12 nor 13 compiles for {join(cards)}, and PyTorch 2.11 and later need one of them",
             fix="cards of capability 5.0 or later; or train with --device cpu",
         )
-    toolkit = next((name for name in toolkits if runs_on_driver(name, driver)), None)
+    toolkit = next((name for name in toolkits if runs_on_driver(name, driver, cards)), None)
     if toolkit is None:
         why = f"CUDA {toolkits[-1]}, which has kernels for {join(cards)}, needs it"
-        return Recipe("driver", driver_command(driver_of(toolkits[-1])), why, **common)
+        return Recipe("driver", driver_command(driver_of(toolkits[-1], cards)), why, **common)
     archs = archs or [f"{major}.{minor}" for major, minor in cards]
     nvcc = f"this host has {tools.nvcc}" if tools.nvcc else "this host has none"
     return Recipe(
@@ -247,7 +258,7 @@ def make_recipe(
 
 def why_wheel(wheel: Wheel, cards: Sequence[Capability], machine: str) -> tuple[str, tuple[str, ...]]:
     """Returns why a wheel fits these cards, and what to note about it."""
-    why = f"CUDA {wheel.cuda} has kernels for {join(cards)} and runs on driver {wheel.driver} and later"
+    why = f"CUDA {wheel.cuda} has kernels for {join(cards)} and runs on driver {driver_of(wheel.cuda, cards)} and later"
     if newer_cards := wheel.lacking(cards, machine, ptx=False):
         why = f"CUDA {wheel.cuda} has PTX, from which the driver compiles kernels for {join(newer_cards)} at the first start"
     if wheel.last is None:
@@ -261,14 +272,15 @@ def first_wheel(cards: Sequence[Capability], driver: str | None, machine: str) -
     return next((wheel for wheel in WHEELS if wheel.why_not(cards, driver, machine) is None), None)
 
 
-def driver_of(cuda: str) -> int:
-    """Returns the first driver that runs this CUDA version."""
-    return DRIVER_OF_CUDA[int(cuda.partition(".")[0])]
+def driver_of(cuda: str, cards: Iterable[Capability] = ()) -> int:
+    """Returns the first driver that runs this CUDA version, on these cards."""
+    of_cards = BLACKWELL_DRIVER if any(card >= BLACKWELL for card in cards) else 0
+    return max(DRIVER_OF_CUDA[int(cuda.partition(".")[0])], of_cards)
 
 
-def runs_on_driver(cuda: str, driver: str | None) -> bool:
+def runs_on_driver(cuda: str, driver: str | None, cards: Iterable[Capability]) -> bool:
     version = version_of(driver)
-    return version is None or version[0] >= driver_of(cuda)
+    return version is None or version[0] >= driver_of(cuda, cards)
 
 
 def build_options(archs: Sequence[str], tools: Tools) -> tuple[Option, ...]:

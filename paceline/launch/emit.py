@@ -231,6 +231,8 @@ def summary(config: Config, plan: Plan) -> Iterator[str]:
     nodes = f"{plan.hosts} nodes, each " if plan.hosts > 1 else ""
     length = f"{config.time} of training" if config.time else format_number_of(plan.num_steps, "step")
     yield f"paceline {paceline.__version__}: depth {plan.model.n_layer}, {length}, on {nodes}{devices}"
+    if config.data == Config.data:
+        yield f"text: {config.data}, a small one for a first try; --data SOURCE names yours"
     card = plan.memory.get("process_bytes", {}).get("expected")
     if plan.device == "cuda" and card:
         yield f"planned: {format_bytes(card)} of each GPU"

@@ -47,7 +47,8 @@ SCRIPT, DRIVER = "paceline torch recipe --script build.sh", "a driver {} or late
     ]),
     # a driver too old for every wheel, or for the CUDA of a build
     ([(12, 0)], {"driver": "470.82"}, "driver", DRIVER.format(580)),
-    ([(7, 0), (12, 0)], {"driver": "470.1"}, "driver", DRIVER.format(525)),
+    ([(12, 0)], {"driver": "560.35"}, "driver", DRIVER.format(580)),  # older than the cards
+    ([(7, 0), (12, 0)], {"driver": "470.1"}, "driver", DRIVER.format(570)),
     # a machine without wheels for its card, and one with them
     ([(7, 5)], {"driver": "580.1", "machine": "aarch64"}, "build", f"{SCRIPT} --arch '7.5'"),
     ([(9, 0)], {"driver": "580.1", "machine": "aarch64"}, "wheel", f"pip install --force-reinstall torch -i {INDEX}/cu130"),

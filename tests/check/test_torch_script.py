@@ -85,7 +85,7 @@ def test_missing_packages_are_named_with_the_installer_of_the_system(system, com
 def test_a_driver_too_old_for_the_build_is_refused(tmp_path):
     with pytest.raises(PacelineError) as error:
         write_script(tmp_path / "build.sh", recipe((12, 0), driver="470.82"), system="Debian 12")
-    assert error.value.message.startswith("the build needs a driver 525 or later")
+    assert error.value.message.startswith("the build needs a driver 570 or later")
     assert not (tmp_path / "build.sh").exists()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.check.verdicts.rules import Case, Cases, Host, Severity, at, is_lost, is_on, short_name, version_of
-from paceline.check.verdicts.torch_verdicts import driver_command, install, wheel_for
+from paceline.check.verdicts.torch_verdicts import BLACKWELL_DRIVER, driver_command, install, wheel_for
 from paceline.plan.precision import NATIVE_FROM
 from paceline.units import format_bytes, format_list
 
@@ -26,7 +26,6 @@ LOW_POWER_SHARE = 0.8
 NARROW_WIDTH = 4
 BF16_CAPABILITY, FP16_CAPABILITY = (8, 0), (5, 3)
 LOW_CUDA = {"fp8": (12, 0), "mxfp8": (12, 8), "nvfp4": (12, 8)}  # the first whose cuBLAS has the products
-BLOCKS_DRIVER = 570  # the first of CUDA 12.8, and of Blackwell
 SCALED_MM_TORCH = (2, 10)
 ALL_MXFP8_LAYOUTS = (13, 6)  # cuBLAS, with CUDA 13.3 update 1
 TRANSFORMER_ENGINE = "transformer-engine"
@@ -272,9 +271,9 @@ def precision_library_old(host: Host) -> Cases:
         what = f"{old}, {name} products need the cuBLAS of CUDA {dotted(needed)}"
         yield Case(what, install(wheel_for(host.facts)), evidence=("torch.cuda", f"packages.{package}"))
     driver = version_of(host.at("driver.version"))
-    if driver and driver[0] < BLOCKS_DRIVER and needed >= (12, 8):
-        what = f"driver {host.at('driver.version')}, {name} products need {BLOCKS_DRIVER}, which came with CUDA 12.8"
-        yield Case(what, driver_command(BLOCKS_DRIVER), evidence=("driver.version",))
+    if driver and driver[0] < BLACKWELL_DRIVER and needed >= (12, 8):
+        what = f"driver {host.at('driver.version')}, {name} products need {BLACKWELL_DRIVER}, which came with CUDA 12.8"
+        yield Case(what, driver_command(BLACKWELL_DRIVER), evidence=("driver.version",))
 
 
 def cublas_of(host: Host) -> tuple[str, tuple[int, ...] | None]:

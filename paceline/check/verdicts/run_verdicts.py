@@ -303,7 +303,7 @@ def text_hub_silent(host: Host) -> Cases:
     hub = host.at("text.hub") or {}
     if hub.get("error") and not hub.get("cached"):
         what = f"{hub['name']} is not in the cache, and {hub['endpoint']} is out of reach: {hub['error']}"
-        yield Case(what, reach_fix(hub["error"]))
+        yield Case(what, reach_fix(hub["error"], server=hub["endpoint"]))
 
 
 def text_hub_unknown(host: Host) -> Cases:

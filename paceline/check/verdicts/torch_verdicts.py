@@ -15,7 +15,7 @@ DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}  # Linux, major CUDA version -> fir
 OLDEST_WHEEL_DRIVER = 525  # of cu126 and cu128
 # of torch_probe.py: the import succeeded
 STAGE = re.compile(r"(versions|distributed|store|cuda|cuda_libraries|compile): ")
-BLACKWELL = (10, 0)  # from here on kernels need CUDA 12.8
+BLACKWELL, BLACKWELL_DRIVER = (10, 0), 570  # from here on kernels need CUDA 12.8, and the driver that came with it
 UNSET_LIBRARIES = "unset LD_LIBRARY_PATH LD_PRELOAD"
 
 

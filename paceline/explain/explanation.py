@@ -100,8 +100,11 @@ def make_evidence(records: Sequence[Record], limit: int) -> tuple[Evidence, ...]
 
 
 def shorten(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+    return cut(text.strip(), MAX_TEXT)
+
+
+def cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 @dataclass(frozen=True)
@@ -225,13 +228,14 @@ def with_commands(fix: str) -> str:
 
 
 def format_summary(explanation: Explanation | Mapping[str, Any]) -> str:
-    """The summary, with the rank, the step and the host that it does not mention itself."""
+    """The summary, with the rank, the step and the host that it does not mention itself: that of a curve, else the last one."""
     fields = explanation if isinstance(explanation, Mapping) else vars(explanation)
     rank, step, host, summary = (fields.get(name) for name in ("rank", "step", "host", "summary"))
     summary = str(summary or "")
     subject = f"rank {rank}" + (f" on {host}" if host else "")
     parts = [subject] if rank is not None and f"rank {rank}" not in summary else []
-    parts += [f"step {step:,}"] if step is not None and f"step {step}" not in summary else []
+    step_text = f"{'' if fields.get('curves') else 'last '}step {step:,}" if step is not None else ""
+    parts += [step_text] if step_text and f"step {step}" not in summary else []
     parts += [f"host {host}"] if host is not None and subject not in parts and host not in summary else []
     return summary + (f" ({', '.join(parts)})" if parts else "")
 
@@ -254,8 +258,8 @@ def format_evidence(evidence: Sequence[Evidence]) -> list[str]:
         place = f"{' '.join(item.source.split())}:{item.line}" if item.source else f"line {item.line}"
         rank = "" if item.rank is None else f"rank {item.rank}  "
         first, *others = item.text.splitlines() or [""]
-        lines.append(f"  {place}  {rank}{first[:MAX_WIDTH]}")
-        lines += [f"      {line[:MAX_WIDTH]}" for line in others[: MAX_LINES - 1]]
+        lines.append(f"  {place}  {rank}{cut(first, MAX_WIDTH)}")
+        lines += [f"      {cut(line, MAX_WIDTH)}" for line in others[: MAX_LINES - 1]]
     return lines
 
 

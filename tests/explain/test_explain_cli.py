@@ -518,7 +518,7 @@ def test_a_hang_is_explained_by_what_the_supervisor_recorded(run, capsys):
     }
     append_event(run, "verdict", attempt=1, confidence=1.0, **verdict)
     lines = explained(capsys, run.path).splitlines()
-    assert lines[:2] == ["hang: no rank got on for 60 s: rank 1 is in load (step 40)", "  fix: x"]
+    assert lines[:2] == ["hang: no rank got on for 60 s: rank 1 is in load (last step 40)", "  fix: x"]
     assert lines[4:7] == [
         '  hangs/1/1.txt:2  rank 1  mark: {"step": 40, "phase": "load"}',
         "  hangs/1/1.txt:4  rank 1  State: S (sleeping)",

@@ -82,6 +82,6 @@ def test_only_the_rank_itself_gets_the_host():
 
 def test_a_message_that_has_the_name_of_a_host_does_not_stand_for_the_host_of_the_rank():
     explanation = Explanation("user-code-exception", rank=1, step=5, host="bob", summary="ValueError: boom on bob")
-    assert format_summary(explanation) == "ValueError: boom on bob (rank 1 on bob, step 5)"
+    assert format_summary(explanation) == "ValueError: boom on bob (rank 1 on bob, last step 5)"
     waits = Explanation("hang", rank=1, host="bob", summary="rank 1 waits")
     assert format_summary(waits) == "rank 1 waits (host bob)"

@@ -327,7 +327,7 @@ def test_a_stop_does_not_hide_why_the_attempts_before_it_failed(run):
     run.logs(3).mkdir()
     explanation = explain_run(run)
     assert explanation.cause == "keyboard-interrupt"
-    assert explanation.notes == ("attempts 1 and 2 failed: hang: rank 1 hung (step 7)",)
+    assert explanation.notes == ("attempts 1 and 2 failed: hang: rank 1 hung (last step 7)",)
 
 
 def test_a_run_whose_terminal_was_closed_has_not_failed(run):

@@ -2354,4 +2354,4 @@ def test_settings_that_wandb_logs_are_no_losses():
         "2023-12-26 01:41:{:02},980 INFO    MainThread:84937 [wandb_run.py:_config_callback():1342] config_cb opt {}\n"
     )
     settings = "{'weights': 'yolov7.pt', 'hyp': {'lr0': 0.01, 'loss_ota': 1}, 'epochs': 300, 'batch_size': 16}"
-    assert verdict("".join(line.format(n, settings) for n in range(40))).cause == "healthy"
+    assert verdict("".join(line.format(n, settings) for n in range(40))).cause == "unknown"

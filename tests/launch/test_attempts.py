@@ -91,7 +91,7 @@ def test_a_killed_rank_is_explained_and_the_next_attempt_finishes(tmp_path):
     }  # fmt: skip
     assert job.changes == ["retry"]
     assert job.lines == [
-        "attempt 1 failed: rank 1 was killed by SIGKILL from outside the run (step 1)",
+        "attempt 1 failed: rank 1 was killed by SIGKILL from outside the run (last step 1)",
         "attempt 2 in 1 s: this is usually transient",
     ]
 
@@ -101,7 +101,7 @@ def test_without_recovery_there_is_one_attempt_and_its_explanation_stands_last(t
     outcome = run_attempts(job, Recovery(recover=False))
     assert outcome.attempt == 1
     shown = format_explained(outcome, job.run)
-    first = "killed-from-outside: rank 1 was killed by SIGKILL from outside the run (step 1)"
+    first = "killed-from-outside: rank 1 was killed by SIGKILL from outside the run (last step 1)"
     assert f"\n\n{first}\n  fix: {outcome.explanation.fix}" in shown
 
 
@@ -158,7 +158,7 @@ def test_a_hang_is_the_cause_whatever_the_log_shows(tmp_path):
     [verdict] = job.events("verdict")
     assert (verdict["cause"], verdict["rank"], verdict["step"]) == ("hang", 1, 9)
     assert f"`less {tmp_path}/hangs/{verdict['attempt']}/*.txt`" in verdict["fix"]
-    assert job.lines[0] == "attempt 1 failed: rank 1 made no step for 61 s (step 9)"
+    assert job.lines[0] == "attempt 1 failed: rank 1 made no step for 61 s (last step 9)"
 
 
 @pytest.mark.parametrize(

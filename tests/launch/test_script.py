@@ -363,7 +363,7 @@ def test_lines_come_while_the_script_runs_and_ctrl_c_reaches_the_program_below_s
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
-    assert "\nnote    attempt 0 failed: hang: no rank made progress (rank 1, step 7)\ninterrupted after " in err
+    assert "\nnote    attempt 0 failed: hang: no rank made progress (rank 1, last step 7)\ninterrupted after " in err
     assert "stopping: SIGINT sent, the script has 60 s to end; Ctrl-C again to end now\n" in err
     assert "[0] saved\n" in out and "[1] KeyboardInterrupt\n" in out
     assert (bench.events()[-2:], run_status(bench.run_dir).state) == (["attempt_ended", "interrupted"], "stopped")

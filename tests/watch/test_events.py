@@ -38,7 +38,7 @@ TEXTS = [
     ({"event": "rank_failed", "rank": 0, "message": "\x1b[31mboom\x1b[0m"}, "rank 0 failed: boom"),
     (
         {"event": "verdict", "cause": "hang", "rank": 1, "step": 7, "summary": "no progress"},
-        "hang: no progress (rank 1, step 7)",
+        "hang: no progress (rank 1, last step 7)",
     ),
     ({"event": "verdict", "cause": "hang", "rank": 1, "step": None, "summary": "no step"}, "hang: no step (rank 1)"),
     ({"event": "stopping", "signal": "SIGTERM"}, "stopping on SIGTERM"),

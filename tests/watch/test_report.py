@@ -139,7 +139,7 @@ def test_the_markdown_tells_why_where_the_time_went_what_happened_and_on_which_m
     ]
     why = sections["What happened"]
     assert why.startswith(
-        "**import-error**: Python does not find the module flash_attn in the environment of the run (step 1)\n\n**Fix:** `"
+        "**import-error**: Python does not find the module flash_attn in the environment of the run (last step 1)\n\n**Fix:** `"
     )
     assert "ModuleNotFoundError: No module named 'flash_attn'" in why.partition("```text")[2]
     assert sections["Where the time went"].splitlines()[2:4] == [

@@ -399,10 +399,12 @@ def test_what_a_file_sets_in_place_of_the_depth_stays_where_a_flag_sets_the_dept
     assert (config.depth, config.n_embd, config.embedding_lr) == (8, 128, 0.6)
     flags = "--n-embd auto --total-batch-size auto --time auto --embedding-lr 0.3"
     assert notes == [
-        f"a.toml sets n_embd 128, total_batch_size 4096, time 2m, embedding_lr 0.6, which the depth sets with {flags}"
+        f"a.toml: n_embd 128, total_batch_size 4096, time 2m, embedding_lr 0.6 stay as they are at depth 8;"
+        f" to derive them from the depth: {flags}"
     ]
     assert load_config(file, {"depth": 8, "num_steps": 9, "n_embd": 256})[1] == [
-        "a.toml sets total_batch_size 4096, embedding_lr 0.6, which the depth sets with --total-batch-size auto --embedding-lr 0.3"
+        "a.toml: total_batch_size 4096, embedding_lr 0.6 stay as they are at depth 8;"
+        " to derive them from the depth: --total-batch-size auto --embedding-lr 0.3"
     ]
     assert load_config(file, {"depth": 8, "num_steps": 9, "n_embd": 256, "total_batch_size": 8192})[1] == []
     by_depth = {"n_embd": None, "total_batch_size": None, "time": None, "embedding_lr": 0.3}

@@ -71,7 +71,9 @@ PYTHON_MESSAGE = re.compile(  # what Python and NumPy say about a mistake in cod
 PROGRAM_ENDED = re.compile(
     r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"
 )
-ENDS = re.compile(rf"{CANCELLED_STEP.pattern}|(?i:ctrl ?[-+] ?c\b)")  # each time that it comes
+ENDS = re.compile(  # each time that it comes
+    rf"{CANCELLED_STEP.pattern}|(?i:ctrl ?[-+] ?c\b)|thread: \[[\d,]+\] Assertion "
+)
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
 NAMED_EXCEPTION = re.compile(r"(?!SystemExit|KeyboardInterrupt)(?:\w+\.)*(?:[A-Z]\w+|error)(?::|$)")
 # behind a bar that did not get to its end: of a process that could not clean up

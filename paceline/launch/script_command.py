@@ -15,7 +15,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from paceline.config import Config, check_config
-from paceline.errors import PacelineError, UsageError, expand_home
+from paceline.errors import PacelineError, UsageError, expand_home, nearest
 from paceline.launch.background import check_unused
 from paceline.launch.gather import sha256_of
 from paceline.rundir import RunDir, is_script_run, read_json_lines, resume_command
@@ -78,7 +78,9 @@ def check_file(path: Path, name: str) -> None:
     if path.is_dir():
         raise PacelineError(f"{name} is a folder", fix="the script in it, or -m for a package")
     if not path.is_file():
-        raise PacelineError(f"script {name} does not exist in {path.parent}", fix="check its name and its path")
+        near = nearest(path.name, (file.name for file in path.parent.glob("*.py")))
+        fix = f"did you mean {shlex.quote(str(Path(name).parent / near))}?" if near else "check its name and its path"
+        raise PacelineError(f"script {name} does not exist in {path.parent}", fix=fix)
     if not os.access(path, os.R_OK):
         raise PacelineError(f"script {name} cannot be read", fix=f"chmod +r {shlex.quote(name)}")
 

@@ -19,7 +19,10 @@ SLOW_BYTES_PER_S = 50e6
 FEW_INODES = 1000
 NO_ROOM = MIB  # not even for logs
 SMALL_TMP = 256 * MIB
-TEXTS = (("text", "--data", "builtin"), ("text.val", "--val-data", "auto"))  # facts, key, and a value that works
+TEXTS = (  # facts, and what to give where no path is like the one that was given
+    ("text", "--data", "--data PATH, a file or folder of text; --data builtin for a first try"),
+    ("text.val", "--val-data", "--val-data auto"),
+)
 PLACES = (("run_dir", "the run folder", "--runs-dir ~/runs"), ("cache", "the cache", "--cache-dir ~/.cache/paceline"))
 TMP = ("tmp", "the folder for temporary files", "export TMPDIR=~")
 
@@ -290,7 +293,7 @@ def text_missing(host: Host) -> Cases:
             data, near = host.at(f"{text}.data"), host.at(f"{text}.near")
             more = f", but at {near}" if near else ""
             evidence = (f"{text}.data", f"{text}.exists")
-            yield Case(f"there is no text at {data}{more}", f"{flag} {near or otherwise}", evidence=evidence)
+            yield Case(f"there is no text at {data}{more}", f"{flag} {near}" if near else otherwise, evidence=evidence)
 
 
 def text_package_missing(host: Host) -> Cases:
@@ -317,7 +320,8 @@ def text_unreadable(host: Host) -> Cases:
     for text, flag, otherwise in TEXTS:
         error = host.at(f"{text}.error")
         if error and host.at(f"{text}.exists") is not False:
-            fix, evidence = f"{flag} {host.at(f'{text}.near') or otherwise}", (f"{text}.data", f"{text}.error")
+            near = host.at(f"{text}.near")
+            fix, evidence = f"{flag} {near}" if near else otherwise, (f"{text}.data", f"{text}.error")
             yield Case(f"{host.at(f'{text}.data')}: {error}", fix, evidence=evidence)
 
 
@@ -325,7 +329,7 @@ def text_empty(host: Host) -> Cases:
     for text, flag, otherwise in TEXTS:
         if host.at(f"{text}.exists") and host.at(f"{text}.bytes") == 0 and not host.at(f"{text}.error"):
             evidence = (f"{text}.data", f"{text}.bytes")
-            yield Case(f"{host.at(f'{text}.data')} holds 0 bytes of text", f"{flag} {otherwise}", evidence=evidence)
+            yield Case(f"{host.at(f'{text}.data')} holds 0 bytes of text", otherwise, evidence=evidence)
 
 
 def text_of_other_types(host: Host) -> Cases:

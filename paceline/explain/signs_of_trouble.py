@@ -166,8 +166,9 @@ LAST_WORK = re.compile(
     r"(?:(?:Construct|Load|Build|Creat|Initiali[sz]|Prepar|Download|Compil)ing(?: \S+){,4}"
     r" (?:data|train|model|weights|tokenizer|checkpoint)\S*(?: \S+)? ?(?:\.\.\.|…)\W*$|Training ?(?:\.\.\.|…)\W*$"
     r"|before the start of training\b|(?i:starting training from (?:iteration|epoch|step) \d+|start(?:ing)? epoch:? \d+)\W*$)"
-    r"|.* 0%\|[^%]*$|.*\bnvidia-smi$|\s*\"vocab_size\": \d+$|\s*\(\w+\): [A-Z]\w+\([^()]*\)$"
+    r"|.* 0%\|[^%]*$|.*\bEpoch:? 0$|.*\bnvidia-smi$|\s*\"vocab_size\": \d+$|\s*\(\w+\): [A-Z]\w+\([^()]*\)$"
 )
+OF_WARNING = re.compile(r"\.py:\d+: \w*Warning: |^\s+warnings\.warn\(")
 # the own log of W&B, which does not tell how the program does
 OF_WANDB = re.compile(r"\[\w+\.py:\w+\(\):\d+\] |\"msg\": ?\"(?:stream|sender|handler|writer|server|connection)\w*: ")
 MONITOR = re.compile(
@@ -366,7 +367,9 @@ def is_ordinary(log: Log) -> bool:
     # all that a bar draws on its line is one
     ordinary = {(number, "%|" in text or text) for number, text in log.last_lines if not MONITOR.search(text)}
     end = "".join(text for _, text in log.last_lines)
-    if any(OF_WANDB.search(text) for text in last_texts(log)[-1:]):
+    if any(OF_WANDB.search(text) for text in last_texts(log)[-1:]) or all(
+        OF_WARNING.search(text) for _, text in log.last_lines
+    ):
         return False
     begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
     if (begins and not ends_in(SUMMARY, log)) or end.count("\ufffd") >= MAX_UNDECODED * len(end) + 1:

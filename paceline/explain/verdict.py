@@ -322,9 +322,10 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
 
 
 def stays_at_start(progress: LogProgress, logs: Sequence[Log]) -> bool:
-    """Whether all that is shown of steps is a bar at 0, or, where training is announced at the end, the start of an epoch."""
+    """Whether a bar at 0, the first step, or an epoch's start where training is announced at the end is all that is shown."""
     last_steps = (0, None) if any(signs.ends_in(signs.TRAINING_BEGINS, log) for log in logs) else (0,)
-    return progress.steps >= MIN_STEPS and progress.last_step in last_steps and progress.last_loss is None
+    is_first = progress.last_step in last_steps or progress.first_step == progress.last_step == 1
+    return progress.steps >= MIN_STEPS and is_first and progress.last_loss is None
 
 
 def hardly_began(log: Log) -> bool:

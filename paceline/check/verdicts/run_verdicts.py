@@ -326,7 +326,7 @@ def text_unreadable(host: Host) -> Cases:
 
 
 def text_empty(host: Host) -> Cases:
-    for text, flag, otherwise in TEXTS:
+    for text, _, otherwise in TEXTS:
         if host.at(f"{text}.exists") and host.at(f"{text}.bytes") == 0 and not host.at(f"{text}.error"):
             evidence = (f"{text}.data", f"{text}.bytes")
             yield Case(f"{host.at(f'{text}.data')} holds 0 bytes of text", otherwise, evidence=evidence)

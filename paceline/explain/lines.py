@@ -127,7 +127,7 @@ IGNORABLE = re.compile(  # or what a program says that it leaves out
     r"|\b(?:is|are|be) expected (?:if|when|as|since|because)\b"
     # of what a launcher looks at, and of the libraries that DeepSpeed tries to link
     rf"|{RECOVERED}|_is_a_lwp: open|select_algorithm\.py\b|^MESA-LOADER|cannot find -l(?:aio|cufile)\b|TensorBoard could not bind"
-    r"|slurm_load_jobs error: Invalid job id|^Aborting on container exit\b"  # of squeue; of Compose, however one ended
+    r"|slurm_load_jobs error: |^Aborting on container exit\b"  # of squeue; of Compose, however one ended
     # Isaac Sim at inotify's limit, Lmod
     r"|Failed to create change watch for|Module cannot be loaded due to a conflict|Load of requirement \S+ failed"
     # of W&B: behind every cell of a notebook, in its own log without an NVIDIA GPU

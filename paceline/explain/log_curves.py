@@ -46,7 +46,11 @@ CHANCE = "ln {number}, as of a guess between {number} classes"
 LOG_GROWTH, LOG_SLOWER = 0.2, 1.0  # of memory, of the time for a sample
 MIN_SAME_SCORES = 20  # evaluations
 STEADY_RISES, STEADY_RISE = 7, 0.03  # from each point of a loss to the next; as a share of the first one
-PERFECT, TINY = 0.99, 0.01  # an accuracy; a loss beside it, whose last digit may stay
+PERFECT, TINY, RISEN = (
+    0.99,
+    0.01,
+    1.5,
+)  # an accuracy; a loss beside it, whose last digit may stay; times the first points
 TRAIN_RISE, FAR_ABOVE = 0.1, 5.0  # of the loss of training, as a share; times the lowest loss of evaluations
 # Lightning's bar shows the loss that was logged last, by default (log_every_n_steps) on every 50th step
 LIGHTNING_BAR, LOGGED_EVERY = re.compile(r"\bv_num="), 50
@@ -134,12 +138,16 @@ def repeats_logged(series: MetricSeries, points: Points) -> bool:
 
 
 def find_still(losses: Curves, accuracies: Sequence[float]) -> Iterator[CurveFinding]:
-    """Losses that stand still from early on, but for the last digit of a tiny one beside an accuracy that is perfect."""
+    """Losses that stand still from early on, but for the last digit of a tiny one beside an accuracy that is perfect.
+
+    One that rose before it stands is a score, as CatBoost's may be, or diverged.
+    """
     is_perfect = noise.median(list(accuracies) or [0.0]) > PERFECT
     for finding in curve_verdict.find_still(losses, [], []):
         values = finding.series.values
         is_rounded = is_perfect and max(values) < TINY and noise.has_one_digit(values)
-        if not is_rounded and (finding.at < len(values) // 2 or noise.is_stuck(values)):
+        has_risen = finding.at >= noise.SPIKE and values[finding.at] > RISEN * max(values[: noise.SPIKE]) > 0
+        if not (is_rounded or has_risen) and (finding.at < len(values) // 2 or noise.is_stuck(values)):
             yield finding
 
 

@@ -37,9 +37,11 @@ NEW_PROCESS = re.compile(  # Paddle's C++ writes it at once, when a process take
 DUMP = re.compile(
     r"(?:\S.{0,80}[\s:\]])?Namespace\(|(?:args|arguments|config(?:uration)?|options)\W{0,3}\{", re.IGNORECASE
 )
+LSF_END = re.compile(r"The output \(if any\) is above this job summary")  # each job appends its own
+OF_LSF = re.compile(r"PS:$|Read file <")  # behind it
 START_WORD = re.compile(  # in the lower-case bytes of every line that either can match
     rb"^\s*\++ |\$ +[a-z/]|nohup: |omp_num_threads|\] cmd = |nvidia-smi \d|tracking run with|namespace\("
-    rb"|please note: device|init nccl context|nccl pg_timeout_"
+    rb"|output \(if any\) is above|please note: device|init nccl context|nccl pg_timeout_"
     rb"|^(?:args|arguments|config|configuration|options)\W"
 )
 RANK_IN_START = re.compile(r"(?:^\W?[Rr]ank |\b(?:from|on) [Rr]ank )(?P<rank>\d{1,6})(?=[\]:.]|\W*$)")
@@ -77,6 +79,7 @@ class RunBounds:
 
     end: Record | None = None  # the last one that reports the end of a program
     is_closed: bool = False  # what has started the program reports that end, so that no buffer is left
+    is_reported: bool = False  # LSF has appended its summary of the job
     is_launched: bool = False  # a launcher printed what it prints first
     has_content: bool = False
     has_exception: bool = False
@@ -92,6 +95,9 @@ class RunBounds:
 
     def starts_run(self, number: int, text: str, *, is_first: bool) -> bool:
         """Whether the run is over and a new one begins at a line. is_first: the log began with such a line."""
+        if self.is_reported:
+            return bool(text.strip()) and OF_LSF.match(text) is None
+        self.is_reported = LSF_END.match(text) is not None
         is_dump = DUMP.match(text) is not None
         self.is_launched = self.is_launched or RANKS_START.match(text) is not None
         if self.end is not None:
@@ -191,8 +197,8 @@ class RunBounds:
 
 
 def may_start(text: str) -> bool:
-    """Whether a line can be the first one of a run."""
-    return any(pattern.match(text) for pattern in (COMMAND, LAUNCHER, NEW_PROCESS, DUMP))
+    """Whether a line can be the first one of a run, or the last one before it."""
+    return any(pattern.match(text) for pattern in (COMMAND, LAUNCHER, NEW_PROCESS, DUMP, LSF_END))
 
 
 def rank_in_start(line: LogLine) -> int | None:

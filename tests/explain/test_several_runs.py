@@ -601,3 +601,16 @@ def test_what_is_left_is_the_cause_where_a_user_started_again_by_hand(error):
     assert error in other_agent.evidence[0].text
     assert error in first_attempt.evidence[0].text
     assert error in lost_peer.evidence[0].text
+
+
+def test_the_jobs_whose_reports_lsf_appends_to_one_file_are_several_runs():
+    report = "Sender: LSF System <lsfadmin@cluster>\nSubject: Job {}: <train> in cluster <c> {}\n\n{}\n\n"
+    end = "The output (if any) is above this job summary.\n\n"
+    failed = raised(None, "ModuleNotFoundError: No module named 'pandas'") + report.format(
+        1, "Exited", "Exited with exit code 1."
+    )
+    worked = "".join(f"trained {n} percent\n" for n in range(30)) + report.format(2, "Done", "Successfully completed.")
+    assert verdict(failed + end).cause == "import-error"
+    explanation = verdict(failed + end + worked + end)
+    assert explanation.cause == "healthy"
+    assert explanation.notes == ("1 earlier run in this file failed: import-error (line 1)",)

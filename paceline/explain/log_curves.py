@@ -50,7 +50,7 @@ PERFECT, TINY, RISEN = (
     0.99,
     0.01,
     1.5,
-)  # an accuracy; a loss beside it, whose last digit may stay; times the first points
+)  # an accuracy; a loss beside it, whose last digit may stay; times the first value
 TRAIN_RISE, FAR_ABOVE = 0.1, 5.0  # of the loss of training, as a share; times the lowest loss of evaluations
 # Lightning's bar shows the loss that was logged last, by default (log_every_n_steps) on every 50th step
 LIGHTNING_BAR, LOGGED_EVERY = re.compile(r"\bv_num="), 50
@@ -146,7 +146,8 @@ def find_still(losses: Curves, accuracies: Sequence[float]) -> Iterator[CurveFin
     for finding in curve_verdict.find_still(losses, [], []):
         values = finding.series.values
         is_rounded = is_perfect and max(values) < TINY and noise.has_one_digit(values)
-        has_risen = finding.at >= noise.SPIKE and values[finding.at] > RISEN * max(values[: noise.SPIKE]) > 0
+        still = values[finding.at :]
+        has_risen = still[0] > RISEN * values[0] and still[-1] > still[0]
         if not (is_rounded or has_risen) and (finding.at < len(values) // 2 or noise.is_stuck(values)):
             yield finding
 

@@ -29,7 +29,7 @@ BARE_BAR = re.compile(r" {0,3}\d{1,3}%\|[█▏▎▍▌▋▊▉ #=>.-]*\|?")  
 # `gradient accumulation steps: 8` is a setting, no progress
 SETTINGS = (
     "accumulation", "accum", "warmup", "max", "num", "total", "total.training", "optimization", "decay", "logging", "save",
-    "eval", "target", "print", "of",
+    "eval", "target", "print", "of", "tried.to",
 )  # fmt: skip
 STEP = re.compile(
     "(?=[gsiueb]|num)"

@@ -24,7 +24,7 @@ DUPLICATE_LINES = 8
 DISTINCT_SHAPES = 6  # of the eight lines: rows that look alike are data, not a duplicate
 LIMITS = {  # what is reached may not be lost
     "modules": 206,
-    "lines of Python": 59_650,
+    "lines of Python": 59_700,
     "lines of JavaScript": 2_700,
     "modules with a single importer": 33,
     "import circles": 0,

@@ -45,8 +45,8 @@ def load_config(file: str | Path | None, flags: Mapping[str, Any]) -> tuple[Conf
         own = {key: getattr(config, key) for key in keys_of_depth(flags) if key in from_file}
         own = {key: value for key, value in own.items() if value != KEYS[key].default}
         texts, auto = [f"{key} {own[key]}" for key in own], format_flags({key: KEYS[key].default for key in own})
-        kept = f"{Path(file).name}: {', '.join(texts)} stay as they are at depth {config.depth}"
-        notes += [f"{kept}; to derive them from the depth: {auto}"] if own else []
+        remark = f"stay as they are at depth {config.depth}; to derive them from the depth: {auto}"
+        notes += [f"{Path(file).name}: {', '.join(texts)} {remark}"] if own else []
     return config, notes
 
 

@@ -18,15 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.check.verdicts.rules import version_of
-from paceline.check.verdicts.torch_verdicts import (
-    BLACKWELL,
-    BLACKWELL_DRIVER,
-    DRIVER_OF_CUDA,
-    driver_command,
-    install,
-    runs_on,
-)
+from paceline.check.verdicts.torch_verdicts import driver_command, driver_of, install, runs_on, runs_on_driver
 from paceline.errors import PacelineError, UsageError, expand_home
 
 Capability = tuple[int, int]
@@ -270,17 +262,6 @@ def why_wheel(wheel: Wheel, cards: Sequence[Capability], machine: str) -> tuple[
 
 def first_wheel(cards: Sequence[Capability], driver: str | None, machine: str) -> Wheel | None:
     return next((wheel for wheel in WHEELS if wheel.why_not(cards, driver, machine) is None), None)
-
-
-def driver_of(cuda: str, cards: Iterable[Capability] = ()) -> int:
-    """Returns the first driver that runs this CUDA version, on these cards."""
-    of_cards = BLACKWELL_DRIVER if any(card >= BLACKWELL for card in cards) else 0
-    return max(DRIVER_OF_CUDA[int(cuda.partition(".")[0])], of_cards)
-
-
-def runs_on_driver(cuda: str, driver: str | None, cards: Iterable[Capability]) -> bool:
-    version = version_of(driver)
-    return version is None or version[0] >= driver_of(cuda, cards)
 
 
 def build_options(archs: Sequence[str], tools: Tools) -> tuple[Option, ...]:

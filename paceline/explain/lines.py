@@ -115,7 +115,8 @@ WARNING_LINE = re.compile(
 RECOVERED = (  # what a program does in place of what failed
     r"\b(?:proceed|continu)ing (?:without|anyway)\b|\bbut continuing\b|\bfall(?:ing|s) ?back (?:to|on)\b"
     r"|\b(?:going to|using) \S+ instead\b(?! of)|\btrying port \d|\bsome optimizations will not be enabled\b"
-    r"|(?<!learning rate), (?:trying|installing|downloading|creating|continuing|using|rebuilding|resuming|(?:start|train)ing from scratch)\b"
+    r"|(?<!learning rate), (?:trying|installing|downloading|creating|continuing|using|rebuilding|resuming)\b"
+    r"|, (?:start|train)ing from scratch\b"
 )
 KILLED_LAUNCHER = re.compile(  # as a shell reports it, of the program that starts all ranks
     r": \d+ (?:Killed|Terminated) +(?:timeout .*)?(?:\S*/)?(?:torchrun|accelerate|deepspeed|mpirun|mpiexec|srun)\b"

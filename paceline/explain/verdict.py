@@ -194,8 +194,8 @@ def explain_event(
     shown = {(item.source, item.line) for item in evidence}
     texts = {(item.rank, item.text) for item in evidence}  # of which the second traceback of a chain may repeat one
     alike = failed_alike(culprit, logs)
-    later = [event.record for event in candidates if not is_long_before(event, culprit)]
-    others = [other for other in later if (other.source, other.line) not in shown]
+    records = [event.record for event in candidates if not is_long_before(event, culprit)]
+    others = [other for other in records if (other.source, other.line) not in shown]
     others = [other for other in others if not alike or shape_of(other.text) != shape_of(record.text)]
     consequences = [other for other in others if (other.rank, shorten(other.text)) not in texts]
     rivals = sorted((event for event in roots if event.cause.id != cause.id), key=lambda event: -event.score)

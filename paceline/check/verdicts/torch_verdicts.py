@@ -6,6 +6,7 @@ compatibility: any driver of the family runs every minor version of a major one,
 """
 
 import re
+from collections.abc import Iterable
 
 from paceline.check.verdicts.rules import Case, Cases, Facts, Host, Severity, at, version_of, visible_gpus
 
@@ -21,6 +22,17 @@ UNSET_LIBRARIES = "unset LD_LIBRARY_PATH LD_PRELOAD"
 
 def install(tag: str) -> str:
     return f"pip install --force-reinstall torch -i {WHEELS}/{tag}"
+
+
+def driver_of(cuda: str, cards: Iterable[tuple[int, int]] = ()) -> int:
+    """Returns the first driver that runs this CUDA version, on these cards."""
+    of_cards = BLACKWELL_DRIVER if any(card >= BLACKWELL for card in cards) else 0
+    return max(DRIVER_OF_CUDA[int(cuda.partition(".")[0])], of_cards)
+
+
+def runs_on_driver(cuda: str, driver: str | None, cards: Iterable[tuple[int, int]]) -> bool:
+    version = version_of(driver)
+    return version is None or version[0] >= driver_of(cuda, cards)
 
 
 def driver_command(first: int) -> str:

@@ -367,9 +367,9 @@ def is_ordinary(log: Log) -> bool:
     # all that a bar draws on its line is one
     ordinary = {(number, "%|" in text or text) for number, text in log.last_lines if not MONITOR.search(text)}
     end = "".join(text for _, text in log.last_lines)
-    if any(OF_WANDB.search(text) for text in last_texts(log)[-1:]) or all(
-        OF_WARNING.search(text) for _, text in log.last_lines
-    ):
+    is_short = log.last_line - log.first_line < MIN_OUTPUT
+    warns_alone = is_short and all(OF_WARNING.search(text) for _, text in log.last_lines)
+    if warns_alone or any(OF_WANDB.search(text) for text in last_texts(log)[-1:]):
         return False
     begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
     if (begins and not ends_in(SUMMARY, log)) or end.count("\ufffd") >= MAX_UNDECODED * len(end) + 1:
@@ -377,7 +377,7 @@ def is_ordinary(log: Log) -> bool:
     if ends_well(log):
         return True
     last = [split_prefix(text).text for _, text in log.last_lines[-LAST_CHECKED:]]
-    announces = log.last_line - log.first_line < MIN_OUTPUT and any(map(ANNOUNCES.search, last))
+    announces = is_short and any(map(ANNOUNCES.search, last))
     return (
         len(ordinary) >= MIN_LINES
         and not (announces or only_begins([split_prefix(text).text for _, text in log.last_lines]))

@@ -655,6 +655,12 @@ def test_probes_that_a_busy_machine_keeps_waiting_are_one_finding():
     assert finding.what == "the gpu, host and text probes: still computing after 20 s, the machine is busy"
 
 
+def test_a_host_of_which_no_probe_gave_an_answer_is_not_ready():
+    failed = {f"probes.{name}": {"ok": False, "error": "Permission denied"} for name in HOSTS["cpu_box"]["probes"]}
+    [finding] = findings_of("probe-failed", [changed(HOSTS["cpu_box"], failed) | {"torch": None}], CPU)
+    assert (finding.severity, finding.what) == ("stop", "no probe gave an answer: Permission denied")
+
+
 def check_of(monkeypatch, tmp_path, changes: dict[str, Any], **options: Any) -> CheckResult:
     def gather(probes=None, **request):
         facts = changed(HOSTS["cpu_box"], changes)

@@ -43,22 +43,26 @@ PROBE_MODULES = {"python": "host_probe python", "tools": "host_probe tools", "te
 
 
 def probe_failed(host: Host) -> Cases:
-    busy = []
-    for name, probe in (host.at("probes") or {}).items():
-        if not probe or probe.get("ok") is not False or (name == "torch" and host.at("torch")):
-            continue
-        error = str(probe.get("error"))
-        if error.startswith(BUSY):
-            busy.append((name, error))
-            continue
-        module = PROBE_MODULES.get(name, f"{name}_probe")
-        fix = f"echo '{{}}' | python -m paceline.check.probes.{module}"
-        yield Case(f"the {name} probe: {error}", fix, evidence=(f"probes.{name}",))
+    probes = host.at("probes") or {}
+    errors = {
+        name: str(probe.get("error"))
+        for name, probe in probes.items()
+        if probe and probe.get("ok") is False and not (name == "torch" and host.at("torch"))
+    }
+    busy = {name: error for name, error in errors.items() if error.startswith(BUSY)}
+    if errors and len(errors) == len(probes) and not busy:
+        fix = "python -V, as this user: the interpreter and its packages must be readable"
+        evidence = tuple(f"probes.{name}" for name in errors)
+        yield Case(f"no probe gave an answer: {next(iter(errors.values()))}", fix, "stop", evidence)
+        return
+    for name in (name for name in errors if name not in busy):
+        fix = f"echo '{{}}' | python -m paceline.check.probes.{PROBE_MODULES.get(name, f'{name}_probe')}"
+        yield Case(f"the {name} probe: {errors[name]}", fix, evidence=(f"probes.{name}",))
     if busy:
-        names = [name for name, _ in busy]
-        what = f"the {format_list(names)} {'probe' if len(busy) == 1 else 'probes'}: {busy[0][1]}, the machine is busy"
+        noun, error = "probe" if len(busy) == 1 else "probes", next(iter(busy.values()))
+        what = f"the {format_list(list(busy))} {noun}: {error}, the machine is busy"
         # the processes that keep it busy, the busiest first
-        yield Case(what, "ps -eo pcpu,pid,args --sort=-pcpu | head", evidence=tuple(f"probes.{name}" for name in names))
+        yield Case(what, "ps -eo pcpu,pid,args --sort=-pcpu | head", evidence=tuple(f"probes.{name}" for name in busy))
 
 
 def memory_limit(facts: Facts) -> tuple[int | None, bool]:

@@ -125,15 +125,13 @@ class Wheel:
         archs = [f"compute_{arch[1:]}" if arch.startswith("+") else f"sm_{arch}" for arch in kernels]
         return [card for card in capabilities if not any(runs_on(arch, card) for arch in archs)]
 
-    def why_not(self, capabilities: Iterable[Capability], driver: str | None, machine: str) -> str | None:
+    def why_not(self, capabilities: Sequence[Capability], driver: str | None, machine: str) -> str | None:
         """Returns None where the wheel fits."""
         if lacking := self.lacking(capabilities, machine, ptx=True):
             return f"no kernels for {join(lacking)}"
-        return (
-            None
-            if runs_on_driver(self.cuda, driver, capabilities)
-            else f"needs driver {driver_of(self.cuda, capabilities)}"
-        )
+        if runs_on_driver(self.cuda, driver, capabilities):
+            return None
+        return f"needs driver {driver_of(self.cuda, capabilities)}"
 
 
 NEWEST_TORCH = "2.14"

@@ -234,8 +234,8 @@ def format_summary(explanation: Explanation | Mapping[str, Any]) -> str:
     summary = str(summary or "")
     subject = f"rank {rank}" + (f" on {host}" if host else "")
     parts = [subject] if rank is not None and f"rank {rank}" not in summary else []
-    step_text = f"{'' if fields.get('curves') else 'last '}step {step:,}" if step is not None else ""
-    parts += [step_text] if step_text and f"step {step}" not in summary else []
+    if step is not None and f"step {step}" not in summary:
+        parts.append(f"step {step:,}" if fields.get("curves") else f"last step {step:,}")
     parts += [f"host {host}"] if host is not None and subject not in parts and host not in summary else []
     return summary + (f" ({', '.join(parts)})" if parts else "")
 

@@ -120,7 +120,8 @@ class ForwardedLines:
         for pattern in self._patterns.values():
             if match := pattern.match(raw):
                 known = match[1] + origin_of(match[2].decode("utf-8", "replace")).encode()
-                return known + (b" " if known[-1:].isdigit() else b"") + raw[match.end() :]  # no time joins a text
+                space = b" " if known[-1:].isdigit() else b""  # between a time and the text
+                return known + space + raw[match.end() :]
         return raw
 
 

@@ -26,7 +26,7 @@ PREPARATION = re.compile(  # the bar of what comes before training, or beside it
 )
 OTHER_BAR = re.compile(r"\W*(?!Train|Finetun|Fit|Learn|Optimiz)[A-Z][a-z]+ing\b")  # whose count is no step of training
 BARE_BAR = re.compile(r" {0,3}\d{1,3}%\|[█▏▎▍▌▋▊▉ #=>.-]*\|?")  # cut in the middle, or without a count
-# `gradient accumulation steps: 8` is a setting, no progress
+# `gradient accumulation steps: 8` is a setting, `tried to step 9 times` an error, and neither is progress
 SETTINGS = (
     "accumulation", "accum", "warmup", "max", "num", "total", "total.training", "optimization", "decay", "logging", "save",
     "eval", "target", "print", "of", "tried.to",

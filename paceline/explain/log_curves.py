@@ -47,7 +47,7 @@ LOG_GROWTH, LOG_SLOWER = 0.2, 1.0  # of memory, of the time for a sample
 MIN_SAME_SCORES = 20  # evaluations
 STEADY_RISES, STEADY_RISE = 7, 0.03  # from each point of a loss to the next; as a share of the first one
 PERFECT, TINY = 0.99, 0.01  # an accuracy; a loss beside it, whose last digit may stay
-RISEN = 1.2  # times the first value
+RISEN = 1.2  # times its first value: a score, as a loss falls
 TRAIN_RISE, FAR_ABOVE = 0.1, 5.0  # of the loss of training, as a share; times the lowest loss of evaluations
 # Lightning's bar shows the loss that was logged last, by default (log_every_n_steps) on every 50th step
 LIGHTNING_BAR, LOGGED_EVERY = re.compile(r"\bv_num="), 50

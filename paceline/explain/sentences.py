@@ -14,6 +14,7 @@ from itertools import cycle
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.explanation import LogProgress, Record
 from paceline.explain.frames import INSTALLED
+from paceline.explain.line_measures import UNITS
 from paceline.explain.log import Log
 from paceline.explain.matches import WAITING, Event
 from paceline.units import format_bytes, format_duration, format_list, format_ranks
@@ -28,7 +29,7 @@ FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name
 PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!(?:torch|numpy)[/\\])(?P<name>[\w-]+)[/\\]")
 IN_PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?P<path>.+)")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
-UNITS, SIZE = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}, r"(?P<size>\d+(?:\.\d+)?) (?P<unit>[KMG]iB)"
+SIZE = r"(?P<size>\d+(?:\.\d+)?) (?P<unit>[KMG])iB"
 GPU_SIZES = [  # requested, of the GPU, and as torch before 2.1 says it: allocated, reserved
     re.compile(text)
     for text in (
@@ -101,7 +102,7 @@ def memory_of_gpu(text: str) -> str | None:
     """What the sizes in a message of torch show of the memory of a GPU that ran out."""
     matches = [pattern.search(text) for pattern in GPU_SIZES]
     requested, total, allocated, reserved = (
-        float(match["size"]) * UNITS[match["unit"]] if match else 0.0 for match in matches
+        float(match["size"]) * UNITS[match["unit"].lower()] if match else 0.0 for match in matches
     )
     if requested > total > 0:
         return "the tensor alone is larger than the GPU"

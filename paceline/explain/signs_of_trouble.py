@@ -267,7 +267,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
     trouble = []
     for log in logs:
         threads = [r.line for r in log.records if left_program_running(r, log) or is_quoted(r, log)]
-        threads = threads if log.progress.steps or ends_well(log) else []
+        threads = threads if log.progress.steps or ends_well(log) else []  # else nothing shows that the program went on
         lines = log.last_lines[-LAST_CHECKED:]
         if log.last_ignored is not None and lines and lines[0][0] - log.last_ignored <= WENT_ON:  # its traceback
             threads.append(log.last_ignored)

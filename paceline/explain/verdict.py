@@ -143,16 +143,13 @@ def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanati
     roots = without_consequences(find_roots(before_restart(candidates, events, logs), hang), logs)
     roots = of_last_program(roots, logs)
     culprit = choose_culprit(roots, blamed)
-    if culprit.cause.id == NAN and culprit.record.kind == "line" and progress.nan_line is not None:
-        return explain_divergence(culprit.cause, progress.nan_line, progress, values)
-    if (
-        culprit.cause.id == ASSERT
-        and len(logs) == 1
-        and (progress.nan_line or culprit.record.line) < culprit.record.line
-    ):
+    if (nan_line := progress.nan_line) is not None:
+        if culprit.cause.id == NAN and culprit.record.kind == "line":
+            return explain_divergence(culprit.cause, nan_line, progress, values)
         # a kernel's check, such as that of a probability, does not hold for NaN
-        diverged = explain_divergence(load_catalogue().causes[NAN], progress.nan_line or 0, progress, values)
-        return replace(diverged, consequences=make_evidence([culprit.record], 1))
+        if culprit.cause.id == ASSERT and len(logs) == 1 and nan_line < culprit.record.line:
+            diverged = explain_divergence(load_catalogue().causes[NAN], nan_line, progress, values)
+            return replace(diverged, consequences=make_evidence([culprit.record], 1))
     explanation = explain_event(culprit, roots, candidates, logs, progress, values, hang=hang)
     return explanation if unexplained else note_steps_behind(explanation, culprit, logs)
 
